@@ -23,13 +23,12 @@ from longdraft.benchmarks.progress import Phase, Watch
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
-from longdraft.infer.memory import layer_weights, size
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.footprint import feed_forward_numbers, layer_weights, size
 from longdraft.models.layer import Layer
-from longdraft.models.passes import feed_forward_numbers
 from longdraft.models.target import Target
 
 FORMS = ("fp32", "layerwise", "serving", "off")

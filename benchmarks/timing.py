@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from longdraft.infer.memory import available_bytes
 from longdraft.kernels.cpu_impl.threads import decoding
 from longdraft.kernels.linear import emulates_bf16
+from longdraft.models.device import available_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UPS = 2

@@ -20,6 +20,7 @@ from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.linear import linear
 from longdraft.models.decoder import Decoder, Embedding
 from longdraft.models.drafts.longspec import LongSpec
+from longdraft.models.footprint import Buffer
 from longdraft.models.kv_cache import KVCache
 
 
@@ -97,14 +98,21 @@ def _scale_of(embed: nn.Embedding) -> float | None:
     return 1.0 if type(embed) is nn.Embedding and embed.max_norm is None else None
 
 
-def passes_bytes(draft: LongSpec, target: Decoder, head_ED: Tensor, batch: int, capacity: int, tree_rows: int) -> int:
-    """Bytes that `draft_passes` allocates for a target's cache of `batch` slots and `capacity` positions."""
+def draft_rows(
+    draft: LongSpec, target: Decoder, head_ED: Tensor, batch: int, capacity: int, tree_rows: int
+) -> list[Buffer]:
+    """What `draft_passes` allocates for a target's cache of `batch` slots and `capacity` positions."""
     if not _can_run(draft, target, head_ED):
-        return WindowCache.bytes(draft, batch, tree_rows)
-    row = draft.config.head_dim * head_ED.element_size()
+        return WindowCache.allocations(draft, batch, tree_rows)
+    config, n_rows, dtype = draft.config, capacity + tree_rows, head_ED.dtype
+    kept = [
+        ((2, batch, n_rows, config.n_kv_heads, config.head_dim), dtype),
+        ((n_rows, 3 * config.head_dim // 2), dtype),
+    ]
+    if not _in_bytes(dtype):
+        return kept
     sizes = [matrix.numbers_NI.shape for matrix in block_weights(draft, head_ED).matrices]
-    copies = sum(n * k + 4 * n for n, k in sizes) if _in_bytes(head_ED.dtype) else 0
-    return (capacity + tree_rows) * (2 * batch * draft.config.n_kv_heads * row + 3 * row // 2) + copies
+    return [*kept, *((size, torch.int8) for size in sizes), *((size[:1], torch.float32) for size in sizes)]
 
 
 def _in_bytes(dtype: torch.dtype) -> bool:

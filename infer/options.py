@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longdraft.infer.values import is_integer, is_number, short_repr
 from longdraft.models.drafts.vocabulary import DraftVocabulary
+from longdraft.models.footprint import Allocations
 from longdraft.models.target import Target
 
 
@@ -79,6 +80,6 @@ def check_draft(drafter: str, target: Target, draft: Any, kind: type[DraftVocabu
         raise ValueError(f"draft: its token_ids must be different and lie in 0..{vocab_size - 1}")
 
 
-def head_memory(draft: DraftVocabulary, head_ED: Tensor) -> dict[str, int]:
-    """Bytes of the LM head's rows that a drafter copies for a restricted draft vocabulary, by name."""
-    return {} if draft.token_ids is None else {"draft vocabulary": head_ED.numel() * head_ED.element_size()}
+def copied_head(draft: DraftVocabulary, head_ED: Tensor) -> Allocations:
+    """The LM head's rows that a drafter copies for a restricted draft vocabulary, for `Drafter.allocations`."""
+    return {} if draft.token_ids is None else {"draft vocabulary": [(head_ED.shape, head_ED.dtype)]}

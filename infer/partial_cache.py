@@ -17,6 +17,7 @@ from longdraft.infer.selection import SelectionPolicy
 from longdraft.kernels.selection import gather_rows
 from longdraft.kernels.transfer import HostCopy, integers
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.footprint import Allocations, cache_rows
 from longdraft.models.kv_cache import KVCache
 
 
@@ -72,11 +73,6 @@ class RingCache(KVCache):
         end_B1 = (self._written + counts_B)[:, None]
         lost_BM = (writes_BM >= end_B1) | ((writes_BM >= 0) & (writes_BM < end_B1 - ring_size))
         return rows_BM.masked_fill(lost_BM, self.capacity - 1)
-
-    @staticmethod
-    def row_bytes(like: DecoderConfig, dtype: torch.dtype) -> int:
-        """Bytes of one row's keys and values in all layers."""
-        return 2 * like.n_layers * like.n_kv_heads * like.head_dim * dtype.itemsize
 
 
 class SelectedCache(RingCache):
@@ -254,13 +250,12 @@ class SelectedCache(RingCache):
         self._written.add_(counts_B)
 
 
-def selected_bytes(
+def selected_rows(
     policy: SelectionPolicy, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int, tail: int
-) -> dict[str, int]:
-    """What a SelectedCache on a full cache of `capacity` rows a slot will allocate: bytes by name."""
-    row = RingCache.row_bytes(like, dtype)
-    policy_bytes = policy.memory_bytes(row, batch, capacity)
-    return {"selected cache": batch * (policy.rows(capacity) + tail + 1) * row, **policy_bytes}
+) -> Allocations:
+    """What a SelectedCache on a full cache of `capacity` rows a slot will allocate, by name."""
+    picked = cache_rows(like, batch * (policy.rows(capacity) + tail + 1), dtype)
+    return {"selected cache": picked, **policy.allocations(like, dtype, batch, capacity)}
 
 
 def refuse_windows(like: DecoderConfig, what: str) -> None:

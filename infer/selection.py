@@ -5,7 +5,6 @@ maxima; infer/partial_cache.py copies the rows.
 Shapes: L layers, B slots, S tokens of the full cache, H query heads, K KV heads, d head width, R rows picked, C chunks.
 """
 
-from collections.abc import Mapping
 from copy import copy
 from typing import Self
 
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.selection import chunk_means, top_keys
+from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 
 
@@ -61,8 +62,8 @@ class SelectionPolicy:
         recent = torch.arange(covered - self.budget + self.fixed, covered, device=self.full.keys.device)
         return torch.cat([fixed, recent])[:, None].expand(n_layers, -1, n_kv_heads)
 
-    def memory_bytes(self, row_bytes: int, batch: int, capacity: int) -> Mapping[str, int]:
-        """Bytes of what it keeps beside the picked rows, by name. row_bytes: of a cache row's keys and values."""
+    def allocations(self, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int) -> Allocations:
+        """What it keeps beside the picked rows, by name."""
         return {}
 
 
@@ -131,5 +132,6 @@ class TopChunks(SelectionPolicy):
         inside = torch.arange(self.chunk, device=best_LKC.device)
         return (chunks_LKC[..., None] * self.chunk + inside).flatten(2).transpose(1, 2)
 
-    def memory_bytes(self, row_bytes: int, batch: int, capacity: int) -> Mapping[str, int]:
-        return {"chunk means": batch * (capacity // self.chunk) * row_bytes // 2}
+    def allocations(self, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int) -> Allocations:
+        means = (like.n_layers, batch, capacity // self.chunk, like.n_kv_heads, like.head_dim)
+        return {"chunk means": [(means, dtype)]}

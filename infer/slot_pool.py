@@ -12,19 +12,20 @@ from typing import NamedTuple
 
 import torch
 
-from longdraft.infer.drafters.base import Request
+from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.history import History
 from longdraft.infer.kept_prompts import KeptPrompts, Place
 from longdraft.infer.logprobs import TokenLogprob, prompt_logprobs
-from longdraft.infer.memory import check_memory, describe, estimate_memory, fits
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_sampling import SlotSampling
+from longdraft.infer.slot_sampling import SlotSampling, choice_bytes
 from longdraft.infer.slot_state import SlotState
 from longdraft.kernels.cpu_impl import threads
 from longdraft.kernels.linear import prompt_in_c
 from longdraft.kernels.transfer import from_host, integers
+from longdraft.models.decoder import Decoder
 from longdraft.models.device import on_device
+from longdraft.models.footprint import check_memory, estimate_memory, fits, sizes, text_of
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput, prompt_rows
 from longdraft.models.rope import LENGTH_DEPENDENT
@@ -104,12 +105,12 @@ class SlotPool:
         chunk = max(chunk, min(batch * chunk, MOST_PREFILL_TOKENS))
         keeps, widths = self._keeps and capacity > self.prefill_chunk, runner.policy.widths
         aside = widths[-1] if keeps and batch > 1 else 0  # a single slot is in no pass of others
-        parts = estimate_memory(self.model, self.drafter, batch, capacity, widths, chunk, recording, aside)
+        parts = memory_parts(self.model, self.drafter, batch, capacity, widths, chunk, recording, aside)
         before = self._kept if keeps and fits(parts, self.device) else None
         # Unless its prompts are kept, the old cache is freed before the new one is allocated.
         runner.cache = self._kept = None
         check_memory(parts, batch, capacity, self.device)
-        log(f"memory for {batch} sequences of {capacity} positions: {describe(parts)}")
+        log(f"memory for {batch} sequences of {capacity} positions: {text_of(parts)}")
         cache = self.model.new_cache(batch, capacity)
         kept = KeptPrompts(self.model, cache, self.prefill_chunk, aside, before) if keeps else None
         zeros_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -257,3 +258,21 @@ class SlotPool:
         if self._kept is not None:
             self._kept.leave(slot)
         self.runner.cache.reset([slot])
+
+
+def memory_parts(
+    model: Decoder,
+    drafter: Drafter,
+    batch: int,
+    capacity: int,
+    widths: Sequence[int],
+    chunk: int,
+    recording: bool = False,
+    aside: int = 0,
+) -> dict[str, int]:
+    """Bytes by name of what decoding takes: the target's (`estimate_memory`), the choices', and the drafter's."""
+    recorded = [*(drafter.needs | drafter.learns_from), *drafter.learns_from] if recording else None
+    parts = estimate_memory(model, batch, capacity, widths, chunk, recorded, aside)
+    parts["passes"] += choice_bytes(batch, max(widths), model.config.vocab_size, model.embed_tokens.weight.device)
+    drafted = sizes(drafter.allocations(batch, capacity))
+    return parts | {f"draft {name}": count for name, count in drafted.items()}

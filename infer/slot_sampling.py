@@ -27,6 +27,14 @@ KEPT_ROWS = 32
 MOST_SORTED, SORTED_BYTES = 1 << 23, 40
 
 
+def choice_bytes(batch: int, width: int, vocab_size: int, device: torch.device) -> int:
+    """The most bytes that choosing takes, for `width` nodes in each of `batch` slots."""
+    if backend.is_host(device):
+        return batch * vocab_size * 8
+    # Filters and penalties take all nodes at once (infer/accept.py).
+    return max(batch, min(batch * width, MOST_SORTED // vocab_size)) * vocab_size * SORTED_BYTES
+
+
 class SlotSampling:
     """The sampling parameters of B slots as tensors, and the noise of the positions they are at.
 

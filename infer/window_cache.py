@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.models.drafts.longspec import LongSpec
+from longdraft.models.footprint import Buffer
 
 # Positions that can be taken back before the ring has overwritten older ones that then are in the window again.
 SLACK = 64
@@ -41,11 +42,11 @@ class WindowCache:
         return self.keys.shape[0]
 
     @staticmethod
-    def bytes(draft: LongSpec, batch: int, tree_rows: int) -> int:
-        """Bytes that the constructor allocates."""
+    def allocations(draft: LongSpec, batch: int, tree_rows: int) -> list[Buffer]:
+        """What the constructor allocates."""
         config, ring = draft.config, window_of(draft) + SLACK
-        row = 2 * config.n_kv_heads * config.head_dim * draft.self_o.weight.element_size()
-        return batch * ((ring + tree_rows) * row + ring * 8)
+        rows = (2, batch, ring + tree_rows, config.n_kv_heads, config.head_dim)
+        return [(rows, draft.self_o.weight.dtype), ((batch, ring), torch.int64)]
 
     def start(self, slot: int) -> None:
         """Empty this slot's ring."""

@@ -20,7 +20,6 @@ from longdraft.benchmarks.proof import FORMS, NAMES, Room, choose_form, describe
 from longdraft.benchmarks.questions import KINDS, Asked, LeftOut, Reader, fitting, make_tasks
 from longdraft.benchmarks.suites import SUITES, Suite
 from longdraft.infer.drafters.build import build_drafter
-from longdraft.infer.memory import available_bytes, size, weight_count
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.console import note, read_text
 from longdraft.launch.progress import Progress
@@ -29,9 +28,10 @@ from longdraft.launch.runtime import DTYPES, Drafting, check_rows, heldout_rows,
 from longdraft.launch.shared_options import NEW_TOKENS, PROMPTS, TEXT_TOKENS, given_sampling
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.device import on_device
+from longdraft.models.device import available_bytes, on_device
 from longdraft.models.draft_files import WEIGHTS
 from longdraft.models.draft_folder import local_folder
+from longdraft.models.footprint import size, weight_count
 from longdraft.models.hf import build_decoder, load_tokenizer, load_transformers, read_target_config
 from longdraft.models.target import Target
 

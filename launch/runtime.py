@@ -11,13 +11,13 @@ import torch
 from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED
 from longdraft.infer.engine import Engine
-from longdraft.infer.memory import available_bytes, size, weight_count
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.console import flag, note
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.device import check_device, default_device, start
+from longdraft.models.device import available_bytes, check_device, default_device, start
 from longdraft.models.draft_folder import draft_method, read_info
+from longdraft.models.footprint import size, weight_count
 from longdraft.models.hf import LOADERS, build_decoder
 from longdraft.models.special_tokens import chat_end
 from longdraft.models.target import Target

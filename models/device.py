@@ -12,6 +12,7 @@ import torch
 
 # Where the driver shows the GPUs that it has found, and its version.
 NODES, VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
+MEMORY = Path("/proc/meminfo")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # The errors of PyTorch and CUDA if the driver works and shows them no GPU.
 NONE_SEEN = "No CUDA GPUs are available|no CUDA-capable device"
@@ -86,6 +87,16 @@ def free_bytes(device: torch.device) -> int:
     """Free memory of a GPU, with what PyTorch's allocator has reserved and does not use."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of a GPU or of this machine; None where the system does not tell."""
+    if device.type == "cuda":
+        return free_bytes(device)
+    if not MEMORY.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

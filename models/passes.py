@@ -1,6 +1,5 @@
-"""One pass of a decoder: what goes in, what comes out, and how much memory it takes.
+"""One pass of a decoder: what goes in and what comes out. models/decoder.py computes it.
 
-Not here: the computation (models/decoder.py), and the memory of a training step (train/estimate_memory.py).
 Shapes: B slots, T query tokens per slot, R of them with logits (or in spans), L layers, D hidden width, H query heads,
 K key/value heads, d head width, V vocabulary, P pieces of a packed sequence.
 """
@@ -16,7 +15,6 @@ from torch import Tensor
 from longdraft.kernels.segment_attention import Segment, send_segments
 from longdraft.kernels.transfer import from_host
 from longdraft.kernels.tree_attention import PassPlan
-from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.kv_cache import KVCache
 
 NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries", "of_spans"})
@@ -223,44 +221,6 @@ def spread(x: Tensor, slots: slice, batch: int) -> Tensor:
     return all_slots
 
 
-def layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes that the layers allocate as one C call (kernels/cpu_impl/layers.py), for `n_tokens` of all slots."""
-    heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
-    attention_heads = (heads + 2 * kv_heads) + (heads + kv_heads) + heads  # projected, rotated, attended
-    per_layer = attention_heads * width + config.intermediate_size + 2 * config.hidden_size
-    return n_tokens * config.n_layers * per_layer * dtype.itemsize
-
-
-def feed_forward_numbers(config: DecoderConfig) -> int:
-    """How many numbers per token a layer's feed-forward has alive at once.
-
-    They are the normed copy of the stream, gate and up, and the activated gate; with experts also each expert's input
-    and output, and the experts' sum in fp32.
-    """
-    width, experts = config.hidden_size, config.experts
-    dense = width + 3 * config.intermediate_size
-    if experts is None:
-        return dense
-    return max(dense, 5 * width + experts.per_token * (2 * width + 3 * experts.size))
-
-
 def prompt_rows(device_type: str) -> int:
     """The default number of prompt tokens per prefill pass."""
     return ROWS_CPU if device_type == "cpu" else ROWS_GPU
-
-
-def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
-    """The most bytes that a pass allocates for `n_rows` tokens of all slots together, without its logits.
-
-    The peak is in a layer's feed-forward, or in its projection or attention where the feed-forward is narrow. No mask
-    is counted, for chains have none (kernels/chain_attention.py).
-    """
-    heads, kv = config.n_heads * config.head_dim, 2 * config.n_kv_heads * config.head_dim
-    qkv, qk = heads + kv, heads + kv // 2
-    stages = (
-        qkv + 3 * qk,  # beside q, k and v of the layer before; rotating them takes two temporaries of the size of q, k
-        6 * heads,  # on a CPU: two parts of the keys, with fp32 copies of their outputs
-        heads + feed_forward_numbers(config),  # the heads' outputs stay alive during the feed-forward
-    )
-    tables = 2 * config.head_dim
-    return n_rows * (config.hidden_size + qkv + qk + max(stages) + tables) * dtype.itemsize

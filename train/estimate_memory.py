@@ -29,7 +29,8 @@ from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.draft_folder import DRAFTS
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
-from longdraft.models.passes import feed_forward_numbers, pass_bytes, prompt_rows
+from longdraft.models.footprint import feed_forward_numbers, pass_bytes
+from longdraft.models.passes import prompt_rows
 from longdraft.train.config import Config, accumulation
 from longdraft.train.config_sections import DTYPES
 from longdraft.train.estimate_zero import DraftStates, draft_states

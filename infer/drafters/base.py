@@ -16,6 +16,7 @@ from longdraft.infer.accept import AcceptResult
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
+from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 
@@ -125,8 +126,9 @@ class Drafter:
     def release(self) -> None:
         """The cache of `on_start` is about to be freed: drop it, and what was allocated beside it."""
 
-    def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
-        """Bytes that it will allocate for `batch` slots of `capacity` positions, by name, without its weights."""
+    def allocations(self, batch: int, capacity: int) -> Allocations:
+        """What it will allocate for `batch` slots of `capacity` positions beside its weights: shapes and dtypes by
+        name, for the estimate of memory."""
         return {}
 
     def decisions(self) -> Mapping[str, str]:

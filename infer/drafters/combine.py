@@ -19,6 +19,7 @@ from longdraft.infer.drafters.host import HostDrafter
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, Lists, TokenTree, Trie
 from longdraft.kernels.transfer import read_together
+from longdraft.models.footprint import Allocations, Buffer
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 
@@ -92,11 +93,11 @@ class Combined(Drafter):
         for drafter in self.drafters:
             drafter.release()
 
-    def memory_bytes(self, batch: int, capacity: int) -> dict[str, int]:
-        named: dict[str, int] = {}
+    def allocations(self, batch: int, capacity: int) -> Allocations:
+        named: dict[str, list[Buffer]] = {}
         for drafter in self.drafters:
-            for name, size in drafter.memory_bytes(batch, capacity).items():
-                named[name] = named.get(name, 0) + size
+            for name, buffers in drafter.allocations(batch, capacity).items():
+                named.setdefault(name, []).extend(buffers)
         return named
 
     def decisions(self) -> Mapping[str, str]:

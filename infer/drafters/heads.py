@@ -13,12 +13,13 @@ from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import DeviceDrafter, Request
-from longdraft.infer.options import check_draft, head_memory, level_widths
+from longdraft.infer.options import check_draft, copied_head, level_widths
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels.linear import linear
 from longdraft.models.drafts.heads import Heads
+from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
@@ -74,8 +75,8 @@ class HeadsDrafter(DeviceDrafter):
     def buffers(self) -> tuple[object, ...]:
         return self.hidden_BD, self.at_B
 
-    def memory_bytes(self, batch: int, capacity: int) -> dict[str, int]:
-        return head_memory(self.draft, self._head_ED)
+    def allocations(self, batch: int, capacity: int) -> Allocations:
+        return copied_head(self.draft, self._head_ED)
 
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         hidden_1TD = self.state_of(output)

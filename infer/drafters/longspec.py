@@ -9,20 +9,21 @@ Shapes: B slots, T queries of a pass, W nodes of a level, N rows of the tree so 
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import DeviceDrafter, Request
-from longdraft.infer.longspec_passes import DraftPasses, draft_passes, passes_bytes
-from longdraft.infer.options import check_draft, check_integer_or, head_memory, level_widths
+from longdraft.infer.longspec_passes import DraftPasses, draft_passes, draft_rows
+from longdraft.infer.options import check_draft, check_integer_or, copied_head, level_widths
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import ROOT, TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.beam import Level, beam_level
 from longdraft.models.drafts.longspec import LongSpec, shape_of
+from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
@@ -93,9 +94,9 @@ class LongSpecDrafter(DeviceDrafter):
     def release(self) -> None:
         self._passes = None
 
-    def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
-        window = passes_bytes(self.draft, self._target, self._head_ED, batch, capacity, self._tree_rows)
-        return {"draft window": window} | head_memory(self.draft, self._head_ED)
+    def allocations(self, batch: int, capacity: int) -> Allocations:
+        window = draft_rows(self.draft, self._target, self._head_ED, batch, capacity, self._tree_rows)
+        return {"draft window": window, **copied_head(self.draft, self._head_ED)}
 
     def plan(self, state: SlotState, max_nodes: int) -> tuple[int, ...]:
         """How many positions before the roots the draft must read, at most, and the widths of the levels."""

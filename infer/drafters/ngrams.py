@@ -7,9 +7,12 @@ infer/drafters/tokenswift.py.
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+import torch
+
 from longdraft.infer.drafters.host import HostDrafter, Table
 from longdraft.infer.options import integer
 from longdraft.infer.tree import Trie
+from longdraft.models.footprint import Allocations
 
 N = 4
 # Host memory of a table for each token of the text, if no n-gram occurs twice (else it is less).
@@ -98,8 +101,8 @@ class Ngrams(HostDrafter[NgramTable]):
     def n_classes(self) -> int:
         return 1 + (N - 1) * self.count.bit_length()
 
-    def memory_bytes(self, batch: int, capacity: int) -> dict[str, int]:
-        return {"tokenswift's n-gram table (host)": batch * capacity * ENTRY_BYTES}
+    def allocations(self, batch: int, capacity: int) -> Allocations:
+        return {"tokenswift's n-gram table (host)": [((batch, capacity, ENTRY_BYTES), torch.uint8)]}
 
     def new_table(self) -> NgramTable:
         return NgramTable()

@@ -9,9 +9,12 @@ candidate: the place that matches the text without its last token, continued aft
 from bisect import bisect
 from collections.abc import Sequence
 
+import torch
+
 from longdraft.infer.drafters.host import HostDrafter, Table
 from longdraft.infer.options import integer
 from longdraft.infer.tree import Trie
+from longdraft.models.footprint import Allocations
 
 # Lower bounds of the groups of match lengths: matches within a group are about equally good, and a node's class names
 # the group. Length 0 is right after a replaced token.
@@ -122,8 +125,8 @@ class PromptLookup(HostDrafter[SuffixIndex]):
     def n_classes(self) -> int:
         return 1 + 2 * RANKS * len(GROUPS)
 
-    def memory_bytes(self, batch: int, capacity: int) -> dict[str, int]:
-        return {"prompt lookup's tables (host)": batch * capacity * self.max_ngram * ENTRY_BYTES}
+    def allocations(self, batch: int, capacity: int) -> Allocations:
+        return {"prompt lookup's tables (host)": [((batch, capacity, self.max_ngram, ENTRY_BYTES), torch.uint8)]}
 
     def new_table(self) -> SuffixIndex:
         return SuffixIndex(self.max_ngram)

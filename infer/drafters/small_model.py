@@ -6,7 +6,7 @@ own passes stay as far as the committed tokens agree with them; other tokens are
 cache is in infer/streaming_cache.py. Shapes: B slots, T rows of a pass, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from torch import Tensor
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.drafters.base import DeviceDrafter, Request
 from longdraft.infer.options import integer
-from longdraft.infer.partial_cache import RingCache
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.streaming_cache import StreamingCache, check_streaming
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.reference.tree_attention import MOST_ROWS
 from longdraft.kernels.transfer import HostCopy, integers
+from longdraft.models.footprint import Allocations, cache_rows
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput, prompt_rows
 from longdraft.models.target import Target
@@ -81,13 +81,11 @@ class SmallModelDrafter(DeviceDrafter):
     def class_stages(self) -> Sequence[int]:
         return range(1 + self.gamma)
 
-    def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
-        model = self.small.model
-        row = RingCache.row_bytes(model.config, model.embed_tokens.weight.dtype)
-        rows = batch * (self._window + self._tail + 1)
+    def allocations(self, batch: int, capacity: int) -> Allocations:
+        rows, model = batch * (self._window + self._tail + 1), self.small.model
         if self._reading > self._widest:  # the cache that a prompt is read with
             rows += self._window + self._reading + 1
-        return {"small model's cache": rows * row}
+        return {"small model's cache": cache_rows(model.config, rows, model.embed_tokens.weight.dtype)}
 
     @property
     def _tail(self) -> int:

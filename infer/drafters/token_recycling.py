@@ -26,6 +26,7 @@ from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels.transfer import integers
 from longdraft.models.files import write_atomically, write_tensors
+from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
@@ -136,12 +137,11 @@ class TokenRecycling(DeviceDrafter):
         """fp16 [V, K]: the candidates' logits, largest first."""
         return self._logits_VK[: self.vocab_size]
 
-    def memory_bytes(self, batch: int, capacity: int) -> dict[str, int]:
-        table = {"token recycling's table": self._ids_VK.nbytes + self._logits_VK.nbytes}
-        if not self.seed_prompt:
-            return table
-        size = self.target.model.lm_head.weight.element_size()
-        return table | {"token recycling's logits of a prompt": self._seed_rows * self.vocab_size * size}
+    def allocations(self, batch: int, capacity: int) -> Allocations:
+        tables = [(table.shape, table.dtype) for table in (self._ids_VK, self._logits_VK)]
+        logits = [((self._seed_rows, self.vocab_size), self.target.model.lm_head.weight.dtype)]
+        named: Allocations = {"token recycling's table": tables}
+        return {**named, "token recycling's logits of a prompt": logits} if self.seed_prompt else named
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         self.needs = self._seeding

@@ -18,12 +18,13 @@ from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.heads import HeadsDrafter
 from longdraft.infer.drafters.ngrams import Ngrams
 from longdraft.infer.options import integer, one_of
-from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
+from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_rows
 from longdraft.infer.selection import TopTokens
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.models.drafts.tokenswift import TokenSwift
+from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.target import Target
@@ -103,12 +104,12 @@ class TokenSwiftDrafter(HeadsDrafter):
         why = "the cache at hand is a part itself" if self._pass_allowed else "the target has sliding windows"
         return {"draft_pass": f"never: {why}"}
 
-    def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
-        head, model = super().memory_bytes(batch, capacity), self.target.model
+    def allocations(self, batch: int, capacity: int) -> Allocations:
+        head, model = super().allocations(batch, capacity), self.target.model
         if not self._pass_allowed or (self._draft_pass == "auto" and capacity <= self._selection.budget):
             return head
         dtype = model.embed_tokens.weight.dtype
-        return head | selected_bytes(self._selection, model.config, dtype, batch, capacity, tail=1)
+        return {**head, **selected_rows(self._selection, model.config, dtype, batch, capacity, tail=1)}
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         super().on_start(slot, request, cache)

@@ -19,11 +19,12 @@ from longdraft.infer.drafters.plain import Plain
 from longdraft.infer.drafters.small_model import SLACK, SmallModelDrafter
 from longdraft.infer.history import History
 from longdraft.infer.options import fraction, integer, one_of
-from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_bytes
+from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_rows
 from longdraft.infer.runner import Runner
 from longdraft.infer.selection import Recent, TopChunks
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
+from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 from longdraft.models.target import Target
@@ -137,11 +138,11 @@ class TriForceDrafter(Drafter):
         counts = ", ".join(f"{count} by {why}" for why, count in self._rebuilds.items())
         return {**self.inner.decisions(), "rebuilds of the retrieval cache": counts}
 
-    def memory_bytes(self, batch: int, capacity: int) -> Mapping[str, int]:
+    def allocations(self, batch: int, capacity: int) -> Allocations:
         model = self.target.model
         dtype = model.embed_tokens.weight.dtype
-        cache = selected_bytes(self._policy, model.config, dtype, batch, capacity, self._tail)
-        return {**cache, **self.inner.memory_bytes(batch, capacity)}
+        selected = selected_rows(self._policy, model.config, dtype, batch, capacity, self._tail)
+        return {**selected, **self.inner.allocations(batch, capacity)}
 
     @property
     def _tail(self) -> int:

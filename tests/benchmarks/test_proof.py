@@ -23,9 +23,9 @@ from longdraft.benchmarks.questions import Asked, Question
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.engine import Engine
-from longdraft.infer.memory import weight_count
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.footprint import weight_count
 from longdraft.models.passes import Pass
 from longdraft.models.rope import RopeConfig
 

@@ -17,6 +17,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
+from longdraft.models.footprint import sizes
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)
 TWO_SLOTS = st.tuples(PATHS, PATHS)
@@ -115,9 +116,9 @@ def test_it_is_as_wide_and_deep_as_its_parts_and_asks_for_what_they_need(tiny_ta
     assert combined.needs == {"post_norm"}
     Engine(target, combined).generate([[1, 2, 3]], SamplingParams(max_new_tokens=3))
     assert combined.needs == {"logits"} and int((recycling.candidates[:, 0] >= 0).sum()) >= 3
-    assert combined.memory_bytes(1, 10) == lookup.memory_bytes(1, 10) | recycling.memory_bytes(1, 10)
+    assert sizes(combined.allocations(1, 10)) == sizes(lookup.allocations(1, 10)) | sizes(recycling.allocations(1, 10))
     pair = Combined([recycling, TokenRecycling(target)])
-    assert sum(pair.memory_bytes(1, 10).values()) == 2 * sum(recycling.memory_bytes(1, 10).values())
+    assert sum(sizes(pair.allocations(1, 10)).values()) == 2 * sum(sizes(recycling.allocations(1, 10)).values())
     fixed = [Fixed([]), Fixed([])]
     Combined(fixed).rewind(torch.tensor([4, 2]))
     assert [drafter.rewound for drafter in fixed] == [[4, 2], [4, 2]]

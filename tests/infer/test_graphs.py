@@ -25,9 +25,9 @@ from longdraft.infer.drafters.plain import Plain
 from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import Graphs
-from longdraft.infer.memory import estimate_memory
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_pool import memory_parts
 from longdraft.kernels import backend, cross_attention, tree_attention
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.reference import cross_attention as cross_reference
@@ -204,7 +204,7 @@ def test_kinds_of_sampling_take_the_memory_of_one(made, as_on_a_gpu):
     widths = {x.shape[1] for x in large}
     assert len(known) >= 2 * len(SAMPLINGS) and kept[0] == kept[-1]
     plain, own = (
-        estimate_memory(target.model, one, 2, 100, sorted(widths), 8, graphs=True)["recorded steps"]
+        memory_parts(target.model, one, 2, 100, sorted(widths), 8, recording=True)["recorded steps"]
         for one in (Plain(), drafter)
     )
     assert own - plain == sum(kept[-1].values()) == 2 * 2 * sum(widths) * VOCAB * 4  # as outputs, and to learn from

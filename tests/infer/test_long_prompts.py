@@ -11,12 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 from longdraft.infer.drafters.token_recycling import SEED_BYTES, TokenRecycling
 from longdraft.infer.engine import Engine
-from longdraft.infer.memory import estimate_memory
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_pool import memory_parts
 from longdraft.kernels import backend, linear
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.passes import Pass, pass_bytes, prompt_rows
+from longdraft.models.footprint import pass_bytes, sizes
+from longdraft.models.passes import Pass, prompt_rows
 from longdraft.models.rope import RopeConfig
 
 MIB = 2**20
@@ -151,7 +152,7 @@ def test_on_a_cpu_a_pass_takes_no_more_than_is_estimated(monkeypatch, config, dt
 
 def test_the_engines_estimate_counts_the_chunk(tiny_target):
     target = tiny_target(max_positions=8192)
-    parts = [estimate_memory(target.model, Engine(target).drafter, 1, 8192, [1], chunk) for chunk in (512, 2048)]
+    parts = [memory_parts(target.model, Engine(target).drafter, 1, 8192, [1], chunk) for chunk in (512, 2048)]
     added = pass_bytes(target.model.config, 2048, torch.float32) - pass_bytes(target.model.config, 512, torch.float32)
     assert parts[1]["passes"] - parts[0]["passes"] == added
 
@@ -173,7 +174,7 @@ def test_token_recycling_reads_a_prompt_in_large_calls_on_a_gpu(pretended_cuda, 
     prompt = [*range(301)]
     Engine(target, "token_recycling").generate([prompt], NEW)
     assert calls[:5] == [64, 64, 64, 64, 44]
-    before = TokenRecycling(target).memory_bytes(1, 100)["token recycling's logits of a prompt"]
+    before = sizes(TokenRecycling(target).allocations(1, 100))["token recycling's logits of a prompt"]
     assert before == 64 * 500 * 4
     with pretended_cuda.PretendedCuda() as gpu:
         gpu.put(target.model)
@@ -181,5 +182,5 @@ def test_token_recycling_reads_a_prompt_in_large_calls_on_a_gpu(pretended_cuda, 
         engine = Engine(target, "token_recycling")
         engine.generate([prompt], NEW)
         assert calls[0] == 300
-        said = engine.drafter.memory_bytes(1, 100)["token recycling's logits of a prompt"]
+        said = sizes(engine.drafter.allocations(1, 100))["token recycling's logits of a prompt"]
         assert 0.99 * SEED_BYTES < said <= SEED_BYTES

@@ -24,6 +24,7 @@ from longdraft.kernels.cpu_impl import draft_block, rows
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
+from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass
 
 VOCAB, WINDOW = 61, 8
@@ -398,7 +399,7 @@ def test_memory_is_what_it_allocates(tiny_target, dtype):
     for ids in (None, torch.arange(10)):
         drafter = LongSpecDrafter(target, drafted(target, ids))
         bench = Bench(target, drafter, PROMPTS)
-        passes, told = drafter._passes, drafter.memory_bytes(3, bench.cache.capacity)
+        passes, told = drafter._passes, sizes(drafter.allocations(3, bench.cache.capacity))
         if isinstance(passes, _CPasses):
             copies = [part for matrix in passes._block._kept[0].matrices for part in matrix]
             allocated = (

@@ -17,6 +17,7 @@ from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass, TargetOutput
 
 PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
@@ -284,9 +285,9 @@ def test_options_and_memory(target, tiny_target, exact_dtype):
             TokenRecycling(target, nodes)
     assert TokenRecycling(target, 16).max_nodes == 16 and TokenRecycling(target, 1).max_depth == 1
     table = {"token recycling's table": (VOCAB + 2) * 8 * (4 + 2)}
-    assert TokenRecycling(target, seed_prompt=False).memory_bytes(3, 500) == table
+    assert sizes(TokenRecycling(target, seed_prompt=False).allocations(3, 500)) == table
     logits = {"token recycling's logits of a prompt": 64 * VOCAB * target.model.lm_head.weight.element_size()}
-    assert TokenRecycling(target).memory_bytes(3, 500) == table | logits
+    assert sizes(TokenRecycling(target).allocations(3, 500)) == table | logits
     few = tiny_target(vocab_size=5, dtype=exact_dtype)
     plain, ours = (Engine(few, d).generate([[1, 2]]) for d in ("plain", TokenRecycling(few)))
     assert ours[0].tokens == plain[0].tokens

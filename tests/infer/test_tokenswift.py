@@ -19,6 +19,7 @@ from longdraft.infer.shape import TreeShape, likeliest_nodes
 from longdraft.infer.tree import PAD, ROOT
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass
 
 VOCAB, NEW = 61, 40
@@ -308,8 +309,8 @@ def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, see
     drafter = drafter_for(target, budget=20, sinks=4)
     (result,) = Engine(target, drafter).generate(prompts(30), params)
     assert result.tokens == want[0]
-    assert list(drafter.memory_bytes(1, 100)) == ["tokenswift's n-gram table (host)"]
-    assert drafter_for(target, budget=20, sinks=4, ngrams=0).memory_bytes(1, 100) == {}
+    assert list(sizes(drafter.allocations(1, 100))) == ["tokenswift's n-gram table (host)"]
+    assert sizes(drafter_for(target, budget=20, sinks=4, ngrams=0).allocations(1, 100)) == {}
     assert result.stats.decisions["draft_pass"] == "never: the target has sliding windows"
 
 
@@ -371,7 +372,7 @@ def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(target):
     engine.generate(prompts(9), SamplingParams(max_new_tokens=12))
     selected, full = drafter._selected, engine.runner.cache
     assert full.capacity < selected.capacity <= full.capacity + 2
-    (announced,) = drafter.memory_bytes(1, full.capacity).values()
+    (announced,) = sizes(drafter.allocations(1, full.capacity)).values()
     assert selected.keys.nbytes + selected.values.nbytes == announced
     old = weakref.ref(full)
     engine.runner.cache = full = selected = None
@@ -386,5 +387,5 @@ def test_the_estimate_of_a_table_holds_where_nothing_repeats(target):
     table.extend(tokens)
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    estimate = drafter_for(target).memory_bytes(1, count)["tokenswift's n-gram table (host)"]
+    estimate = sizes(drafter_for(target).allocations(1, count))["tokenswift's n-gram table (host)"]
     assert estimate / 2 < used < estimate

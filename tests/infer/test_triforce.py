@@ -18,6 +18,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.streaming_cache import StreamingCache
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass, TargetOutput
 
 VOCAB = 61
@@ -372,7 +373,7 @@ def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(target, 
         assert cache.full is full and full.capacity <= cache.budget < full.capacity + 8 and cache.whole
         means = cache.policy.means_LBCKd.nbytes if policy == "retrieval" else 0
         allocated = [tensor.nbytes for one in (cache, inner) for tensor in (one.keys, one.values)]
-        assert sum(drafter.memory_bytes(1, full.capacity).values()) == sum(allocated) + means
+        assert sum(sizes(drafter.allocations(1, full.capacity)).values()) == sum(allocated) + means
     caches = [weakref.ref(one) for one in (cache, full, inner)]
     engine.runner.cache = cache = full = inner = None
     drafter.release()

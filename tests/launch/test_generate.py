@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from longdraft.infer.engine import Engine
-from longdraft.infer.memory import size, weight_count
 from longdraft.infer.presets import PRESETS, preset_for
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import generate as module
@@ -21,6 +20,7 @@ from longdraft.launch.generate import DRAFTED, OWN, PLAIN, main
 from longdraft.launch.runtime import check_options, node_budget, options_for, read_options
 from longdraft.launch.shared_options import PRESETS as PRESET_NAMES
 from longdraft.models import hf
+from longdraft.models.footprint import size, weight_count
 from longdraft.models.hf import load_target, read_target_config
 
 PROMPT = "the cat sat on the log and "

@@ -10,7 +10,8 @@ import torch
 from longdraft.kernels.cpu_impl import threads
 from longdraft.kernels.cpu_impl.layers import LayerTable
 from longdraft.models import decoder
-from longdraft.models.passes import Pass, layers_bytes
+from longdraft.models.footprint import c_layers_bytes
+from longdraft.models.passes import Pass
 
 pytestmark = pytest.mark.usefixtures("c_kernels")
 KINDS = {
@@ -234,4 +235,4 @@ def test_what_the_layers_take_is_told_before(tiny_target, monkeypatch, width):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", watched)
     model(Pass(torch.zeros(2, width, dtype=torch.int64), cache=model.new_cache(2, 20)))
-    assert layers_bytes(model.config, 2 * width, torch.bfloat16) in (sum(taken), sum(taken[:3]))
+    assert c_layers_bytes(model.config, 2 * width, torch.bfloat16) in (sum(taken), sum(taken[:3]))

@@ -12,8 +12,8 @@ import torch
 from longdraft.benchmarks.loss import loss_peak_memory
 from longdraft.launch.train import start
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.footprint import pass_bytes
 from longdraft.models.hf import build_decoder, load_target, read_target_config
-from longdraft.models.passes import pass_bytes
 from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import Batch
 from longdraft.train.config import Config, config_from_dict

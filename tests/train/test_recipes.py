@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.infer.memory import weight_count
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.footprint import weight_count
 from longdraft.models.hf import read_target_config
 from longdraft.models.rope import RopeConfig
 from longdraft.train.config import accumulation, load_config, resolved

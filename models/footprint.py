@@ -1,0 +1,163 @@
+"""How much memory decoding takes, computed before anything is allocated: weights, caches and the largest pass.
+
+A drafter names what it will allocate by shape and dtype (`Drafter.allocations`), and infer/slot_pool.py adds that to
+the target's. Shapes: L layers, B slots, K key/value heads, d head width.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu_impl.layers import MOST_TOKENS
+from longdraft.models.decoder import Decoder
+from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.device import available_bytes
+
+# A tensor to be allocated: its shape and dtype. Several of them, by what they are for.
+Buffer = tuple[Sequence[int], torch.dtype]
+Allocations = Mapping[str, Sequence[Buffer]]
+
+
+def size_of(buffers: Iterable[Buffer]) -> int:
+    """Bytes of these tensors together."""
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in buffers)
+
+
+def sizes(allocations: Allocations) -> dict[str, int]:
+    """Bytes by name."""
+    return {name: size_of(buffers) for name, buffers in allocations.items()}
+
+
+def cache_rows(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> list[Buffer]:
+    """Keys and values of `n_rows` tokens in all layers, those of all slots together."""
+    return [((2, config.n_layers, n_rows, config.n_kv_heads, config.head_dim), dtype)]
+
+
+def estimate_memory(
+    model: Decoder,
+    batch: int,
+    capacity: int,
+    widths: Sequence[int],
+    chunk: int,
+    recorded: Collection[str] | None = None,
+    aside: int = 0,
+) -> dict[str, int]:
+    """Bytes by name: the target's weights, which are there already, its cache, and its passes with their outputs.
+
+    Args:
+        batch: slots.
+        capacity: rows of the cache in each slot.
+        widths: query tokens that a verification may have in each slot.
+        chunk: query tokens of a prefill pass, those of all slots together.
+        recorded: names of the outputs that are kept for each width where steps are recorded on a GPU, one as often as
+            it is kept; None: nothing is recorded.
+        aside: rows of each slot that lie beside the cache (infer/kept_prompts.py).
+    """
+    config, weight, width = model.config, model.embed_tokens.weight, max(widths)
+    dtype = weight.dtype
+    verification = pass_bytes(config, batch * width, dtype) + batch * width * config.vocab_size * dtype.itemsize
+    passes, steps = max(pass_bytes(config, chunk, dtype), verification), 0
+    if recorded is not None:  # a pool of memory for the passes, and the outputs of each width
+        outputs = {"logits": config.vocab_size, "pre_norm": config.hidden_size, "post_norm": config.hidden_size}
+        kept = sum(outputs.get(name, 0) for name in recorded)
+        steps = verification + batch * sum(widths) * kept * dtype.itemsize
+    elif weight.device.type == "cpu" and dtype in rows.SUFFIXES:  # all layers of a narrow pass are one C call
+        narrow = [batch * n_rows for n_rows in widths if batch * n_rows <= MOST_TOKENS]
+        passes = max(passes, c_layers_bytes(config, max(narrow, default=0), dtype))
+    return {
+        "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "cache": size_of(cache_rows(config, batch * (capacity + aside), dtype)),
+        "passes": passes,
+        **({"recorded steps": steps} if steps else {}),
+    }
+
+
+def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
+    """The most bytes that a pass allocates for `n_rows` tokens of all slots together, without its logits.
+
+    The peak is in a layer's feed-forward, or in its projection or attention where the feed-forward is narrow. No mask
+    is counted, for chains have none (kernels/chain_attention.py).
+    """
+    heads, kv = config.n_heads * config.head_dim, 2 * config.n_kv_heads * config.head_dim
+    qkv, qk = heads + kv, heads + kv // 2
+    stages = (
+        qkv + 3 * qk,  # beside q, k and v of the layer before; rotating them takes two temporaries of the size of q, k
+        6 * heads,  # on a CPU: two parts of the keys, with fp32 copies of their outputs
+        heads + feed_forward_numbers(config),  # the heads' outputs stay alive during the feed-forward
+    )
+    tables = 2 * config.head_dim
+    return n_rows * (config.hidden_size + qkv + qk + max(stages) + tables) * dtype.itemsize
+
+
+def feed_forward_numbers(config: DecoderConfig) -> int:
+    """How many numbers per token a layer's feed-forward has alive at once.
+
+    They are the normed copy of the stream, gate and up, and the activated gate; with experts also each expert's input
+    and output, and the experts' sum in fp32.
+    """
+    width, experts = config.hidden_size, config.experts
+    dense = width + 3 * config.intermediate_size
+    if experts is None:
+        return dense
+    return max(dense, 5 * width + experts.per_token * (2 * width + 3 * experts.size))
+
+
+def c_layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes that the layers allocate as one C call (kernels/cpu_impl/layers.py), for `n_tokens` of all slots."""
+    heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
+    attention_heads = (heads + 2 * kv_heads) + (heads + kv_heads) + heads  # projected, rotated, attended
+    per_layer = attention_heads * width + config.intermediate_size + 2 * config.hidden_size
+    return n_tokens * config.n_layers * per_layer * dtype.itemsize
+
+
+def layer_weights(config: DecoderConfig) -> tuple[int, int]:
+    """The number of weights in one layer (one with experts if there are several kinds), and outside of the layers."""
+    experts = None if config.experts is None else replace(config.experts, dense_layers=())
+    one = replace(config, n_layers=1, sliding_windows=None, experts=experts)
+    with torch.device("meta"):
+        decoder = Decoder(one)
+    layer = sum(weight.numel() for weight in decoder.layers.parameters())
+    return layer, sum(weight.numel() for weight in decoder.parameters()) - layer
+
+
+def weight_count(config: DecoderConfig) -> int:
+    """The number of a target's weights."""
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in Decoder(config).parameters())
+
+
+def text_of(parts: Mapping[str, int]) -> str:
+    """An estimate in one line."""
+    return ", ".join(f"{name} {size(count)}" for name, count in parts.items())
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def fits(parts: Mapping[str, int], device: torch.device) -> bool:
+    """Whether an estimate fits in the memory that is free now."""
+    free = available_bytes(device)
+    return free is None or _needed(parts) <= free
+
+
+def check_memory(parts: Mapping[str, int], batch: int, capacity: int, device: torch.device) -> None:
+    """Raise ValueError if an estimate exceeds what is free, with the number of positions that would fit."""
+    free, needed = available_bytes(device), _needed(parts)
+    if free is None or needed <= free:
+        return
+    fitting = max(0, int((free - needed + parts["cache"]) // (parts["cache"] // capacity)))
+    raise ValueError(
+        f"memory: {batch} sequences of {capacity} positions need {size(needed)} besides the weights "
+        f"({text_of(parts)}), and {size(free)} is free: about {fitting} positions each would fit; lower max_length, "
+        "max_new_tokens or slots"
+    )
+
+
+def _needed(parts: Mapping[str, int]) -> int:
+    """What is to be allocated: the weights are there already."""
+    return sum(count for name, count in parts.items() if name != "weights")
