@@ -1,20 +1,20 @@
 """transformers' `model.generate` on our engine: the same arguments, types and shapes, in fewer steps.
 
 Greedy tokens are those of `model.generate`, in half precision up to the rounding of nearly equal logits. Sampled tokens
-follow the same distribution, with our own noise. Whatever a configuration asks for that the engine does not support is
-refused by name (infer/transformers_arguments.py); nothing is ignored. The model is converted in
-models/from_transformers.py.
+follow the same distribution, with our own noise. Whatever a configuration asks for that is not a field of `Supported`
+is refused by name; nothing is ignored. The model is converted in models/from_transformers.py.
 Shapes: B prompts, R rows (each prompt num_return_sequences times), P prompt tokens with padding, T = P + the longest
 row's new tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -24,14 +24,59 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.transformers_arguments import check_fields, check_types, refuse_unsupported, token_ids
+from longdraft.infer.values import short_repr
 from longdraft.models.draft_folder import draft_method
 from longdraft.models.from_transformers import refresh, target_from_transformers
 from longdraft.models.hf import load_tokenizer
 from longdraft.models.hf_config import decoder_config
+from longdraft.models.schema import Bool, Float, Int, Schema, validate
 from longdraft.models.target import Target
 
 DEFAULT_DRAFTER = "token_recycling"
+# Values of unsupported fields that change nothing, besides None, False and transformers' defaults.
+NEUTRAL = {"use_cache": True, "guidance_scale": 1, "cache_implementation": "dynamic"}
+# transformers itself ignores these without do_sample.
+SAMPLING_ONLY = ("top_h", "typical_p", "epsilon_cutoff")
+REMEDIES = {
+    "bad_words_ids": "ban single tokens by suppress_tokens",
+    "assistant_model": "name a drafter by drafter=",
+    "prompt_lookup_num_tokens": "give drafter='prompt_lookup'",
+    "inputs": "give the prompt as input_ids",
+}
+
+
+def _as_list(ids: Any) -> Any:
+    """Token ids in any form in which a configuration has them, as a list of integers."""
+    ids = ids.tolist() if isinstance(ids, Tensor) else ids
+    return [] if ids is None else [ids] if isinstance(ids, int) else ids
+
+
+TokenIds = Annotated[tuple[Int, ...], BeforeValidator(_as_list)]
+Count = Annotated[Int, Field(ge=1)]
+
+
+class Supported(Schema):
+    """The fields of GenerationConfig that are supported. disable_compile says nothing about the result."""
+
+    max_length: Count | None = None
+    max_new_tokens: Count | None = None
+    min_length: Int | None = None
+    min_new_tokens: Int | None = None
+    stop_strings: str | list[str] | None = None
+    eos_token_id: TokenIds = ()
+    pad_token_id: Int | None = None
+    bos_token_id: Int | None = None
+    do_sample: Bool | None = None
+    temperature: Float | None = None
+    top_k: Int | None = None
+    top_p: Float | None = None
+    min_p: Float | None = None
+    eta_cutoff: Float | None = None
+    repetition_penalty: Float | None = None
+    suppress_tokens: TokenIds = ()
+    num_return_sequences: Count | None = None
+    return_dict_in_generate: Bool | None = None
+    disable_compile: Any = None
 
 
 def generate(
@@ -73,17 +118,24 @@ def generate(
         ValueError: an unsupported model or field, padding that is not on the left, or a length beyond the model's
             positions.
     """
-    check_types(model, input_ids, attention_mask, generation_config, streamer, options, kwargs)
-    check_fields(kwargs)  # before transformers, which computes with unchecked values
+    for name, value, kind in (
+        ("input_ids", input_ids, Tensor),
+        ("attention_mask", attention_mask, Tensor),
+        ("generation_config", generation_config, GenerationConfig),
+        ("options", options, Mapping),
+    ):
+        if not isinstance(value, kind | None):
+            raise ValueError(f"{name}: {short_repr(value)}; give a {kind.__name__}")
+    _supported(kwargs)  # before transformers, which computes with unchecked values
     lengths = [source.max_length for source in (generation_config, model.generation_config) if source is not None]
     default_length = all(length is None for length in (*lengths, kwargs.get("max_length")))
-    config, unknown_kwargs = model._prepare_generation_config(generation_config, **kwargs)
-    refuse_unsupported(config, unknown_kwargs)
-    check_fields(vars(config))
-    ends = token_ids(config.eos_token_id)
+    merged, unknown = model._prepare_generation_config(generation_config, **kwargs)
+    _refuse_unsupported(merged, unknown)
+    config = _supported(vars(merged))
+    ends = config.eos_token_id
     pad = config.pad_token_id if config.pad_token_id is not None or not ends else ends[0]
     ids_BP, prompts = _read_prompts(model, input_ids, attention_mask, config.bos_token_id, pad, ends)
-    copies = 1 if config.num_return_sequences is None else config.num_return_sequences
+    copies = config.num_return_sequences or 1
     ids_RP, prompts = ids_BP.repeat_interleave(copies, 0), [prompt for prompt in prompts for _ in range(copies)]
     if streamer is not None and len(prompts) > 1:
         raise ValueError(f"streamer: it shows one sequence, and {len(prompts)} were asked for; leave it out")
@@ -92,7 +144,7 @@ def generate(
     stopped = _stop_strings(config.stop_strings, tokenizer, ids_RP, ends)
     kept = _keep(model, None if draft is None else tokenizer)
     new = _new_tokens(config, default_length, ids_BP.shape[1], max(map(len, prompts)), kept.target)
-    params = _sampling(config, ends, new, seed, len(prompts), kept.target)
+    params = _sampling(config, new, seed, len(prompts), ids_BP.shape[1], kept.target)
     with kept.engine(drafter, draft, options) as engine:
         if streamer is not None:
             streamer.put(ids_RP.cpu())
@@ -101,6 +153,25 @@ def generate(
         streamer.end()
     sequences = _padded(ids_RP, rows, pad)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences  # type: ignore[arg-type]
+
+
+def _supported(values: Mapping[str, Any]) -> Supported:
+    """The supported ones among these fields, checked. Raises ValueError, which begins with the field."""
+    return validate(Supported, {name: value for name, value in values.items() if name in Supported.model_fields})
+
+
+def _refuse_unsupported(config: GenerationConfig, kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first field that asks for something and is not supported. kwargs: those without a field
+    in GenerationConfig."""
+    neutral = GenerationConfig._get_default_generation_params() | NEUTRAL
+    asked = [name for name, value in kwargs.items() if not (value is None or value is False or value == [])]
+    for name, value in sorted(vars(config).items()):
+        read = name.startswith("_") or name == "transformers_version" or name in Supported.model_fields
+        without_effect = value is None or value == neutral.get(name, False)
+        if not (read or without_effect or (name in SAMPLING_ONLY and not config.do_sample)):
+            asked.append(name)
+    for name in asked:
+        raise ValueError(f"{name}: not supported here; {REMEDIES.get(name, 'leave it out')}, or use model.generate")
 
 
 def generate_with_draft(
@@ -162,7 +233,7 @@ def _keep(model: Any, tokenizer: Any) -> _Kept:
 
 
 def _read_prompts(
-    model: Any, input_ids: Tensor | None, mask: Tensor | None, bos: int | None, pad: int | None, ends: list[int]
+    model: Any, input_ids: Tensor | None, mask: Tensor | None, bos: int | None, pad: int | None, ends: Sequence[int]
 ) -> tuple[Tensor, list[list[int]]]:
     """input_ids [B, P] and each row's tokens without padding."""
     if input_ids is None:
@@ -188,16 +259,16 @@ def _read_prompts(
     return input_ids, [row[-count:] for row, count in zip(input_ids.tolist(), counts.tolist(), strict=True)]
 
 
-def _new_tokens(config: GenerationConfig, default: bool, width: int, longest: int, target: Target) -> int:
+def _new_tokens(config: Supported, default: bool, width: int, longest: int, target: Target) -> int:
     """The new tokens that were asked for: max_new_tokens, else max_length, else transformers' 20. `width` is that of
     input_ids with padding, `longest` the length of the longest prompt."""
-    positions = target.model.config.max_positions
+    positions, length = target.model.config.max_positions, config.max_length or 20
     if config.max_new_tokens is not None:
         name, new = f"max_new_tokens={config.max_new_tokens}", config.max_new_tokens
     elif default:
-        name, new = "the default length", min(config.max_length, positions - width)
+        name, new = "the default length", min(length, positions - width)
     else:
-        name, new = f"max_length={config.max_length}", config.max_length - width
+        name, new = f"max_length={length}", length - width
     if new < 1 or longest + new > positions:
         raise ValueError(
             f"{name}: input_ids has {width} tokens with its padding, the longest prompt {longest}, and the model "
@@ -207,30 +278,24 @@ def _new_tokens(config: GenerationConfig, default: bool, width: int, longest: in
 
 
 def _sampling(
-    config: GenerationConfig, ends: list[int], new: int, seed: int | None, count: int, target: Target
+    config: Supported, new: int, seed: int | None, count: int, width: int, target: Target
 ) -> list[SamplingParams]:
     """One SamplingParams for each row. End tokens and suppressed tokens outside the vocabulary are left out."""
-
-    def known(ids: list[int]) -> tuple[int, ...]:
-        return tuple(token for token in ids if 0 <= token < target.model.config.vocab_size)
-
-    def given(*names: str) -> dict[str, Any]:
-        return {name: value for name in names if (value := getattr(config, name)) is not None}
-
-    fixed: dict[str, Any] = {
-        "max_new_tokens": new,
-        "stop_token_ids": known(ends),
-        "ignore_eos": True,  # the end tokens are the configuration's, not the target's
-        "banned_token_ids": known(token_ids(config.suppress_tokens)),
-        **given("repetition_penalty"),
-    }
+    names = ["repetition_penalty"]
+    if config.do_sample:
+        names += ["temperature", "top_k", "top_p", "min_p", "eta_cutoff"]
+    ends, banned = (
+        tuple(token for token in ids if 0 <= token < target.model.config.vocab_size)
+        for ids in (config.eos_token_id, config.suppress_tokens)
+    )
+    least = (config.min_length or 0) - width if config.min_new_tokens is None else config.min_new_tokens
+    fixed = {name: value for name in names if (value := getattr(config, name)) is not None}
+    fixed |= {"max_new_tokens": new, "min_new_tokens": max(0, least), "banned_token_ids": banned}
+    fixed |= {"stop_token_ids": ends, "ignore_eos": True}  # the end tokens are the configuration's, not the target's
     if not config.do_sample:
         return [SamplingParams(**fixed)] * count
-    fixed |= {"temperature": 1.0, **given("temperature", "top_k", "top_p", "min_p", "eta_cutoff")}
-    if fixed["temperature"] <= 0:
-        raise ValueError(
-            f"temperature={config.temperature}: with do_sample it must be above 0; for greedy, do_sample=False"
-        )
+    if fixed.setdefault("temperature", 1.0) <= 0:
+        raise ValueError(f"temperature={config.temperature}: with do_sample it must be above 0; give do_sample=False")
     SamplingParams(**fixed, seed=seed)  # raises for an invalid seed
     if seed is None:
         seeds = torch.randint(2**63 - 1, (count,)).tolist()
@@ -240,7 +305,7 @@ def _sampling(
 
 
 def _stop_strings(
-    strings: str | list[str] | None, tokenizer: Any, ids_RP: Tensor, ends: list[int]
+    strings: str | list[str] | None, tokenizer: Any, ids_RP: Tensor, ends: Sequence[int]
 ) -> Callable[[int, list[int]], bool] | None:
     """A function (row, its new tokens) -> whether the last token completes a stop string, by transformers' own rule.
 

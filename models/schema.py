@@ -31,12 +31,10 @@ SECRET = re.compile(r"(^|_)(key|token|password|secret)$")  # fields whose values
 
 def _number(value: Any) -> Any:
     """A float from an int or from numeric text, since YAML reads 1e-4 as text. The rest is left to pydantic."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return float(value) if type(value) is int else value
+    try:
+        return float(value) if type(value) in (int, str) else value
+    except (ValueError, OverflowError):
+        return value
 
 
 Int = Annotated[int, Strict()]
