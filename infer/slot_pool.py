@@ -57,7 +57,8 @@ class SlotPool:
         keep_prompts: whether a prompt reuses the keys and values of an earlier one that began alike.
 
     Attributes:
-        make_sampling: makes the slots' sampling; benchmarks/classical.py puts one here that records what it sees.
+        make_sampling: makes the slots' sampling; benchmarks/drafters/rejection_sampling.py puts one here that records
+            what it sees.
     """
 
     def __init__(self, runner: Runner, prefill_chunk: int | None, noise_in_ranking: bool, keep_prompts: bool):

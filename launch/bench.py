@@ -1,7 +1,8 @@
 """Measure drafters against plain decoding: `longdraft bench --draft FOLDER --data DATA [--suite SUITE] [--out FOLDER]`.
 
-Only arguments and printing are here. bench_request.py turns the arguments into a bench, benchmarks/drafters.py
-measures, benchmarks/drafters_report.py makes the table and the picture. The last line of the output is a JSON object.
+Only arguments and printing are here. bench_request.py turns the arguments into a bench, benchmarks/drafters/bench.py
+measures, benchmarks/drafters/text_report.py makes the table and the picture. The last line of the output is a JSON
+object.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 from longdraft.launch.console import flag, leave, note, run_command, show
 from longdraft.launch.shared_options import NEW_TOKENS, PROMPTS, TEXT_TOKENS, add_drafting, add_loading, add_sampling
 
-# The names in benchmarks/proof.py, suites.py and papers.py, repeated here so that --help need not import torch.
+# The names in benchmarks/drafters/, repeated here so that --help need not import torch.
 FORMS = ("fp32", "layerwise", "serving", "off")
 SUITES = ("longbench", "aime24", "pg19", "spec-bench", "speed-bench", "mrcr", "mt-bench")
 PAPERS = ("longspec", "tokenswift", "triforce", "token-recycling")
@@ -97,8 +98,8 @@ def _measure(args: argparse.Namespace) -> int:
     # Imported here so that --help and a wrong argument need not wait for torch.
     import torch
 
-    from longdraft.benchmarks.drafters_report import table
-    from longdraft.benchmarks.proof import NotExact
+    from longdraft.benchmarks.drafters.exactness import NotExact
+    from longdraft.benchmarks.drafters.text_report import table
     from longdraft.launch.bench_request import run_bench
 
     metrics = [] if args.run is None else _metrics(args.run)
@@ -131,7 +132,7 @@ def _metrics(run: Path) -> list[dict]:
 
 def _write_to_run(run: Path, text: str, result: dict, metrics: list[dict]) -> bool:
     """Write the report to a training run's folder. Returns False, with a note, if that fails."""
-    from longdraft.benchmarks.drafters_report import draw
+    from longdraft.benchmarks.drafters.text_report import draw
     from longdraft.models.files import write_atomically
 
     figures = json.dumps(result, indent=1) + "\n"
@@ -150,7 +151,7 @@ def _loss_memory(args: argparse.Namespace, parser: argparse.ArgumentParser) -> i
     given = [name for name, value in vars(args).items() if value != parser.get_default(name) and name != "loss_memory"]
     if given:
         raise ValueError(f"--loss-memory: it takes no other option; leave out {flag(given[0])}")
-    from longdraft.benchmarks.loss import loss_peak_memory
+    from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 
     hidden, vocab, heads = 576, 49152, 3
     result = {}

@@ -1,7 +1,7 @@
 """Turns the arguments of `longdraft bench` into a bench and runs it. They are checked before the target is loaded.
 
 Not here: the arguments themselves (bench.py), what they share with other commands (runtime.py), what is measured
-(benchmarks/drafters.py).
+(benchmarks/drafters/bench.py).
 """
 
 import argparse
@@ -11,14 +11,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longdraft.benchmarks.answers import Record
-from longdraft.benchmarks.digests import checkpoint_digest, digest, draft_digest
-from longdraft.benchmarks.drafters import BenchSettings, bench
-from longdraft.benchmarks.exchange import write_files
-from longdraft.benchmarks.papers import PAPERS, PROMPT, beside
-from longdraft.benchmarks.proof import FORMS, NAMES, Room, choose_form, describe_form, first_dtype, needed_bytes
-from longdraft.benchmarks.questions import KINDS, Asked, LeftOut, Reader, fitting, make_tasks
-from longdraft.benchmarks.suites import SUITES, Suite
+from longdraft.benchmarks.drafters.bench import BenchSettings, bench
+from longdraft.benchmarks.drafters.digests import checkpoint_digest, digest, draft_digest
+from longdraft.benchmarks.drafters.exactness import (
+    FORMS,
+    NAMES,
+    Room,
+    choose_form,
+    describe_form,
+    first_dtype,
+    needed_bytes,
+)
+from longdraft.benchmarks.drafters.other_formats import write_files
+from longdraft.benchmarks.drafters.papers import PAPERS, PROMPT, beside
+from longdraft.benchmarks.drafters.prompts import KINDS, Asked, LeftOut, Reader, fitting, make_tasks
+from longdraft.benchmarks.drafters.record import Record
+from longdraft.benchmarks.drafters.suites import SUITES, Suite
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.console import note, read_text

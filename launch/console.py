@@ -21,7 +21,7 @@ FAILED, NOT_WRITTEN, INTERRUPTED = 2, 1, 130
 # The packages that setup.py installs only with an extra.
 EXTRAS = {
     "train": ("deepspeed", "datasets", "wandb", "omegaconf"),
-    "serve": ("starlette", "uvicorn", "prometheus_client", "pydantic"),
+    "serve": ("starlette", "uvicorn", "prometheus_client"),
 }
 PATIENCE = 1.5  # seconds from Ctrl-C until the process ends by force
 

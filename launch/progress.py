@@ -8,7 +8,7 @@ from itertools import accumulate
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
-from longdraft.benchmarks.progress import Phase, Watch
+from longdraft.benchmarks.drafters.progress import Phase, Watch
 from longdraft.data_prep.bars import bar
 
 FORM = "{desc}: {percentage:3.0f}%|{bar:10}| about {remaining} left{postfix}"

@@ -38,8 +38,8 @@ def write_report(runs: Sequence[Path], path: Path, option: str) -> None:
     """Write the page or the picture of these records. Raises ValueError, which names `option` if `path` is wrong."""
     check_name(path, option)
     # Imported here so that --help need not wait for torch.
-    from longdraft.benchmarks.answers import read_record
-    from longdraft.benchmarks.html_report import page, picture
+    from longdraft.benchmarks.drafters.html_report import page, picture
+    from longdraft.benchmarks.drafters.record import read_record
     from longdraft.models.files import write_atomically
 
     names = [run.resolve().name for run in runs]

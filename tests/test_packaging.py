@@ -39,9 +39,10 @@ def test_wheel_holds_only_the_namespace(wheel):
 
 def test_wheel_holds_every_module_and_recipe(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    folders = ("benchmarks", "data_prep", "infer", "kernels", "launch", "models", "train")
+    folders = ("data_prep", "infer", "kernels", "launch", "models", "train")
     tracked = subprocess.run(["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True).stdout.split()
     wanted = {f for f in tracked if f.split("/")[0] in folders and f.endswith(".py") and (ROOT / f).exists()}
+    wanted |= {f for f in tracked if f.startswith("benchmarks/drafters/") and (ROOT / f).exists()}
     wanted |= {
         f for f in tracked if f.startswith("configs/") and f.endswith((".yaml", ".jinja")) and (ROOT / f).exists()
     }
@@ -49,6 +50,9 @@ def test_wheel_holds_every_module_and_recipe(wheel):
     # Of the C kernels the source is installed, and compiled where they run.
     wanted |= {f for f in tracked if f.startswith("kernels/cpu_impl/") and (ROOT / f).exists()}
     assert {f"longdraft/{name}" for name in wanted} <= names
+    assert not [
+        name for name in names if name.startswith(("longdraft/benchmarks/kernels", "longdraft/benchmarks/checks"))
+    ]
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -133,7 +137,7 @@ def test_wheel_measures_a_drafter(installed, tmp_path, shared):
     (result,) = (json.loads(line) for line in shown if line.startswith("{"))
     assert result["exact"] is True and set(result["runs"][0]["drafters"]) == {"plain", "prompt_lookup"}
     loaded = shown[shown.index(json.dumps(result)) + 1 :]
-    assert f"{installed}/longdraft/benchmarks/drafters.py" in loaded
+    assert f"{installed}/longdraft/benchmarks/drafters/bench.py" in loaded
     assert [path for path in loaded if not path.startswith(f"{installed}/")] == []
 
 

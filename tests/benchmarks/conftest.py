@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.benchmarks.timing import Bench, Ceilings
+from longdraft.benchmarks.kernels.timing import Bench, Ceilings
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.benchmarks.answers import Entry, Record, read_record
-from longdraft.benchmarks.drafters import BenchSettings
-from longdraft.benchmarks.turns import TransformersAnswers
+from longdraft.benchmarks.drafters.answering import TransformersAnswers
+from longdraft.benchmarks.drafters.bench import BenchSettings
+from longdraft.benchmarks.drafters.record import Entry, Record, read_record
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import bench
 from longdraft.launch.bench_request import asked_for
@@ -82,7 +82,7 @@ def test_a_killed_run_goes_on_to_the_same_record(whole, command, tmp_path, lines
     there again."""
     program = (
         "import os, sys\n"
-        "from longdraft.benchmarks.answers import Record\n"
+        "from longdraft.benchmarks.drafters.record import Record\n"
         "from longdraft.launch import bench\n"
         "append, count = Record._append, []\n"
         "def counted(self, line):\n"

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from longdraft.benchmarks.classical import first_places, shares
-from longdraft.benchmarks.drafters import BenchSettings
-from longdraft.benchmarks.drafters import bench as measure
-from longdraft.benchmarks.questions import Asked, Question
+from longdraft.benchmarks.drafters.bench import BenchSettings
+from longdraft.benchmarks.drafters.bench import bench as measure
+from longdraft.benchmarks.drafters.prompts import Asked, Question
+from longdraft.benchmarks.drafters.rejection_sampling import first_places, shares
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams

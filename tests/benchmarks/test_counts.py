@@ -1,10 +1,10 @@
-"""benchmarks/profiles.py against the published sizes of the models and against counts by hand."""
+"""benchmarks/kernels/profiles.py against the published sizes of the models and against counts by hand."""
 
 import pytest
 import torch
 
-from longdraft.benchmarks.attention import random_tree
-from longdraft.benchmarks.profiles import PROFILES, Profile
+from longdraft.benchmarks.kernels.attention import random_tree
+from longdraft.benchmarks.kernels.profiles import PROFILES, Profile
 from longdraft.models.decoder import Decoder
 from longdraft.models.hf_config import decoder_config
 

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from longdraft.benchmarks.drafters_report import _draw_agreement, _draw_loss, _heldout, _training
+from longdraft.benchmarks.drafters.text_report import _draw_agreement, _draw_loss, _heldout, _training
 
 RATES = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.0]]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.benchmarks.answers import Answer, Entry, Record
-from longdraft.benchmarks.exchange import speculative_decoding, write_files
+from longdraft.benchmarks.drafters.other_formats import speculative_decoding, write_files
+from longdraft.benchmarks.drafters.record import Answer, Entry, Record
 
 # Spec-Bench, evaluation/eval.py: what an answer's line holds; evaluation/speed.py reads the last four of a choice.
 ANSWER = ["question_id", "category", "answer_id", "model_id", "choices", "tstamp"]

@@ -5,9 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from longdraft.benchmarks.answers import Answer, Entry
-from longdraft.benchmarks.drafters_report import _run
-from longdraft.benchmarks.figures import (
+from longdraft.benchmarks.drafters.metrics import (
     accepted_by_place,
     bucket,
     by_context,
@@ -19,6 +17,8 @@ from longdraft.benchmarks.figures import (
     same_tokens,
     totals,
 )
+from longdraft.benchmarks.drafters.record import Answer, Entry
+from longdraft.benchmarks.drafters.text_report import _run
 
 
 def answer(*accept_lengths: int, seconds: float = 1.0, prompt: int = 100, drafted: int = 8, **more) -> Answer:

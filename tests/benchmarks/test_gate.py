@@ -5,11 +5,12 @@ import time
 import pytest
 import torch
 
-from longdraft.benchmarks import attention, decode, loss, report, step
-from longdraft.benchmarks.attention import make_case
-from longdraft.benchmarks.candidates import OURS, figures, ratios, too_far
-from longdraft.benchmarks.profiles import PROFILES, Work
-from longdraft.benchmarks.timing import CEILING_SIZES, Bench, Times, peak_bytes
+from longdraft.benchmarks.drafters.timing import peak_bytes
+from longdraft.benchmarks.kernels import attention, decode, loss, report, step
+from longdraft.benchmarks.kernels.attention import make_case
+from longdraft.benchmarks.kernels.candidates import OURS, figures, ratios, too_far
+from longdraft.benchmarks.kernels.profiles import PROFILES, Work
+from longdraft.benchmarks.kernels.timing import CEILING_SIZES, Bench, Times
 from longdraft.kernels.cpu_impl.library import library
 
 TINY = PROFILES["tiny"]

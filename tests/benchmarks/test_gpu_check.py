@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py on a CPU: its stages as processes, and what its JSON file says of them."""
+"""benchmarks/checks/gpu_check.py on a CPU: its stages as processes, and what its JSON file says of them."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from longdraft.benchmarks import gpu_check, gpu_stages, gpu_training
+from longdraft.benchmarks.checks import gpu_check, gpu_stages, gpu_training
 from longdraft.train.config_sections import DRAFT_SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,7 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_training_is_stopped_gone_on_with_and_decodes(tmp_path):
     """One method under DeepSpeed's launcher; a killed one is what tests/train/ has."""
     environment = {**os.environ, "LONGDRAFT_TEST_DEVICE": "cpu", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--out", str(tmp_path), "--only", "training"]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "checks" / "gpu_check.py"),
+        "--out",
+        str(tmp_path),
+        "--only",
+        "training",
+    ]
     done = subprocess.run([*command, "--methods", "longspec"], env=environment, capture_output=True, text=True)
     made = json.loads((tmp_path / "gpu_check.json").read_text())
     assert done.returncode == 0 and made["passed"] and made["not_run"] == [], done.stdout + done.stderr

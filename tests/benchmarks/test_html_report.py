@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from longdraft.benchmarks.answers import Answer, Entry, Record
-from longdraft.benchmarks.charts import Bar, bars, lines
-from longdraft.benchmarks.html_report import page, picture
+from longdraft.benchmarks.drafters.charts import Bar, bars, lines
+from longdraft.benchmarks.drafters.html_report import page, picture
+from longdraft.benchmarks.drafters.record import Answer, Entry, Record
 from longdraft.launch import report
 
 GOLDEN = Path(__file__).parent / "golden_report.txt"

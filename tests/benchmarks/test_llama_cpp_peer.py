@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from longdraft.benchmarks import llama_cpp_peer
-from longdraft.benchmarks.llama_cpp_peer import BASE
+from longdraft.benchmarks.checks import llama_cpp_peer
+from longdraft.benchmarks.checks.llama_cpp_peer import BASE
 
 
 def test_rates_ratios_and_equal_tokens(monkeypatch, capsys):

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from longdraft.benchmarks.answers import Answer, Entry, Record
-from longdraft.benchmarks.papers import PAPERS, beside, table
-from longdraft.benchmarks.suites import LONGBENCH, SUITES
+from longdraft.benchmarks.drafters.papers import PAPERS, beside, table
+from longdraft.benchmarks.drafters.record import Answer, Entry, Record
+from longdraft.benchmarks.drafters.suites import LONGBENCH, SUITES
 from longdraft.launch import bench
 from longdraft.models.hf import load_target
 from longdraft.models.published import convert

@@ -1,7 +1,7 @@
 """Every phase of a benchmark is planned and watched."""
 
-from longdraft.benchmarks.drafters import BenchSettings, bench
-from longdraft.benchmarks.questions import Asked, Question
+from longdraft.benchmarks.drafters.bench import BenchSettings, bench
+from longdraft.benchmarks.drafters.prompts import Asked, Question
 from longdraft.infer.drafters.build import build_drafter
 
 

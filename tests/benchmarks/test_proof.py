@@ -6,10 +6,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from longdraft.benchmarks.drafters import BenchSettings, bench
-from longdraft.benchmarks.drafters_report import table
-from longdraft.benchmarks.progress import UNWATCHED
-from longdraft.benchmarks.proof import (
+from longdraft.benchmarks.drafters.bench import BenchSettings, bench
+from longdraft.benchmarks.drafters.exactness import (
     FORMS,
     TOKENS,
     NotExact,
@@ -19,7 +17,9 @@ from longdraft.benchmarks.proof import (
     needed_bytes,
     prove,
 )
-from longdraft.benchmarks.questions import Asked, Question
+from longdraft.benchmarks.drafters.progress import UNWATCHED
+from longdraft.benchmarks.drafters.prompts import Asked, Question
+from longdraft.benchmarks.drafters.text_report import table
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.engine import Engine

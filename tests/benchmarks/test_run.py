@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.benchmarks import attention, gpu_check, run, timing
-from longdraft.benchmarks.candidates import OURS
+from longdraft.benchmarks.checks import gpu_check
+from longdraft.benchmarks.kernels import attention, run, timing
+from longdraft.benchmarks.kernels.candidates import OURS
 from longdraft.models import device
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,14 @@ def test_gpu_check_runs_the_harness_with_few_packages(tmp_path):
     (site / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT}))\n")
     path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "LONGDRAFT_TEST_DEVICE": "cpu", "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--out", str(tmp_path), "--site", str(site)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "checks" / "gpu_check.py"),
+        "--out",
+        str(tmp_path),
+        "--site",
+        str(site),
+    ]
     stages = ["--only", "kernel benchmarks", "training"]
     done = subprocess.run([*command, *stages], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

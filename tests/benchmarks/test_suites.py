@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from longdraft.benchmarks.questions import PromptLimits, Question, fitting
-from longdraft.benchmarks.suites import AIME, LONGBENCH, SUITES
+from longdraft.benchmarks.drafters.prompts import PromptLimits, Question, fitting
+from longdraft.benchmarks.drafters.suites import AIME, LONGBENCH, SUITES
 from longdraft.launch import bench
 from longdraft.models.hf import load_target
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longdraft.benchmarks.loss import loss_peak_memory
+from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 from longdraft.kernels import backend
 from longdraft.kernels import segment_attention as segments_module
 from longdraft.kernels.accepted_path import accepted_path

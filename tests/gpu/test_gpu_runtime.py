@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.benchmarks.progress import UNWATCHED
-from longdraft.benchmarks.proof import count_flips
+from longdraft.benchmarks.drafters.exactness import count_flips
+from longdraft.benchmarks.drafters.progress import UNWATCHED
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from longdraft.benchmarks.measure import width_curve
+from longdraft.benchmarks.drafters.measurements import width_curve
 from longdraft.infer import runner as runner_module
 from longdraft.infer import slot_pool as slot_pool_module
 from longdraft.infer.drafters import build as build_module

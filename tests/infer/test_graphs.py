@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longdraft.benchmarks import measure as measure_module
+from longdraft.benchmarks.drafters import measurements as measure_module
 from longdraft.infer import graphs as graphs_module
 from longdraft.infer import runner as runner_module
 from longdraft.infer.drafters.combine import Combined

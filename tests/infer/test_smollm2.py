@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft.benchmarks.measure import choice_logits, flips
+from longdraft.benchmarks.drafters.measurements import choice_logits, flips
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.medusa import MedusaDrafter

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longdraft.benchmarks.loss import loss_peak_memory
+from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 from longdraft.kernels import linear_cross_entropy as kernel
 from longdraft.kernels.linear_cross_entropy import linear_cross_entropy, rows_per_chunk
 from longdraft.kernels.reference import linear_cross_entropy as reference

@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for GPUs that are not there. That checks what the interpreter ignores: types, shapes of
 blocks, and a program's shared memory, registers and stack. Its results are tested elsewhere, in the interpreter and on
-GPUs. benchmarks/limits.py compiles in a process without the interpreter; with `--all` it compiles every kernel for all
-architectures, dtypes and shapes.
+GPUs. benchmarks/kernels/limits.py compiles in a process without the interpreter; with `--all` it compiles every kernel
+for all architectures, dtypes and shapes.
 """
 
 import json
@@ -14,13 +14,13 @@ import pytest
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "limits.py"
 # Instructions for 64 keys in the loop over committed keys, with 64 nodes, 32 heads of width 128, 8 key heads, bf16,
-# sm_90 and Triton 3.7.1. `python benchmarks/limits.py --kernel tree_attention --arch 90` counts them.
+# sm_90 and Triton 3.7.1. `python benchmarks/kernels/limits.py --kernel tree_attention --arch 90` counts them.
 MAIN_LOOP = 359
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> list[dict]:
-    """What each compiled kernel needs, by benchmarks/limits.py; all are within their limits."""
+    """What each compiled kernel needs, by benchmarks/kernels/limits.py; all are within their limits."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
     ended = subprocess.run([sys.executable, PROGRAM], env=environment, capture_output=True, text=True)
@@ -29,7 +29,7 @@ def compiled(tmp_path_factory) -> list[dict]:
     assert not (exceeding := [line for line in table if "EXCEEDS" in line]), "\n".join(exceeding)
     assert ended.returncode == 0
     said = json.loads(last)
-    assert not said["not_compiled"], f"no call of benchmarks/limits.py compiles {said['not_compiled']}"
+    assert not said["not_compiled"], f"no call of benchmarks/kernels/limits.py compiles {said['not_compiled']}"
     return said["found"]
 
 

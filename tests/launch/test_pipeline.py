@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longdraft.benchmarks.proof import FORMS, NotExact, Room, needed_bytes
+from longdraft.benchmarks.drafters.exactness import FORMS, NotExact, Room, needed_bytes
 from longdraft.launch import bench, bench_request, cli, export, prepare, quickstart, train
 from longdraft.launch.generate import main as generate_main
 from longdraft.models import hf
@@ -289,7 +289,9 @@ def test_bench_reads_drafters_and_options_as_generate_does():
 
 
 def test_bench_shows_the_loss_memory_at_two_lengths(capsys, monkeypatch):
-    monkeypatch.setattr("longdraft.benchmarks.loss.loss_peak_memory", lambda tokens, *shape: 1000 + tokens)
+    monkeypatch.setattr(
+        "longdraft.benchmarks.drafters.loss_memory.loss_peak_memory", lambda tokens, *shape: 1000 + tokens
+    )
     assert bench.main(["--loss-memory"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])["loss_memory"]
     assert result["4096"] == {"peak_bytes": 5096, "logits_bytes": 3 * 4096 * 49152 * 4}

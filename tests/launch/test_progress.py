@@ -10,12 +10,12 @@ import sys
 import termios
 from pathlib import Path
 
-from longdraft.benchmarks.progress import Phase
+from longdraft.benchmarks.drafters.progress import Phase
 from longdraft.launch.progress import Progress
 
 PROGRAM = """
 import sys, time
-from longdraft.benchmarks.progress import Phase
+from longdraft.benchmarks.drafters.progress import Phase
 from longdraft.launch.console import note
 from longdraft.launch.progress import Progress
 with Progress("bench") as watch:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.benchmarks.loss import loss_peak_memory
+from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 from longdraft.launch.train import start
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.footprint import pass_bytes

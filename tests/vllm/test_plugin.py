@@ -5,6 +5,7 @@ vLLM needs an environment of its own: `launch/vllm_check.sh` makes it and runs t
 
 from collections.abc import Iterator
 from pathlib import Path
+from runpy import run_path
 from statistics import __file__ as PROSE
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; launch/vllm_check.sh runs this")
 
-from longdraft.benchmarks.vllm_peer import ENVIRONMENT, write_checkpoint
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.draft_folder import SHIPPED, DraftInfo, save_draft, target_entry
@@ -22,6 +22,8 @@ from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import load_target
 
+# The benchmark of vLLM is not installed, since it is for developers.
+PEER = run_path(str(Path(__file__).parents[2] / "benchmarks/checks/vllm_peer.py"))
 TOKENS = 80
 CHAIN = {"shape": [1, 1, 1]}
 # method of vLLM, our drafter and its options for a chain of one token a level
@@ -37,7 +39,7 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
 def checkpoint(tmp_path_factory) -> Path:
     """SmolLM2-135M-Instruct as a folder that vLLM reads; the package holds it as a GGUF file."""
     folder = tmp_path_factory.mktemp("smollm2")
-    write_checkpoint(folder, torch.float32)
+    PEER["write_checkpoint"](folder, torch.float32)
     return folder
 
 
@@ -85,7 +87,7 @@ def greedy() -> SamplingParams:
 @pytest.fixture
 def vllm(checkpoint, monkeypatch) -> Iterator[Any]:
     """vLLM's engine on this checkpoint, in this process, with these speculative settings."""
-    for name, value in ENVIRONMENT.items():
+    for name, value in PEER["ENVIRONMENT"].items():
         monkeypatch.setenv(name, value)
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 

@@ -1,8 +1,8 @@
 """The training stage of gpu_check.py: every method is trained under DeepSpeed, stopped, resumed, exported and decoded.
 
-`python benchmarks/gpu_training.py --out FOLDER --budget SECONDS` rewrites FOLDER/training.json after each method. All
-methods start together, because what a killed run leaves does not depend on its speed; they are resumed one at a time,
-because that is timed. Not here: training itself (train/).
+`python benchmarks/checks/gpu_training.py --out FOLDER --budget SECONDS` rewrites FOLDER/training.json after each
+method. All methods start together, because what a killed run leaves does not depend on its speed; they are resumed one
+at a time, because that is timed. Not here: training itself (train/).
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from longdraft.benchmarks.gpu_stages import TRAINED, device, small_target, texts
+from longdraft.benchmarks.checks.gpu_stages import TRAINED, device, small_target, texts
 
 if TYPE_CHECKING:
     from longdraft.models.target import Target
@@ -111,8 +111,8 @@ class Run:
         """Export the draft and prove in fp32 that decoding with it is exact."""
         import torch
 
-        from longdraft.benchmarks.progress import UNWATCHED
-        from longdraft.benchmarks.proof import prove
+        from longdraft.benchmarks.drafters.exactness import prove
+        from longdraft.benchmarks.drafters.progress import UNWATCHED
         from longdraft.infer.drafters.build import build_drafter
         from longdraft.infer.sampling import SamplingParams
         from longdraft.train.export import export

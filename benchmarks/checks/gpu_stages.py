@@ -1,7 +1,6 @@
 """The stages of gpu_check.py other than tests and training: hardware and versions, exactness in fp32, speed in bf16.
 
-Each is a process of its own, `python benchmarks/gpu_stages.py STAGE --out FOLDER`, and writes FOLDER/STAGE.json. Not
-here: training (gpu_training.py).
+Each is a process of its own, `python benchmarks/checks/gpu_stages.py STAGE --out FOLDER`, and writes FOLDER/STAGE.json.
 """
 
 import argparse
@@ -16,15 +15,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longdraft.benchmarks import provenance
-from longdraft.benchmarks.profiles import PROFILES, Profile
+from longdraft.benchmarks.drafters import provenance
+from longdraft.benchmarks.kernels.profiles import PROFILES, Profile
 
 if TYPE_CHECKING:
     import torch
 
     from longdraft.models.target import Target
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "torch", "triton", "transformers", "safetensors", "tokenizers", "gguf", "liger_kernel", "flash_attn", "deepspeed",
     "pytest",
@@ -85,9 +84,9 @@ def exactness() -> dict:
     enough, because the speed in fp32 says nothing about bf16."""
     import torch
 
-    from longdraft.benchmarks.measure import surroundings
-    from longdraft.benchmarks.progress import UNWATCHED
-    from longdraft.benchmarks.proof import prove
+    from longdraft.benchmarks.drafters.exactness import prove
+    from longdraft.benchmarks.drafters.measurements import surroundings
+    from longdraft.benchmarks.drafters.progress import UNWATCHED
     from longdraft.infer.sampling import SamplingParams
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -102,8 +101,8 @@ def benchmark() -> dict:
     plain decoding's are counted, and may only be near-ties."""
     import torch
 
-    from longdraft.benchmarks.drafters import BenchSettings, bench
-    from longdraft.benchmarks.questions import make_tasks
+    from longdraft.benchmarks.drafters.bench import BenchSettings, bench
+    from longdraft.benchmarks.drafters.prompts import make_tasks
 
     target, texts = _target(torch.bfloat16)
     short = device() == "cpu"
@@ -137,7 +136,7 @@ def small_target(profile: Profile) -> Iterator[str]:
         return
     import torch
 
-    from longdraft.benchmarks.decode import transformers_model
+    from longdraft.benchmarks.kernels.decode import transformers_model
 
     profile = profile if device() == "cuda" else PROFILES["tiny"]
     with tempfile.TemporaryDirectory() as root:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longdraft.benchmarks.candidates import OURS, Build, Run, Unavailable, race, refused, too_far
-from longdraft.benchmarks.profiles import Profile
-from longdraft.benchmarks.timing import Bench, peak_bytes
+from longdraft.benchmarks.kernels.candidates import OURS, Build, Run, Unavailable, race, refused, too_far
+from longdraft.benchmarks.kernels.profiles import Profile
+from longdraft.benchmarks.kernels.timing import Bench
 from longdraft.kernels.linear import emulates_bf16
 from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -142,29 +142,3 @@ def measure(
     cases = [make_case(bench, profile, min(SMALL_ROWS, n_rows), True), make_case(bench, profile, n_rows, False)]
     work = profile.loss_work(n_rows, HEADS, bench.itemsize)
     return race(bench, shape, implementations, cases, verdict, work, memory=True)
-
-
-def loss_peak_memory(
-    n_rows: int,
-    hidden_size: int,
-    vocab_size: int,
-    n_heads: int,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-) -> int:
-    """Peak bytes beyond the inputs that the loss of `n_heads` heads over `n_rows` rows each allocates, forward and
-    backward, counting ranks. Allocations are those that PyTorch's profiler sees on a CPU and its allocator on a GPU;
-    workspaces that kernels allocate elsewhere are not counted."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    hiddens = [draw(n_rows, hidden_size).requires_grad_() for _ in range(n_heads)]
-    weight_VD = draw(vocab_size, hidden_size).mul_(hidden_size**-0.5)
-    labels = [torch.randint(vocab_size, (n_rows,), generator=generator).to(device) for _ in hiddens]
-
-    def run() -> None:
-        linear_cross_entropy(hiddens, weight_VD, labels, top_k=3).loss_sums.sum().backward()
-
-    return peak_bytes(run, weight_VD.device)

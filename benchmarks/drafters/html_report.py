@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from longdraft.benchmarks.answers import Record
-from longdraft.benchmarks.charts import SERIES, WIDTH, Bar, bar_marks, bars, lines
-from longdraft.benchmarks.figures import run_figures
-from longdraft.benchmarks.questions import named_with_tokens
+from longdraft.benchmarks.drafters.charts import SERIES, WIDTH, Bar, bar_marks, bars, lines
+from longdraft.benchmarks.drafters.metrics import run_figures
+from longdraft.benchmarks.drafters.prompts import named_with_tokens
+from longdraft.benchmarks.drafters.record import Record
 
 LIGHT = ("#0b62a8", "#c2570c", "#1a7f4e", "#8a3ea8", "#a8133c", "#0f7d86", "#7a5c00", "#5b6470")
 DARK = ("#6cb2f0", "#f0a35e", "#5fcf95", "#cc94e8", "#f2839b", "#5cc8d0", "#d9b84a", "#aab4bf")

@@ -1,7 +1,7 @@
 """Where figures come from: date, commit, hardware and package versions, in the same form for every benchmark.
 
-Needs only the standard library until the hardware is asked for, because benchmarks/gpu_check.py starts on machines
-where little is installed.
+Needs only the standard library until the hardware is asked for, because benchmarks/checks/gpu_check.py starts on
+machines where little is installed.
 """
 
 import os

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from longdraft.benchmarks.answers import Answer, Entry, Record
-from longdraft.benchmarks.measure import prefill_cost, surroundings
-from longdraft.benchmarks.progress import Phase, Watch
-from longdraft.benchmarks.questions import Asked, Question
-from longdraft.benchmarks.timing import seconds_of
+from longdraft.benchmarks.drafters.measurements import prefill_cost, surroundings
+from longdraft.benchmarks.drafters.progress import Phase, Watch
+from longdraft.benchmarks.drafters.prompts import Asked, Question
+from longdraft.benchmarks.drafters.record import Answer, Entry, Record
+from longdraft.benchmarks.drafters.timing import seconds_of
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.token_recycling import TokenRecycling

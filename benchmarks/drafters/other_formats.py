@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from longdraft.benchmarks.answers import Answer, Entry, Record
+from longdraft.benchmarks.drafters.record import Answer, Entry, Record
 from longdraft.models.files import write_atomically
 
 

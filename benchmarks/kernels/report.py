@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from longdraft.benchmarks.provenance import hardware, provenance
-from longdraft.benchmarks.timing import Bench, Ceilings
+from longdraft.benchmarks.drafters.provenance import hardware, provenance
+from longdraft.benchmarks.kernels.timing import Bench, Ceilings
 
 PACKAGES = ("torch", "triton", "transformers", "flash_attn", "liger_kernel")
 # (Title, function that writes a row's cell); the cell is empty if the row has no such figure.

@@ -1,8 +1,8 @@
 """Measures our kernels, steps and plain decoding beside others' implementations and against this machine's ceilings.
 
-`python benchmarks/run.py --quick` prints a table; the last line is one JSON object. benchmarks/README.md says what is
-measured and how. The exit status is 1 if an implementation of ours gave a wrong output or failed; it is not timed then.
-Not here: drafters, which `longdraft bench` measures.
+`python benchmarks/kernels/run.py --quick` prints a table; the last line is one JSON object. benchmarks/README.md says
+what is measured and how. The exit status is 1 if an implementation of ours gave a wrong output or failed; it is not
+timed then. Drafters are measured by `longdraft bench`.
 """
 
 import argparse
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from longdraft.benchmarks import attention, decode, loss, report, step
-from longdraft.benchmarks.candidates import OURS
-from longdraft.benchmarks.profiles import PROFILES
-from longdraft.benchmarks.timing import DTYPES, Bench
+from longdraft.benchmarks.kernels import attention, decode, loss, report, step
+from longdraft.benchmarks.kernels.candidates import OURS
+from longdraft.benchmarks.kernels.profiles import PROFILES
+from longdraft.benchmarks.kernels.timing import DTYPES, Bench
 from longdraft.models.device import check_device, default_device
 
 # In this order; once the budget is spent, the rest is reported as not measured.

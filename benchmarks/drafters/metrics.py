@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from longdraft.benchmarks.answers import Answer, Entry
+from longdraft.benchmarks.drafters.record import Answer, Entry
 
 RESAMPLES, SEED = 2000, 0
 TOKENSWIFT_GAMMA = 4

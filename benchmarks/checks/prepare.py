@@ -1,8 +1,8 @@
 """How fast text becomes shards, how much memory that takes, and what reading the shards costs a training run.
 
-`python benchmarks/prepare.py --target smollm2-135m --megabytes 20` prints a table and one JSON line. The text is made
-from Python's own library, so any size is possible; its files have `--file-megabytes` each. All runs share one process
-tree and alternate, so that a slow moment of the machine affects them equally. Measured are:
+`python benchmarks/checks/prepare.py --target smollm2-135m --megabytes 20` prints a table and one JSON line. The text is
+made from Python's own library, so any size is possible; its files have `--file-megabytes` each. All runs share one
+process tree and alternate, so that a slow moment of the machine affects them equally. Measured are:
 
   tokenizer alone  the tokenizer library over the same texts, one after another, in 1 and in `--workers` processes
   prepare          the whole of `longdraft prepare` but the imports: reading, hashing, tokenising, packing, writing

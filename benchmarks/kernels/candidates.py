@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from longdraft.benchmarks.profiles import Work
-from longdraft.benchmarks.timing import Bench, Times, peak_bytes
+from longdraft.benchmarks.drafters.timing import peak_bytes
+from longdraft.benchmarks.kernels.profiles import Work
+from longdraft.benchmarks.kernels.timing import Bench, Times
 
 OURS = "longdraft"
 # What PyTorch, compilers and other libraries raise for a shape, dtype or device that they do not support. Triton's

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from longdraft.benchmarks.questions import PromptLimits, Question
-from longdraft.benchmarks.suite_files import Row, read_rows
+from longdraft.benchmarks.drafters.prompts import PromptLimits, Question
+from longdraft.benchmarks.drafters.suite_files import Row, read_rows
 
 # From LongSpec's program for LongBench (inference_long-bench.py): the prompt around the text of each task.
 _SYSTEM = "<s>system\nYou are a helpful assistant</s>\n<s>user\n"

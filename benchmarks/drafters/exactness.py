@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from longdraft.benchmarks.measure import choice_logits, decode, prefill_cost
-from longdraft.benchmarks.progress import Phase, Watch
+from longdraft.benchmarks.drafters.measurements import choice_logits, decode, prefill_cost
+from longdraft.benchmarks.drafters.progress import Phase, Watch
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History

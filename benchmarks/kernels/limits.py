@@ -1,9 +1,9 @@
 """Compiles the Triton kernels for GPUs that are not present, and reads shared memory, registers and stack of each.
 
-`python benchmarks/limits.py` compiles the variants that the test suite checks (a minute); `--all` compiles every kernel
-for every architecture, dtype and shape (half an hour); `--arch 90 120` and `--kernel tree_attention` select some. It
-prints a line per compiled kernel and one JSON object as the last line; the exit status is 1 if a limit is exceeded.
-Needs Triton's own tools and no GPU. Not here: speed, and whether results are right.
+`python benchmarks/kernels/limits.py` compiles the variants that the test suite checks (a minute); `--all` compiles
+every kernel for every architecture, dtype and shape (half an hour); `--arch 90 120` and `--kernel tree_attention`
+select some. It prints a line per compiled kernel and one JSON object as the last line; the exit status is 1 if a limit
+is exceeded. Needs Triton's own tools and no GPU. Not here: speed, and whether results are right.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-IMPL = Path(__file__).resolve().parents[1] / "kernels" / "triton_impl"
+IMPL = Path(__file__).resolve().parents[2] / "kernels" / "triton_impl"
 # Bytes of shared memory that a program may use, by architecture: A100; A40; L40S and 4090; H100; B200; 5090.
 FAST_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 MOST_STACK = 256  # bytes per thread

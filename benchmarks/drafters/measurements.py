@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longdraft.benchmarks.progress import UNWATCHED, Watch
-from longdraft.benchmarks.provenance import hardware, provenance
-from longdraft.benchmarks.questions import Asked
-from longdraft.benchmarks.timing import seconds_of, take_turns
+from longdraft.benchmarks.drafters.progress import UNWATCHED, Watch
+from longdraft.benchmarks.drafters.prompts import Asked
+from longdraft.benchmarks.drafters.provenance import hardware, provenance
+from longdraft.benchmarks.drafters.timing import seconds_of, take_turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import graphs_for
 from longdraft.infer.results import Generation

@@ -1,4 +1,4 @@
-"""Measures what serving costs: `python benchmarks/serving.py` gives a server and an engine the same prompts in turns.
+"""Measures what serving costs: a server and an engine are given the same prompts in turns.
 
 The server is a process of its own (`longdraft serve`); the client and the engine run in this one. With `--load STREAMS`
 many clients stream at once, some of which hang up, read slowly or send half a body; every answer is compared with the
@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from longdraft.benchmarks.questions import stdlib_prompts
+from longdraft.benchmarks.drafters.prompts import stdlib_prompts
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import load_target, load_tokenizer

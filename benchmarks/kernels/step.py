@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longdraft.benchmarks.attention import random_tree
-from longdraft.benchmarks.candidates import OURS, Build, Run, Unavailable, admit, figures, refused, too_far
-from longdraft.benchmarks.profiles import Profile
-from longdraft.benchmarks.timing import CEILING_SIZES, Bench, free_bytes
+from longdraft.benchmarks.kernels.attention import random_tree
+from longdraft.benchmarks.kernels.candidates import OURS, Build, Run, Unavailable, admit, figures, refused, too_far
+from longdraft.benchmarks.kernels.profiles import Profile
+from longdraft.benchmarks.kernels.timing import CEILING_SIZES, Bench, free_bytes
 from longdraft.infer.graphs import cuda_graphs
 from longdraft.kernels.cpu_impl.threads import decoding
 from longdraft.models.decoder import Decoder

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longdraft.benchmarks.measure import decode
-from longdraft.benchmarks.progress import UNWATCHED, Watch
+from longdraft.benchmarks.drafters.measurements import decode
+from longdraft.benchmarks.drafters.progress import UNWATCHED, Watch
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from longdraft.benchmarks.answers import Answer
-from longdraft.benchmarks.candidates import OURS, figures, ratios, refused
-from longdraft.benchmarks.figures import same_tokens, totals
-from longdraft.benchmarks.profiles import Profile, Work
-from longdraft.benchmarks.progress import UNWATCHED
-from longdraft.benchmarks.step import SMALL_LAYERS, layers_that_fit, too_large
-from longdraft.benchmarks.timing import Bench, Times
-from longdraft.benchmarks.turns import EngineAnswers, TransformersAnswers
+from longdraft.benchmarks.drafters.answering import EngineAnswers, TransformersAnswers
+from longdraft.benchmarks.drafters.metrics import same_tokens, totals
+from longdraft.benchmarks.drafters.progress import UNWATCHED
+from longdraft.benchmarks.drafters.record import Answer
+from longdraft.benchmarks.kernels.candidates import OURS, figures, ratios, refused
+from longdraft.benchmarks.kernels.profiles import Profile, Work
+from longdraft.benchmarks.kernels.step import SMALL_LAYERS, layers_that_fit, too_large
+from longdraft.benchmarks.kernels.timing import Bench, Times
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.from_transformers import target_from_transformers

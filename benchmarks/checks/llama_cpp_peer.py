@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import torch
 
-from longdraft.benchmarks.figures import same_tokens
-from longdraft.benchmarks.questions import stdlib_prompts
-from longdraft.benchmarks.timing import SPUN_OUT, take_turns
+from longdraft.benchmarks.drafters.metrics import same_tokens
+from longdraft.benchmarks.drafters.prompts import stdlib_prompts
+from longdraft.benchmarks.drafters.timing import SPUN_OUT, take_turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.draft_folder import SHIPPED

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longdraft.benchmarks.candidates import OURS, Build, Run, Unavailable, race, refused, too_far
-from longdraft.benchmarks.profiles import Profile
-from longdraft.benchmarks.timing import Bench, free_bytes
+from longdraft.benchmarks.kernels.candidates import OURS, Build, Run, Unavailable, race, refused, too_far
+from longdraft.benchmarks.kernels.profiles import Profile
+from longdraft.benchmarks.kernels.timing import Bench, free_bytes
 from longdraft.kernels import tree_attention as ours
 from longdraft.kernels.backend import has_flash_attn, triton_kernels
 from longdraft.kernels.cpu_impl import rows

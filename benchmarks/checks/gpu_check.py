@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from longdraft.benchmarks import provenance
-from longdraft.benchmarks.gpu_stages import device
+from longdraft.benchmarks.checks.gpu_stages import device
+from longdraft.benchmarks.drafters import provenance
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Seconds of each stage, in order; together less than 8 minutes.
 LIMITS = {
     "wheels": 10,
@@ -41,7 +41,10 @@ FEW = {
     "Triton tests": "keep_rows or gumbel",
     "runtime tests": "processor or rope or filled",
 }
-PROGRAMS = {"training": "gpu_training.py", "kernel benchmarks": "run.py"}  # the others are stages of gpu_stages.py
+PROGRAMS = {
+    "training": "checks/gpu_training.py",
+    "kernel benchmarks": "kernels/run.py",
+}  # the others are stages of gpu_stages.py
 # Packages that a stage needs and an image for GPUs may lack.
 NEEDS = {"training": ("deepspeed", "omegaconf", "pyarrow", "psutil"), "Triton tests": ("liger_kernel",)}
 # Factor of the limits on a CPU, which may be busy with other work.
@@ -116,7 +119,7 @@ def _command(name: str, args: argparse.Namespace, limit: int) -> list[str]:
         workers = [f"-n{min(MOST_WORKERS, os.cpu_count() or 1)}"] if find_spec("xdist") else []
         options = ["-q", "--maxfail=20", "-p", "no:cacheprovider", "--durations=5", *workers]
         return [python, "-m", "pytest", *options, *(["-k", FEW[name]] if checking else []), *map(str, files)]
-    program = [python, str(ROOT / "benchmarks" / PROGRAMS.get(name, "gpu_stages.py")), *out]
+    program = [python, str(ROOT / "benchmarks" / PROGRAMS.get(name, "checks/gpu_stages.py")), *out]
     if name == "training":
         return [*program, *budget, *(["--methods", *args.methods] if args.methods else [])]
     if name == "kernel benchmarks":

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longdraft.benchmarks.answers import Record
-from longdraft.benchmarks.classical import first_places, shares
-from longdraft.benchmarks.figures import rounded, run_figures, totals
-from longdraft.benchmarks.measure import (
+from longdraft.benchmarks.drafters.answering import Answerer, EngineAnswers, TransformersAnswers, Turns
+from longdraft.benchmarks.drafters.exactness import PROMPTS, Builder, fp32_layer_by_layer, proof_steps, prove
+from longdraft.benchmarks.drafters.measurements import (
     choice_logits,
     decode,
     decode_cost,
@@ -28,10 +27,11 @@ from longdraft.benchmarks.measure import (
     width_curve,
     width_curve_cost,
 )
-from longdraft.benchmarks.progress import UNWATCHED, Phase, Watch
-from longdraft.benchmarks.proof import PROMPTS, Builder, fp32_layer_by_layer, proof_steps, prove
-from longdraft.benchmarks.questions import Asked
-from longdraft.benchmarks.turns import Answerer, EngineAnswers, TransformersAnswers, Turns
+from longdraft.benchmarks.drafters.metrics import rounded, run_figures, totals
+from longdraft.benchmarks.drafters.progress import UNWATCHED, Phase, Watch
+from longdraft.benchmarks.drafters.prompts import Asked
+from longdraft.benchmarks.drafters.record import Record
+from longdraft.benchmarks.drafters.rejection_sampling import first_places, shares
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.target import Target

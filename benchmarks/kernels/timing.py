@@ -12,21 +12,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
+from longdraft.benchmarks.drafters.timing import SPUN_OUT, seconds_of, take_turns
 from longdraft.kernels.cpu_impl.threads import decoding
 from longdraft.kernels.linear import emulates_bf16
 from longdraft.models.device import available_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UPS = 2
-SPUN_OUT = 0.02  # seconds after which idle threads on a CPU have stopped spinning
 FEWEST_TURNS = 3
 # Bytes of the copied tensor and width of the square matrices, both larger than caches: (full, quick).
 CEILING_SIZES = {"cuda": ((2**30, 8192), (2**29, 8192)), "cpu": ((2**28, 1024), (2**26, 512))}
-Name = TypeVar("Name")
 
 
 class Ceilings(NamedTuple):
@@ -145,32 +144,6 @@ class Bench:
         return start.elapsed_time(end) / 1e3
 
 
-def seconds_of(run: Callable[[], Any], device: torch.device | None = None) -> float:
-    """Wall-clock seconds of a call, including the work it queued on the device."""
-    begin = time.perf_counter()
-    run()
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
-
-
-def take_turns(
-    runs: Mapping[Name, Callable[[], Any]],
-    repeats: int,
-    clock: Callable[[Callable[[], Any]], float] = seconds_of,
-    ends: Callable[[int], bool] = lambda turn: False,
-) -> dict[Name, list[float]]:
-    """Time the runs in turns and return the seconds of each. clock: times one run. ends: whether to stop before this
-    turn."""
-    seconds: dict[Name, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats):
-        if ends(turn):
-            break
-        for name, run in runs.items():
-            seconds[name].append(clock(run))
-    return seconds
-
-
 class Times(NamedTuple):
     """Median and least seconds of `turns` calls; `spread` is the width of the middle half over the median."""
 
@@ -200,23 +173,3 @@ def free_bytes(device: torch.device) -> int:
     """Bytes of memory that can still be allocated."""
     found = available_bytes(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if found is None else found
-
-
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes that a call allocates at its peak beyond what was there before. Uses PyTorch's profiler on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        run()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    assert profile.profiler is not None
-    now = peak = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            now += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]
-            peak = max(peak, now)
-    return peak

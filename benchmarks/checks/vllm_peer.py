@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from longdraft.benchmarks.questions import stdlib_prompts
-from longdraft.benchmarks.timing import take_turns
+from longdraft.benchmarks.drafters.prompts import stdlib_prompts
+from longdraft.benchmarks.drafters.timing import take_turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.draft_folder import SHIPPED

@@ -5,9 +5,9 @@ Not here: any measurement.
 
 from pathlib import Path
 
-from longdraft.benchmarks import papers
-from longdraft.benchmarks.questions import named_with_tokens
-from longdraft.benchmarks.report import drawn_panels, lay_out
+from longdraft.benchmarks.drafters import papers
+from longdraft.benchmarks.drafters.prompts import named_with_tokens
+from longdraft.benchmarks.kernels.report import drawn_panels, lay_out
 
 
 def table(result: dict, metrics: list[dict]) -> str:
