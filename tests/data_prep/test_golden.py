@@ -1,0 +1,210 @@
+"""Every kind of source and setting makes the shards that version 1 of the format has always had.
+
+golden.json holds, for each preparation, the number of its shards, one digest over all shards' bytes and names, and one
+over the documents and their tokens. `python tests/data_prep/test_golden.py` prints it anew.
+"""
+
+import bz2
+import gzip
+import hashlib
+import io
+import json
+import random
+import shutil
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from longdraft.data_prep import prepare as prepare_module
+from longdraft.data_prep.inspection import inspect
+from longdraft.data_prep.prepare import PrepareConfig, merge, prepare
+from longdraft.data_prep.settings import Source
+from longdraft.data_prep.shards import ShardSet
+from longdraft.data_prep.tasks import Machine
+
+GOLDEN = Path(__file__).with_name("golden.json")
+MDS = Path(__file__).with_name("mds")
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+WORDS = ["ship", "é", "longer than the row", "\r\n", "\t", "日本語", "<|end|>", "0", "  ", "🙂", 'a "quote", b;']
+CODE = 'def f{0}(x):\n    """Return {0} times x, whatever x may be: a number or a fraction.\n\n    {1}"""\n'
+
+chat = {"chat_field": "messages"}
+ids = {"tokens_field": "ids", "tokenizer": "theirs"}
+mds_ids = {"tokens_field": "input_ids", "spans_field": "indices", "tokenizer": "theirs"}
+pair = {"prompt": "Say {{it}}: {text}", "answer": "{text}"}
+# name -> (sources by name, each a path and its settings; settings of the preparation)
+PREPARATIONS = {
+    **{name: ({"one": {"path": name}}, {}) for name in ("text", "a.jsonl", "a.parquet", "file.arrow", "stream.arrow")},
+    **{name: ({"one": {"path": name}}, {}) for name in ("a.jsonl.zst", "a.jsonl.gz", "a.jsonl.bz2", "stdlib")},
+    **{name: ({"one": {"path": name}}, {}) for name in ("a.csv", "a.tsv.gz", "a.json", "a.json.zst")},
+    "mds": ({"one": {"path": str(MDS / "plain")}}, {}),
+    "mds.zst ids": ({"one": {"path": str(MDS / "zstd"), **mds_ids}}, {}),
+    "tar": ({"one": {"path": "a.tar", "text_field": "txt"}}, {}),
+    "tar chat": ({"one": {"path": "a.tar", "chat_field": "chat.json"}}, {}),
+    "ids": ({"one": {"path": "a.jsonl", **ids}}, {}),
+    "chat": ({"one": {"path": "a.jsonl", **chat}}, {"seq_len": 48}),
+    "prompt and answer": ({"one": {"path": "a.parquet", **pair}}, {}),
+    "stdlib-chat": ({"one": {"path": "stdlib-chat"}}, {"seq_len": 256}),
+    "first": ({"one": {"path": "text"}}, {"documents": "first", "seq_len": 100}),
+    "max_tokens": ({"one": {"path": "a.parquet"}}, {"max_tokens": 4000}),
+    "share": ({"one": {"path": "text", "share": 0.4}}, {"heldout_share": 0.3, "seed": 3}),
+    "no heldout": ({"one": {"path": "a.jsonl"}}, {"heldout_share": 0.0, "shard_bytes": None}),
+    "weights": (
+        {"a": {"path": "a.jsonl", "weight": 3}, "b": {"path": "text", "weight": 1}},
+        {"max_tokens": 6000},
+    ),
+    "text beside chat": ({"a": {"path": "a.jsonl", **chat}, "b": {"path": "a.csv", "text_field": "text"}}, {}),
+    "config and split": ({"one": {"path": "split", "split": "train"}}, {}),
+}
+
+
+def fixed_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE whose vocabulary no trainer decides."""
+    words = ["<|end|>", "<|start|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "sh", "ip", "ship", "Ġs"]
+    merges = [("s", "h"), ("i", "p"), ("sh", "ip"), ("Ġ", "s")]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(words[:2])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", bos_token="<|start|>")
+
+
+def make_inputs(root: Path) -> None:
+    rng = random.Random(0)
+    texts = [f"document {i} " + " ".join(rng.choices(WORDS, k=rng.randint(1, 120))) for i in range(120)]
+    turns = [
+        [{"role": role, "content": text[:k]} for k in (40, 90) for role in ("user", "assistant")] for text in texts
+    ]
+    rows = [
+        {"text": text, "id": i, "ids": [(7 * i + k) % 250 + 2 for k in range(i + 1)], "messages": messages}
+        for i, (text, messages) in enumerate(zip(texts, turns, strict=True))
+    ]
+    lines = "".join(json.dumps(row) + "\n" + "\n" * (i % 9 == 0) for i, row in enumerate(rows)).encode()
+    (root / "a.jsonl").write_bytes(lines)
+    (root / "a.jsonl.zst").write_bytes(pa.compress(lines, "zstd", asbytes=True))
+    (root / "a.jsonl.gz").write_bytes(gzip.compress(lines, mtime=0))
+    (root / "a.jsonl.bz2").write_bytes(bz2.compress(lines))
+    for name in ("a.json", "a.json.zst"):
+        content = json.dumps(rows, indent=1, ensure_ascii=False).encode()
+        (root / name).write_bytes(pa.compress(content, "zstd", asbytes=True) if name.endswith("zst") else content)
+    for name, sign in (("a.csv", ","), ("a.tsv.gz", "\t")):
+        records = "".join(f'{i}{sign}"{doubled}"\n' for i, doubled in enumerate(t.replace('"', '""') for t in texts))
+        quoted = f"id{sign}text\n{records}"
+        (root / name).write_bytes(gzip.compress(quoted.encode(), mtime=0) if name.endswith("gz") else quoted.encode())
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, root / "a.parquet", row_group_size=30, compression="none", use_dictionary=False)
+    for name, opened in (("file.arrow", pa.ipc.new_file), ("stream.arrow", pa.ipc.new_stream)):
+        with pa.OSFile(str(root / name), "wb") as file, opened(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=17)
+    with tarfile.open(root / "a.tar", "w") as tar:
+        for i, row in enumerate(rows):
+            for field, content in (("txt", row["text"]), ("chat.json", json.dumps(row["messages"]))):
+                info = tarfile.TarInfo(f"deep/{i:03d}.{field}")
+                info.size = len(content.encode())
+                tar.addfile(info, io.BytesIO(content.encode()))
+    for i, text in enumerate(texts):
+        for path, content in (
+            (f"text/{'deep/' * (i % 2)}{i}.txt", text),
+            (f"lib/m{i}.py", CODE.format(i, text[:99]) * 2),
+        ):
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_bytes(content.replace('"""Return 7 ', "'").encode())
+    for split in ("train", "test"):
+        (root / "split").mkdir(exist_ok=True)
+        (root / f"split/{split}.jsonl").write_bytes(lines if split == "train" else lines[:20_000])
+    (root / "template.jinja").write_text(TEMPLATE)
+
+
+def config_of(name: str, root: Path, out: Path) -> PrepareConfig:
+    sources, settings = PREPARATIONS[name]
+    made = {}
+    for key, how in sources.items():
+        path = how["path"] if how["path"].startswith(("stdlib", "/")) else str(root / how["path"])
+        made[key] = Source(**{**how, "path": path})
+    is_chat = any({"chat_field", "prompt"} & how.keys() or how["path"] == "stdlib-chat" for how in sources.values())
+    settings = {"seq_len": 64, "heldout_share": 0.2, "shard_bytes": 6000, "max_bad_share": 0.2, **settings}
+    return PrepareConfig(sources=made, out=out, chat_template=root / "template.jinja" if is_chat else None, **settings)
+
+
+def digests(out: Path) -> list:
+    shards, documents = hashlib.sha256(), []
+    paths = sorted(out.rglob("*.arrow"))
+    for path in paths:
+        shards.update(path.relative_to(out).as_posix().encode() + hashlib.sha256(path.read_bytes()).digest())
+    for split in ("train", "heldout"):
+        rows = ShardSet(out / split)
+        for i in range(len(rows)):
+            row = rows[i]
+            for piece, start, stop in zip(rows.pieces(i), row["borders"], row["borders"][1:], strict=False):
+                documents.append([split, *piece, row["tokens"][start:stop].tolist(), row["loss"][start:stop].tolist()])
+    by_document: dict[tuple, list] = {}
+    for split, name, _, tokens, loss in sorted(documents):
+        found = by_document.setdefault((split, name), [[], []])
+        found[0] += tokens
+        found[1] += loss
+    content = json.dumps(sorted(by_document.items()))
+    return [len(paths), shards.hexdigest()[:20], hashlib.sha256(content.encode()).hexdigest()[:20]]
+
+
+def made(name: str, root: Path, out: Path, machines: int = 0, **changed) -> list:
+    """The digests of a preparation, by one call or by `machines` calls and a merge."""
+    tokenizer = fixed_tokenizer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "SEGMENT_BYTES", 3000)
+        patch.setattr(prepare_module, "WORKER_BYTES", 1)
+        patch.setattr(sysconfig, "get_path", lambda _: str(root / "lib"))
+        for number in range(1, machines + 1) if machines else [None]:
+            machine = None if number is None else Machine(number, machines)
+            config = replace(config_of(name, root, out), **changed)
+            prepare(config, tokenizer, "hash", {"theirs": tokenizer}, machine, log=lambda _: None)
+    if machines:
+        merge(out, max_bad_share=0.2, log=lambda _: None)
+    return digests(out)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("golden")
+    make_inputs(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", PREPARATIONS)
+def test_shards_are_as_ever(root, tmp_path, name):
+    assert made(name, root, tmp_path / "out") == json.loads(GOLDEN.read_text())[name]
+
+
+@pytest.mark.parametrize("how", [{"workers": 2}, {"machines": 3}])
+@pytest.mark.parametrize("name", ["text", "weights", "chat"])
+def test_workers_and_machines_change_nothing(root, tmp_path, name, how):
+    assert made(name, root, tmp_path / "out", **how) == json.loads(GOLDEN.read_text())[name]
+
+
+def test_a_folder_of_the_first_version_is_read(tmp_path):
+    """`prepared` holds two sources, conversations and texts, as this version wrote them."""
+    out = tmp_path / "prepared"
+    shutil.copytree(Path(__file__).with_name("prepared"), out)
+    assert digests(out) == [2, "26e51dbdf9e332cddcd0", "648e71d9ae3aa8c1bf99"]
+    for split in ("train", "heldout"):
+        ShardSet(out / split).verify(vocab_size=262)
+    assert merge(out) == json.loads((out / "manifest.json").read_text())
+    assert sum(split["documents"] for split in inspect(out).splits.values()) == 12
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        make_inputs(Path(folder))
+        found = {name: made(name, Path(folder), Path(folder, "out", name)) for name in PREPARATIONS}
+    sys.stdout.write("{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name])}" for name in found) + "\n}\n")
