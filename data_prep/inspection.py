@@ -1,13 +1,13 @@
 """Reports on a prepared folder: counts, what was left out and why, copies, lengths, and a few samples as text.
 
-Everything is counted in the shards themselves, not just taken from the manifest. Shards are read one at a time, after
-their hashes have been compared with the manifest's.
+Everything is counted in the shards themselves, after their hashes have been compared with the manifest's. Shards are
+read one at a time.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longdraft.data_prep.manifest import SPLITS
-from longdraft.data_prep.shards import MANIFEST, ShardSet, read_manifest
+from longdraft.data_prep.shards import MANIFEST, ShardSet
 from longdraft.models.files import write_atomically
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 N_SAMPLES, SAMPLE_TOKENS = 3, 160
 QUANTILES = (0.0, 0.5, 0.9, 1.0)
 LOSS, PLAIN, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+# Lines of the text report, for numbers of a split that are not 0.
+NOTES = {
+    "rows_without_loss": "rows without a token that the loss counts",
+    "copies": "documents that copy another of this split, token for token",
+    "in_both": "documents that are in the other split too",
+}
 
 
 @dataclass(frozen=True)
@@ -58,86 +64,59 @@ def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None, to
         ValueError: the folder is not finished, a shard is damaged, or another tokenizer made the folder.
     """
     sets = {split: ShardSet(folder / split) for split in SPLITS}
-    _check_whole(folder, sets)
     train = sets[SPLITS[0]]
+    if not (folder / MANIFEST).exists():
+        raise ValueError(f"{folder} is not finished ({MANIFEST} is missing); call prepare again to go on with it")
     if tokenizer is not None and tokenizer_hash != train.manifest["tokenizer_sha256"]:
-        raise ValueError(
-            f"{folder} was prepared with the tokenizer {train.manifest['tokenizer_sha256']}, and this target's is "
-            f"{tokenizer_hash}; give the --target that it was prepared for"
-        )
-    counts, digests, lengths = {}, {}, {}
+        raise ValueError(f"--target: {folder} was prepared with another tokenizer; give the target of that")
+    documents, reports = {}, {}
     for split, rows in sets.items():
-        counts[split], documents = _read(rows)
-        for name, manifested in (("tokens", rows.manifest["tokens"]), ("pieces", rows.manifest["pieces"])):
-            if counts[split][name] != manifested:
-                raise ValueError(
-                    f"{folder / split} holds {counts[split][name]:,} {name}, and its {MANIFEST} says {manifested:,}: "
-                    "it was changed; prepare it again with --overwrite"
-                )
-        digests[split] = [digest for digest, _ in documents]
-        lengths[split] = np.array([n for _, n in documents], dtype=np.int64)
-    reports = {}
-    for split, rows in sets.items():
-        others = set().union(*(digests[other] for other in SPLITS if other != split))
-        reports[split] = _report(rows, counts[split], digests[split], lengths[split], others)
+        rows.verify()
+        reports[split], documents[split] = _report(rows)
+    digests = {split: {digest for digest, _ in found} for split, found in documents.items()}
+    for split, other in (SPLITS, SPLITS[::-1]):
+        reports[split]["in_both"] = sum(digest in digests[other] for digest, _ in documents[split])
     samples = [] if tokenizer is None else _samples(train, tokenizer)
+    lengths = {split: np.array([n for _, n in found], dtype=np.int64) for split, found in documents.items()}
     return Inspection(folder, train.manifest["seq_len"], reports, samples, lengths)
 
 
-def _check_whole(folder: Path, sets: dict[str, ShardSet]) -> None:
-    """Raises ValueError if the folder is not finished, or its shards are not as they were written."""
-    if not (folder / MANIFEST).exists():
-        raise ValueError(f"{folder} is not finished ({MANIFEST} is missing); call prepare again to go on with it")
-    manifest = read_manifest(folder / MANIFEST)
-    for rows in sets.values():
-        if rows.manifest.get("address") != manifest.get("address"):
-            raise ValueError(f"{rows.folder} is of another preparation than {folder / MANIFEST}; prepare {folder} anew")
-        rows.verify()
+def _report(rows: ShardSet) -> tuple[dict[str, Any], list[tuple[bytes, int]]]:
+    """(A split in numbers; (hash of the tokens, their number) of every document).
 
-
-def _read(rows: ShardSet) -> tuple[Counter[str], list[tuple[bytes, int]]]:
-    """(Numbers over all rows, by name; (hash of the tokens, their number) of every document).
-
-    All pieces of a document lie in one shard, but in any of its rows."""
+    All pieces of a document are in one shard, but in any of its rows."""
     counts, documents, first = Counter(), [], 0
     for shard in rows.manifest["shards"]:
         pieces: dict[str, dict[int, np.ndarray]] = {}
         for i in range(first, first + shard["rows"]):
             row = rows[i]
-            counted = int(row["loss"].sum())
+            with_loss = int(row["loss"].sum())
             counts.update(tokens=int(row["borders"][-1]), pieces=len(row["borders"]) - 1)
-            counts.update(supervised=counted, without_loss=int(counted == 0))
+            counts.update(with_loss=with_loss, rows_without_loss=int(with_loss == 0))
             for (document, number), (start, stop) in zip(rows.pieces(i), pairwise(row["borders"]), strict=True):
                 pieces.setdefault(document, {})[number] = row["tokens"][start:stop]
         for document in pieces.values():
             tokens = np.concatenate([document[number] for number in sorted(document)])
             documents.append((hashlib.sha256(tokens.tobytes()).digest(), len(tokens)))
         first += shard["rows"]
-    return counts, documents
-
-
-def _report(
-    rows: ShardSet, counts: Counter[str], digests: Sequence[bytes], lengths: np.ndarray, others: set[bytes]
-) -> dict[str, Any]:
-    """A split in numbers. others: digests of the documents in the other split."""
     manifest, places = rows.manifest, len(rows) * rows.manifest["seq_len"]
+    lengths = [n for _, n in documents]
     return {
         "rows": len(rows),
         "tokens": counts["tokens"],
-        "supervised_share": counts["supervised"] / max(1, counts["tokens"]),  # of the tokens
+        "supervised_share": counts["with_loss"] / max(1, counts["tokens"]),  # of the tokens
         "filler_share": 1 - counts["tokens"] / places if places else 0.0,  # of the places in rows
-        "documents": len(digests),
+        "documents": len(documents),
         "pieces": counts["pieces"],
-        "rows_without_loss": counts["without_loss"],
+        "rows_without_loss": counts["rows_without_loss"],
         "bad": manifest["bad"],  # documents left out, by reason
         "bad_named": manifest["bad_named"],
         "dropped": manifest["dropped"],
-        "copies": len(digests) - len(set(digests)),  # documents with the same tokens as an earlier one
-        "in_both": sum(digest in others for digest in digests),  # documents that are in the other split too
-        # tokens of a document
-        "lengths": [int(n) for n in np.quantile(lengths, QUANTILES, method="nearest")] if len(lengths) else [],
+        "copies": len(documents) - len({digest for digest, _ in documents}),  # with the same tokens as an earlier one
+        "in_both": 0,  # documents that are in the other split too; `inspect` counts them
+        "lengths": [int(n) for n in np.quantile(lengths, QUANTILES, method="nearest")] if lengths else [],  # tokens
         "mix": manifest.get("mix", {}),  # documents and tokens of each source
-    }
+    }, documents
 
 
 def _samples(rows: ShardSet, tokenizer: "PreTrainedTokenizerFast") -> list[dict[str, Any]]:
@@ -152,8 +131,7 @@ def _samples(rows: ShardSet, tokenizer: "PreTrainedTokenizerFast") -> list[dict[
         tokens, loss = row["tokens"][shown], row["loss"][shown]
         borders = [0, *(np.flatnonzero(loss[1:] != loss[:-1]) + 1).tolist(), len(tokens)]
         runs = [(str(tokenizer.decode(tokens[a:b].tolist())), bool(loss[a])) for a, b in pairwise(borders)]
-        place = {"split": SPLITS[0], "row": i, "document": rows.pieces(i)[0][0], "start": start}
-        samples.append({**place, "runs": runs})
+        samples.append({"split": SPLITS[0], "row": i, "document": rows.pieces(i)[0][0], "start": start, "runs": runs})
     return samples
 
 
@@ -169,22 +147,12 @@ def as_text(found: Inspection, colour: bool) -> str:
             f"    {report['documents']:,} documents in {report['pieces']:,} pieces; tokens of one: {low:,} to "
             f"{high:,}, half have at most {half:,}, nine of ten at most {most:,}",
         ]
-        notes = {
-            "rows without a token that the loss counts": report["rows_without_loss"],
-            "documents that copy another of this split, token for token": report["copies"],
-            "documents that stand in the other split too": report["in_both"],
-        }
-        lines += [f"    {what}: {n:,}" for what, n in notes.items() if n]
+        lines += [f"    {note}: {report[name]:,}" for name, note in NOTES.items() if report[name]]
         if len(report["mix"]) > 1:
-            listed = ", ".join(
-                f"{name} {counted['tokens'] / max(1, report['tokens']):.1%} ({counted['documents']:,})"
-                for name, counted in report["mix"].items()
-            )
-            lines.append(f"    share of the tokens (documents) by source: {listed}")
-        for what, reasons in (("bad", report["bad"]), ("dropped", report["dropped"])):
-            if reasons:
-                listed = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items())
-                lines.append(f"    {sum(reasons.values()):,} {what}: {listed}")
+            shares = {name: of["tokens"] / max(1, report["tokens"]) for name, of in report["mix"].items()}
+            listed = [f"{name} {shares[name]:.1%} ({of['documents']:,})" for name, of in report["mix"].items()]
+            lines.append(f"    share of the tokens (documents) by source: {', '.join(listed)}")
+        lines += [f"    {_by_reason(what, report[what])}" for what in ("bad", "dropped") if report[what]]
         if report["bad_named"]:
             named = ", ".join(f"{entry['document']} ({entry['why']})" for entry in report["bad_named"][:5])
             lines.append(f"    bad ones, for example: {named}")
@@ -195,6 +163,10 @@ def as_text(found: Inspection, colour: bool) -> str:
         text = "".join(_marked(run, counted, colour) for run, counted in sample["runs"])
         lines += [f"    | {line}" for line in text.splitlines()]
     return "\n".join(lines)
+
+
+def _by_reason(what: str, reasons: Mapping[str, int]) -> str:
+    return f"{sum(reasons.values()):,} {what}: " + ", ".join(f"{n:,} {reason}" for reason, n in reasons.items())
 
 
 def _marked(text: str, counted: bool, colour: bool) -> str:

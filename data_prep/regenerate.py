@@ -1,77 +1,133 @@
 """Lets the target answer conversations anew, or continue texts, so that its draft learns what the target writes.
 
-The folder is a work folder (work_folder.py). Each task takes `part_size` conversations, in the order of the input, and
-writes `part-*.jsonl` with {"messages", "source"} in each line, and "unfinished" if the last answer was cut. In the
-manifest (regenerate_manifest.py) input = success + error + skipped.
+The output is a work folder (`WorkFolder` of models/files.py). Each task takes `part_size` conversations, in the order
+of the input, and writes `part-*.jsonl` with {"messages", "source"} in each line, and "unfinished" if the last answer
+was cut. In manifest.json, which is written last, input = success + error + skipped.
 
 The seed of an answer is a function of the call's seed, the conversation's content and the turn. So no answer depends on
-other conversations, their order, the batch, the drafter or a kill. responses.py makes the target's prompts and takes
-its answers. The target itself is in launch/regenerate.py, its servers are in endpoints.py.
+other conversations, their order, the batch, the drafter or a kill. response_generation.py makes prompts and reads
+answers. The target itself is opened in launch/regenerate.py, or endpoints.py asks its servers.
 """
 
 import json
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from longdraft.data_prep.bars import bar
+from pydantic import Field
+from tqdm import tqdm
+
 from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.failures import check_out, check_outside, failures_described
+from longdraft.data_prep.manifest import NAMED_BAD, add_up, count_and_hash
 from longdraft.data_prep.record_formats import TEXT_FIELD, ChatFormat, TextFormat
-from longdraft.data_prep.regenerate_manifest import conversations_record, summary, write_manifest
-from longdraft.data_prep.responses import ERRORS, ChatTokens, Generate, OpenConversation, answer_all, beginning
+from longdraft.data_prep.response_generation import ERRORS, Answerer, Generate, OpenConversation, beginning
 from longdraft.data_prep.segments import SEGMENT_BYTES, read_documents, scan
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import MANIFEST, read_manifest
 from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tasks import Machine, tasks_of
 from longdraft.data_prep.tokenize import rust_tokenizer
-from longdraft.data_prep.work_folder import WorkFolder, with_address
-from longdraft.models.files import write_atomically
+from longdraft.models.files import WorkFolder, write_atomically, write_json
+from longdraft.models.schema import Int, validated_dataclass
 
 COMMAND = "longdraft prepare regenerate"
-OWN_FILES = r"part-\d+\.jsonl"
+OWN_FILES = r"manifest\.json|part-\d+\.jsonl"
 ENOUGH_ANSWERS = 16  # if at least this many answers of the first part all fail for one reason, the others would too
+PLAIN_EVERY = 30.0  # seconds between two lines of progress where there is no terminal
 
 
-@dataclass(frozen=True)
+@validated_dataclass
 class RegenerateConfig:
     """What to answer, and how.
 
     max_prompt: most tokens of a prompt. answering: what decides an answer besides the seed (target, sampling), as JSON
     values. files: patterns of file names in folders; () takes all. part_size: conversations of a task. overwrite: clear
-    a folder that was answered with other settings. keep_unfinished: see ChatTokens. continued: if the sources are texts
+    a folder that was answered with other settings. keep_unfinished: see Answerer. continued: if the sources are texts
     to continue, the least and most tokens of their beginnings. text_field: the field of a record that holds the text.
     """
 
     sources: tuple[str, ...]
     out: Path
-    max_prompt: int
+    max_prompt: Annotated[Int, Field(ge=1)]
     answering: Mapping[str, Any]
     chat_field: str = "messages"
     files: tuple[str, ...] = ()
     seed: int = 0
-    part_size: int = 256
+    part_size: Annotated[Int, Field(ge=1)] = 256
     overwrite: bool = False
     keep_unfinished: bool = False
     continued: tuple[int, int] | None = None
     text_field: str | None = None
 
     def __post_init__(self) -> None:
-        if self.part_size < 1:
-            raise ValueError(f"part_size is {self.part_size}, valid: at least 1")
-        if self.max_prompt < 1:
-            raise ValueError(f"max_prompt is {self.max_prompt}, valid: at least 1")
         if self.continued is not None and not 1 <= self.continued[0] <= self.continued[1] <= self.max_prompt:
             raise ValueError(
-                f"prompt_tokens is {self.continued[0]} to {self.continued[1]}, valid: at least 1, in order, up to "
-                f"{self.max_prompt}, which leaves a position for the continuation"
+                f"prompt_tokens is {self.continued[0]} to {self.continued[1]}; give numbers from 1 to "
+                f"{self.max_prompt}, in order, which leave a position for the continuation"
             )
         check_outside(self.out, self.sources)
+
+
+def regenerate(
+    config: RegenerateConfig,
+    encoder: ChatEncoder,
+    tokenizer_hash: str,
+    start: Callable[[], Generate],
+    machine: Machine | None = None,
+    log: Callable[[str], object] = print,
+) -> dict | None:
+    """Answer the input into `config.out`, resume it, or find it finished. Returns its manifest and logs one line.
+
+    Args:
+        encoder: for the target's tokenizer and chat template.
+        start: makes the target ready; called only if there is work to do.
+        machine: do this machine's tasks only. The folder then stays unfinished, and None is returned, until a call
+            without `machine` finishes it.
+    Raises:
+        ValueError: a source does not exist, the folder was made with other settings, the disk is full, or no answer can
+            be used, in the first part or at all. Finished parts stay on disk, and the same call resumes.
+    """
+    out, share = config.out, "" if machine is None else f"{machine.number}-of-{machine.of}"
+    check_out(out)
+    with failures_described(out):
+        sources, count, conversations = open_input(config, encoder)
+        plan = _make_plan(config, encoder, tokenizer_hash, sources)
+        folder = WorkFolder(out, plan, OWN_FILES)
+        tasks = [f"part-{number:05d}" for number in range(-(-count // config.part_size))]
+        mine, speed = tasks_of(machine, tasks), ""
+        with folder.opened(share, config.overwrite):
+            if not (was_finished := (out / MANIFEST).exists()):
+                due = {task for task in mine if folder.read(task) is None}
+                parts = ((task, list(islice(conversations, config.part_size))) for task in tasks)
+                to_answer = ((task, documents) for task, documents in parts if task in due)
+                with _progress_bar(min(count, len(due) * config.part_size)) as bar:
+                    answerer = Answerer(encoder, config.max_prompt, config.keep_unfinished)
+                    speed = _answer(to_answer, folder, answerer, start, config.seed, len(due) == len(mine), bar)
+                if machine is None:
+                    _write_manifest(out, plan, folder.read_all(tasks))
+            if machine is None:
+                folder.remove_progress()
+    if machine is not None and not was_finished:
+        log(f"Answered {len(mine)} of {len(tasks)} parts, {machine.number}/{machine.of}{speed} -> {out}")
+        return None
+    manifest = read_manifest(out / MANIFEST)
+    for part in manifest["parts"]:
+        path = out / part["file"]
+        if not path.exists() or path.stat().st_size != part["bytes"]:
+            raise ValueError(f"{path} is missing or has another size; remove {out} and answer anew")
+    reread = f", {manifest['reread']:,} of them read back as other tokens" if manifest["reread"] else ""
+    log(
+        f"{'Already answered' if was_finished else 'Answered'}: {manifest['success']:,} of {manifest['input']:,} "
+        f"conversations with {manifest['answers']:,} answers of {manifest['answer_tokens']:,} tokens{reread}; "
+        f"{_counts(manifest)}{speed} -> {out}"
+    )
+    return manifest
 
 
 def open_input(
@@ -103,130 +159,55 @@ def open_input(
     return described, count, read()
 
 
-class Meter:
-    """The progress bar, and the tokens and seconds of this call's answers, kept or not."""
-
-    def __init__(self, count: int, n_done: int):
-        self.bar = bar(total=count, initial=n_done, desc="answering", unit="conversation")
-        self.tokens, self.seconds, self._good, self._errors = 0, 0.0, 0, 0
-
-    def count(self, conversation: OpenConversation) -> None:
-        """Count a conversation that is complete or left out."""
-        self.tokens += conversation.generated
-        self._good, self._errors = self._good + (conversation.why is None), self._errors + (conversation.why in ERRORS)
-        self.bar.set_postfix_str(f"{self._good} good, {self._errors} errors", refresh=False)
-        self.bar.update()
-
-
-def regenerate(
-    config: RegenerateConfig,
-    encoder: ChatEncoder,
-    tokenizer_hash: str,
-    start: Callable[[], Generate],
-    machine: Machine | None = None,
-    log: Callable[[str], object] = print,
-) -> dict | None:
-    """Answer the input into `config.out`, resume it, or find it finished. Returns its manifest and logs one line.
-
-    Args:
-        encoder: for the target's tokenizer and chat template.
-        start: makes the target ready; called only if there is work to do.
-        machine: do this machine's tasks only. The folder then stays unfinished, and None is returned, until a call
-            without `machine` finishes it.
-    Raises:
-        ValueError: a source does not exist, the folder was made with other settings, the disk is full, or no answer can
-            be used, in the first part or at all. Finished parts stay on disk, and the same call resumes.
-    """
-    out = config.out
-    check_out(out)
-    with failures_described(out):
-        sources, count, conversations = open_input(config, encoder)
-        plan = _make_plan(config, encoder, tokenizer_hash, sources)
-        folder = WorkFolder(out, plan["address"], COMMAND, "answered", "parts", OWN_FILES)
-        tasks = [f"part-{number:05d}" for number in range(-(-count // config.part_size))]
-        mine, speed = tasks_of(machine, tasks), ""
-        with folder.opened(plan, machine, config.overwrite):
-            was_finished = folder.is_finished
-            if not was_finished:
-                chat = ChatTokens(encoder, config.max_prompt, config.keep_unfinished)
-                speed = _answer(config, count, conversations, tasks, set(mine), folder, chat, start)
-                if machine is None:
-                    write_manifest(out, plan, folder.records(tasks))
-    if machine is not None and not was_finished:
-        log(f"Answered {len(mine)} of {len(tasks)} parts, {machine.number}/{machine.of}{speed} -> {out}")
-        return None
-    manifest = read_manifest(out / MANIFEST)
-    for part in manifest["parts"]:
-        path = out / part["file"]
-        if not path.exists() or path.stat().st_size != part["bytes"]:
-            raise ValueError(f"{path} is missing or has another size; remove {out} and answer anew")
-    log(f"{'Already answered' if was_finished else 'Answered'}: {summary(manifest)}{speed} -> {out}")
-    return manifest
-
-
 def _make_plan(config: RegenerateConfig, encoder: ChatEncoder, tokenizer_hash: str, sources: dict[str, dict]) -> dict:
     if config.continued is None:
         mix = {"chat_field": config.chat_field}
     else:
         mix = {"text_field": config.text_field, "prompt_tokens": list(config.continued)}
     numbers = {"seed": config.seed, "part_size": config.part_size, "max_prompt": config.max_prompt}
-    plan = {
+    return {
         "made_by": COMMAND,
         "settings": {**numbers, **config.answering, **({"unfinished": "keep"} if config.keep_unfinished else {})},
         "mix": mix,
         "tokenizer": {"tokenizer_sha256": tokenizer_hash, **encoder.describe()},
         "sources": sources,
     }
-    return with_address(plan)
 
 
 def _answer(
-    config: RegenerateConfig,
-    count: int,
-    conversations: Iterator[Conversation | BadDocument],
-    tasks: Sequence[str],
-    mine: set[str],
+    parts: Iterable[tuple[str, list[Conversation | BadDocument]]],
     folder: WorkFolder,
-    chat: ChatTokens,
+    answerer: Answerer,
     start: Callable[[], Generate],
+    seed: int,
+    is_new: bool,
+    bar: tqdm,
 ) -> str:
-    """Do the tasks of `mine` that have no completion record. Returns the speed, for a message."""
-    done = {task: record["input"] for task in mine if (record := folder.record(task)) is not None}
-    generate, meter = None, Meter(min(count, len(mine) * config.part_size), sum(done.values()))
-    with meter.bar:
-        for task in tasks:
-            of_task = list(islice(conversations, config.part_size))
-            if task not in mine or task in done:
-                continue
-            generate, is_first = generate or start(), not done and not meter.tokens
-            opened = [OpenConversation.begin(document) for document in of_task]
-            for conversation in opened:
-                if conversation.why is not None:
-                    meter.count(conversation)
-            begin = time.perf_counter()
-            answer_all(opened, chat, generate, config.seed, meter.count)
-            meter.seconds += time.perf_counter() - begin
-            if is_first:
-                _check_first([conversation for conversation in opened if conversation.generated])
-            _write_part(task, opened, folder)
-    assert next(conversations, None) is None, "the input holds more conversations than were counted"
-    return f", {meter.tokens / max(meter.seconds, 1e-9):,.0f} tokens/s" if meter.tokens else ""
+    """Do the tasks in `parts`, each with its conversations. Returns the speed, for a message.
 
+    is_new: whether no part has been answered before, so that the first one is checked."""
+    generate, counts, seconds = None, Counter(), 0.0
 
-def _write_part(task: str, answered: Sequence[OpenConversation], folder: WorkFolder) -> None:
-    """Write a task's good conversations and, last, its completion record."""
-    lines = []
-    for conversation in answered:
-        if conversation.why is None:
-            messages = [{"role": role, "content": content} for role, content in conversation.messages]
-            line = {"messages": messages, "source": conversation.name}
-            line |= {"unfinished": True} if conversation.unfinished else {}
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-    record, path = conversations_record(answered), folder.path / f"{task}.jsonl"
-    if lines:
-        write_atomically(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
-        record["parts"] = [{"file": path.name, "conversations": len(lines), "bytes": path.stat().st_size}]
-    folder.complete(task, [path] if lines else [], record)
+    def count(conversation: OpenConversation) -> None:
+        """Count a conversation that is complete or left out."""
+        counts.update(tokens=conversation.generated)
+        counts.update(good=conversation.why is None, errors=conversation.why in ERRORS)
+        bar.set_postfix_str(f"{counts['good']} good, {counts['errors']} errors", refresh=False)
+        bar.update()
+
+    for task, documents in parts:
+        generate, is_first = generate or start(), is_new and not counts["tokens"]
+        opened = [OpenConversation.begin(document) for document in documents]
+        for conversation in opened:
+            if conversation.why is not None:
+                count(conversation)
+        begin = time.perf_counter()
+        answerer.answer(opened, generate, seed, count)
+        seconds += time.perf_counter() - begin
+        if is_first:
+            _check_first([conversation for conversation in opened if conversation.generated])
+        _write_part(task, opened, folder)
+    return f", {counts['tokens'] / max(seconds, 1e-9):,.0f} tokens/s" if counts["tokens"] else ""
 
 
 def _check_first(answered: Sequence[OpenConversation]) -> None:
@@ -238,3 +219,68 @@ def _check_first(answered: Sequence[OpenConversation]) -> None:
             f"none of the first {len(answered)} answers can be used ({first.why}, the first in {first.name}), so no "
             "more are asked for; give another --chat-template, or for unfinished answers more --max-new-tokens"
         )
+
+
+def _write_part(task: str, conversations: Sequence[OpenConversation], folder: WorkFolder) -> None:
+    """Write a task's good conversations and, last, its record."""
+    lines, path = [], folder.path / f"{task}.jsonl"
+    for conversation in conversations:
+        if conversation.why is None:
+            messages = [{"role": role, "content": content} for role, content in conversation.messages]
+            line = {"messages": messages, "source": conversation.name}
+            line |= {"unfinished": True} if conversation.unfinished else {}
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    record = _record(conversations)
+    if lines:
+        write_atomically(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
+        record["parts"] = [{"file": path.name, "conversations": len(lines), "bytes": path.stat().st_size}]
+    folder.write(task, record, [path] if lines else [])
+
+
+def _record(conversations: Sequence[OpenConversation]) -> dict:
+    """The counts of conversations that are complete or left out. The manifest has the same fields, summed, but `hints`:
+    for each reason why conversations were left out, what is wrong with one of them."""
+    good = [conversation for conversation in conversations if conversation.why is None]
+    bad = [(one.name, one.why, one.detail) for one in conversations if one.why is not None]
+    return {
+        "input": len(conversations),
+        "success": len(good),
+        "error": dict(Counter(why for _, why, _ in bad if why in ERRORS)),
+        "skipped": dict(Counter(why for _, why, _ in bad if why not in ERRORS)),
+        "named": [{"conversation": name, "why": why} for name, why, _ in bad][:NAMED_BAD],
+        "answers": sum(conversation.turn for conversation in good),
+        "answer_tokens": sum(conversation.generated for conversation in good),
+        "reread": sum(conversation.reread for conversation in good),
+        "hints": {why: f"{name} {detail}" for name, why, detail in reversed(bad) if detail},
+        "parts": [],
+    }
+
+
+def _write_manifest(out: Path, plan: dict, records: Sequence[dict]) -> None:
+    """Write the folder's manifest. records: of all tasks. Raises ValueError if no conversation was answered."""
+    total = add_up([_record([]), *records])
+    assert total["input"] == total["success"] + sum(Counter(total["error"] | total["skipped"]).values()), total
+    total["named"], hints = total["named"][:NAMED_BAD], total.pop("hints")
+    if not total["success"]:
+        first = total["named"][0]["conversation"] if total["named"] else "none"
+        raise ValueError(
+            f"none of {total['input']} conversations is answered ({_counts(total)}); the first left out: {first}. "
+            + "".join(f"{hint}. " for hint in hints.values())
+            + "Change the sources or the settings (for unfinished answers --max-new-tokens) and choose another folder"
+        )
+    described = {"made_by": plan["made_by"], **plan["tokenizer"], **plan["settings"], **plan["mix"]}
+    write_json(out / MANIFEST, {**described, "sources": count_and_hash(plan["sources"]), **total})
+
+
+def _counts(record: Mapping[str, Any]) -> str:
+    """How many conversations were errors, and how many were skipped, with the reasons."""
+    counts = []
+    for field, noun in (("error", "errors"), ("skipped", "skipped")):
+        reasons = ", ".join(f"{reason}: {count:,}" for reason, count in record[field].items())
+        counts.append(f"{sum(record[field].values()):,} {noun}" + (f" ({reasons})" if reasons else ""))
+    return ", ".join(counts)
+
+
+def _progress_bar(total: int) -> tqdm:
+    every = 0.1 if sys.stderr.isatty() else PLAIN_EVERY
+    return tqdm(total=total, desc="answering", unit="conversation", mininterval=every, miniters=0, dynamic_ncols=True)

@@ -10,6 +10,7 @@ batch nor the drafter changes a byte. In bf16, passes of other widths round diff
 """
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from longdraft.launch.shared_options import add_drafters, add_numbers, add_targe
 
 if TYPE_CHECKING:
     from longdraft.data_prep.endpoints import EndpointClient
-    from longdraft.data_prep.responses import Completion, Generate
+    from longdraft.data_prep.response_generation import Completion, Generate
     from longdraft.infer.engine import Engine
     from longdraft.infer.sampling import SamplingParams
 
@@ -36,8 +37,15 @@ SETTINGS = {"max_new_tokens": 1024, "temperature": 0.0, "top_k": 0, "top_p": 1.0
 # Further fields, which are settings only if they are given: those that servers take too, and those that only we have.
 SERVED = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 OURS = ("eta_cutoff", "min_tokens_to_keep", "contextual_penalty", "contextual_window")
-# Defaults of options that are errors where they are given and not used. So the parser must leave them None.
+# Defaults of options that may be in WITHOUT_EFFECT, so that the parser must leave them None.
 DEFAULTS = {"chat_field": "messages", "dtype": "bf16", "concurrency": 64, "batch": 8}
+# (an option, whether it is given, options that then have no effect).
+WITHOUT_EFFECT = (
+    ("endpoint", True, (*OURS, "drafter", "draft", "option", "nodes", "device", "dtype", "batch")),
+    ("endpoint", False, ("model", "concurrency")),
+    ("prompt_tokens", True, ("chat_template", "chat_field")),
+    ("prompt_tokens", False, ("text_field",)),
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--files", default=[], metavar="PATTERN", help=help, **many)
     add("--chat-field", help="field of a record that holds the messages (default: messages)")
     help = "continue texts instead, after each document's first N tokens (N-M: a number chosen by the document's hash)"
-    add("--prompt-tokens", metavar="N[-M]", help=help)
+    add("--prompt-tokens", type=_token_range, metavar="N[-M]", help=help)
     add("--text-field", help="with --prompt-tokens: field of a record that holds the text (default: text)")
     add("--out", required=True, type=Path, help="folder to create, or to continue")
     help = "conversations in a file of --out, and the most that a kill can lose (default: 256)"
@@ -105,26 +113,27 @@ def _regenerate(args: argparse.Namespace) -> None:
     from longdraft.models.hf import load_tokenizer, read_target_config
 
     machine = None if args.shard is None else read_machine(args.shard)
-    _check_endpoints(args)
-    continued = _continued(args)
+    _check_used(args)
     for name, value in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.batch < 1:
-        raise ValueError(f"--batch: {args.batch}; decode at least 1 conversation at a time")
+        raise ValueError(f"--batch: {args.batch}; give at least 1")
     sampling, settings = _sampling(args)
-    drafting = Drafting(args)
+    template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
+    drafting = Drafting(args, template)
     drafting.check_sampling(sampling)
     path, gguf_file = drafting.source
     shape = read_target_config(path, gguf_file, drafting.max_positions)
-    positions = _positions(args.max_length, shape.max_positions)
+    positions = shape.max_positions if args.max_length is None else args.max_length
+    if not 2 <= positions <= shape.max_positions:
+        raise ValueError(f"--max-length: {positions}; give 2 to {shape.max_positions}, the target's positions")
     tokenizer = load_tokenizer(path, gguf_file)
-    template = PLAIN if continued else None
-    if args.chat_template is not None:
-        drafting.template = template = read_text(args.chat_template, "--chat-template")
-    encoder = make_chat_encoder(tokenizer, template)
     client = _endpoint_client(args, settings, tokenizer, positions) if args.endpoint else None
-    answering = settings | {"target": _target_name(path, gguf_file), "config_sha256": shape_hash(shape)}
+    # The target's name tells its weights from others': of a local one without the path to it.
+    here = Path(path).expanduser()
+    target = "/".join([here.resolve().name if here.exists() else path, *([gguf_file] if gguf_file else [])])
+    answering = settings | {"target": target, "config_sha256": shape_hash(shape)}
     answering |= {"dtype": args.dtype} if client is None else {"model": client.model}
     config = RegenerateConfig(
         sources=tuple(args.source),
@@ -136,8 +145,8 @@ def _regenerate(args: argparse.Namespace) -> None:
         seed=args.seed,
         part_size=args.part_size,
         overwrite=args.overwrite,
-        keep_unfinished=(args.unfinished or ("keep" if continued else "drop")) == "keep",
-        continued=continued,
+        keep_unfinished=(args.unfinished or ("keep" if args.prompt_tokens else "drop")) == "keep",
+        continued=args.prompt_tokens,
         text_field=args.text_field,
     )
 
@@ -147,7 +156,27 @@ def _regenerate(args: argparse.Namespace) -> None:
             return client
         return _generator(drafting.open_engine(sampling.max_new_tokens, args.batch), sampling)
 
+    encoder = make_chat_encoder(tokenizer, PLAIN if args.prompt_tokens else template)
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, machine, lambda line: show(f"{line}\n"))
+
+
+def _check_used(args: argparse.Namespace) -> None:
+    """Raise ValueError for an option that has no effect beside others, and for a missing --target."""
+    given = {name for name, value in vars(args).items() if value not in (None, [])}
+    for option, is_given, names in WITHOUT_EFFECT:
+        if (option in given) == is_given and (wrong := [name for name in names if name in given]):
+            beside = f"{'with' if is_given else 'without'} {flag(option)}"
+            raise ValueError(f"{flag(wrong[0])}: it has no effect {beside}; leave it out")
+    if args.endpoint and args.target is None:
+        raise ValueError("--target: missing; --endpoint's servers are sent its tokens (no weights are read)")
+
+
+def _token_range(text: str) -> tuple[int, int]:
+    """The least and the most tokens of N or N-M."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}; give a number of tokens, or two like 64-256")
+    return int(found[1]), int(found[2] or found[1])
 
 
 def _sampling(args: argparse.Namespace) -> "tuple[SamplingParams, dict[str, Any]]":
@@ -157,38 +186,6 @@ def _sampling(args: argparse.Namespace) -> "tuple[SamplingParams, dict[str, Any]
     names = [*NUMBERS, *(name for name in (*SERVED, *OURS) if getattr(args, name) is not None)]
     sampling = SamplingParams(**{name: getattr(args, name) for name in names})
     return sampling, {name: getattr(sampling, name) for name in names if name != "seed"}
-
-
-def _continued(args: argparse.Namespace) -> tuple[int, int] | None:
-    """The least and the most tokens of a text's beginning that is continued; None for conversations."""
-    if args.prompt_tokens is None:
-        if args.text_field is not None:
-            raise ValueError(f"--text-field: {args.text_field} is for texts to continue; give --prompt-tokens too")
-        return None
-    if args.chat_template is not None:
-        raise ValueError("--chat-template: texts to continue have none; leave out this or --prompt-tokens")
-    if args.chat_field is not None:
-        raise ValueError(
-            f"--chat-field: {args.chat_field} is for conversations, and --prompt-tokens continues texts, whose field "
-            "--text-field names; leave one out"
-        )
-    least, dash, most = args.prompt_tokens.partition("-")
-    if not (least.isdecimal() and (most.isdecimal() or not dash)):
-        raise ValueError(f"--prompt-tokens: {args.prompt_tokens}; give a number of tokens, or two like 64-256")
-    return int(least), int(most or least)
-
-
-def _check_endpoints(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that have no meaning with endpoints, or none without them."""
-    local = ("drafter", "draft", "option", "nodes", "device", "dtype", "batch")
-    if args.endpoint and (given := [name for name in OURS if getattr(args, name) is not None]):
-        raise ValueError(f"{flag(given[0])}: no server takes it; leave it out, or decode here, without --endpoint")
-    if args.endpoint and (given := [name for name in local if getattr(args, name) not in (None, [])]):
-        raise ValueError(f"--{given[0]}: it is for decoding here, but --endpoint asks servers; leave one out")
-    if args.endpoint and args.target is None:
-        raise ValueError("--target: missing; --endpoint's servers are sent its tokens (no weights are read)")
-    if not args.endpoint and (given := [name for name in ("model", "concurrency") if getattr(args, name) is not None]):
-        raise ValueError(f"--{given[0]}: it is for servers, but no --endpoint is given")
 
 
 def _endpoint_client(args: argparse.Namespace, settings: dict, tokenizer: Any, positions: int) -> "EndpointClient":
@@ -205,7 +202,7 @@ def _endpoint_client(args: argparse.Namespace, settings: dict, tokenizer: Any, p
 
 def _generator(engine: "Engine", sampling: "SamplingParams") -> "Generate":
     """The target as a function from prompts to completions."""
-    from longdraft.data_prep.responses import Completion
+    from longdraft.data_prep.response_generation import Completion
 
     def generate(prompts: Sequence[list[int]], seeds: Sequence[int]) -> "Iterator[Completion]":
         for piece in engine.stream(prompts, [replace(sampling, seed=seed) for seed in seeds]):
@@ -213,18 +210,6 @@ def _generator(engine: "Engine", sampling: "SamplingParams") -> "Generate":
                 yield Completion(done.index, done.tokens, done.finish_reason == "stop")
 
     return generate
-
-
-def _positions(max_length: int | None, limit: int) -> int:
-    if max_length is not None and not 2 <= max_length <= limit:
-        raise ValueError(f"--max-length: {max_length} must lie in 2..{limit}, the target's positions")
-    return max_length or limit
-
-
-def _target_name(path: str, gguf_file: str | None) -> str:
-    """The target's name in a plan, which tells its weights from others': a local one's without the path to it."""
-    name = Path(path).expanduser().resolve().name if Path(path).expanduser().exists() else path
-    return name if gguf_file is None else f"{name}/{gguf_file}"
 
 
 if __name__ == "__main__":

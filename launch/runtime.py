@@ -39,10 +39,8 @@ class Drafting:
         template: a chat template in place of the tokenizer's own, whose end token counts too; None without one.
     """
 
-    template: str | None = None
-
-    def __init__(self, args: argparse.Namespace):
-        self.args, device = args, args.device
+    def __init__(self, args: argparse.Namespace, template: str | None = None):
+        self.args, self.template, device = args, template, args.device
         self.device = (
             default_device("--device", "give --device cpu") if device is None else check_device(device, "--device")
         )

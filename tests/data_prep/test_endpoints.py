@@ -13,7 +13,7 @@ from longdraft.data_prep import endpoints as module
 from longdraft.data_prep.chat import make_chat_encoder
 from longdraft.data_prep.endpoints import PROBE, EndpointClient
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
-from longdraft.data_prep.responses import Completion
+from longdraft.data_prep.response_generation import Completion
 from longdraft.launch.regenerate import main
 
 TEMPLATE = (
@@ -67,15 +67,14 @@ class Handler(BaseHTTPRequestHandler):
         prompt = body["prompt"]
         if isinstance(prompt, str):
             own = len(self.server.tokenizer(prompt)["input_ids"])
-            self.reply(200, {"choices": [{"text": ""}], "usage": self.server.usage or {"prompt_tokens": own}})
+            usage = self.server.usage or {"prompt_tokens": own}
+            self.reply(200, {"choices": [{"text": "", "finish_reason": "length"}], "usage": usage})
             return
         answer = {"choices": [{"text": text_of(prompt, body.get("seed")), "finish_reason": "stop"}]}
         if how is None:
             self.reply(200, answer)
         elif isinstance(how, int):
-            self.reply(how, {"error": {"message": "not now"}}, [("Retry-After", 0)] if how == 429 else ())
-        elif isinstance(how, tuple):
-            self.reply(how[0], {"error": {"message": how[1]}})
+            self.reply(how, {"error": {"message": "not now"}}, [("Retry-After", 40)] if how == 429 else ())
         elif how == "half":
             self.reply(200, answer, cut=9)
         elif how == "zipped":
@@ -147,7 +146,7 @@ def broken_off(why):
     return {"choices": [{"text": "sai", "finish_reason": why}]}
 
 
-BODIES = [{"choices": []}, b"<html>", *map(broken_off, ("abort", "error", None))]
+BODIES = [{"choices": []}, {"choices": [{"text": 1}]}, b"<html>", *map(broken_off, ("abort", "error", None))]
 
 
 @pytest.mark.parametrize("how", [500, 503, 429, "half", "zipped", "closed", "late", *BODIES], ids=str)
@@ -156,12 +155,23 @@ def test_what_may_pass_is_asked_again(serve, connect, no_pauses, how):
     server = serve(failing={2: how, 3: how, 7: how})
     assert answers(connect(server, seconds=0.5 if how == "late" else 30.0, concurrency=4)) == want
     assert len(server.asked) == 12 + 3 and len(no_pauses) == 3
+    assert set(no_pauses) <= ({40.0} if how == 429 else {1.0, 2.0, 4.0})
 
 
 def test_another_endpoint_takes_over(serve, connect):
     broken, sound = serve(always=500), serve()
     assert answers(connect(broken, sound)) == answers(connect(sound))
     assert len(broken.asked) >= 6
+
+
+WRONG = {
+    "http://a:b": "http://a:b",
+    "http://[::1:8000": "::1",
+    "https://ex\0ample": "ample",
+    "http://xn--": "xn--",
+    "http://": "http://",
+    "localhost:80": "localhost:80",
+}
 
 
 def test_errors(serve, connect, monkeypatch, tiny_tokenizer):
@@ -171,24 +181,29 @@ def test_errors(serve, connect, monkeypatch, tiny_tokenizer):
         return str(caught.value)
 
     refusing = serve(always=400)
-    said = error(lambda: answers(connect(refusing, concurrency=2)))
-    assert "/v1/completions refuses with 400: not now" in said and len(refusing.asked) <= 4
+    said = error(lambda: answers(connect(refusing, concurrency=2), count=300))
+    assert "refuses with 400" in said and "not now" in said and "--max-length" in said and len(refusing.asked) < 150
     monkeypatch.setattr(module, "TRIES", 3)
-    said = error(lambda: answers(connect(serve(always=502), concurrency=1)))
-    assert "did not answer in 3 tries, the last time with 502: not now; finished parts are kept" in said
+    always_busy = serve(always=502)
+    said = error(lambda: answers(connect(always_busy, concurrency=1), count=1))
+    assert "in 3 tries, the last time with 502" in said and len(always_busy.asked) == 3
     assert "ConnectError" in error(lambda: connect("http://127.0.0.1:9"))
-    assert "serves m, k; choose one by --model" in error(lambda: connect(serve(models=("m", "k"))))
+    assert "serves m, k" in error(lambda: connect(serve(models=("m", "k"))))
+    assert "no model" in error(lambda: connect(serve(models=())))
     assert "serves m, not other" in error(connect(serve(), model="other").check)
-    assert "--endpoint: 'localhost:80'; give a URL" in error(lambda: connect("localhost:80"))
-    for url in ("http://a:b", "http://[::1:8000", "https://ex\0ample", "http://xn--"):
-        assert f"--endpoint: {url!r} is no URL (" in error(lambda url=url: connect(url))
-    assert "--endpoint: 'http://' names no server" in error(lambda: connect("http://"))
-    assert "counts None tokens in a text" in error(connect(serve(usage=[3])).check)
+    for url, shown in WRONG.items():
+        said = error(lambda url=url: connect(url))
+        assert "--endpoint: " in said and shown in said
+    assert "counts None tokens" in error(connect(serve(usage={"prompt_tokens": None})).check)
     assert "--concurrency: 0" in error(lambda: connect(serve(), concurrency=0))
     other = serve()
     other.tokenizer = lambda text: {"input_ids": [0] * 7}
     own = len(tiny_tokenizer(PROBE)["input_ids"])
-    assert f"counts 7 tokens in a text of which --target's tokenizer makes {own}" in error(connect(other).check)
+    said = error(connect(other).check)
+    assert "counts 7 tokens" in said and f"makes {own};" in said
+    # A name that is given needs no server before there is work.
+    client = connect("http://127.0.0.1:9", model="m")
+    assert client.model == "m" and "ConnectError" in error(client.check)
 
 
 def test_no_more_is_asked_for_than_the_positions_hold(serve, connect):
@@ -196,26 +211,6 @@ def test_no_more_is_asked_for_than_the_positions_hold(serve, connect):
         server = serve()
         answers(connect(server, positions=positions))
         assert {body["max_tokens"] for body, _ in server.asked} == {most}
-
-
-@pytest.mark.parametrize("said", [
-    "This model's maximum context length is 4096 tokens. However, you requested 5000",
-    "The decoder prompt (length 5000) is longer than the maximum model length of 4096.",
-    "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
-    "max_tokens: 30, but the prompt has 399 tokens and both together may have at most 400; ask for at most 1",
-])  # fmt: skip
-def test_a_refusal_for_length_says_what_to_give(serve, connect, said):
-    with pytest.raises(ValueError, match=r"refuses with 400: .*; give --max-length, the server's most positions$"):
-        answers(connect(serve(always=(400, said))))
-    with pytest.raises(ValueError, match=r"refuses with 400: no such parameter$"):
-        answers(connect(serve(always=(400, "no such parameter"))))
-
-
-def test_a_name_that_is_given_needs_no_server_before_there_is_work(connect):
-    client = connect("http://127.0.0.1:9", model="m")
-    assert client.model == "m"
-    with pytest.raises(ValueError, match="ConnectError"):
-        client.check()
 
 
 def test_a_broken_run_goes_on_and_gives_the_same_bytes(serve, connect, tiny_tokenizer, tmp_path, monkeypatch):
@@ -231,7 +226,7 @@ def test_a_broken_run_goes_on_and_gives_the_same_bytes(serve, connect, tiny_toke
     assert run(config, serve())["success"] == 20
     monkeypatch.setattr(module, "TRIES", 2)
     broken = replace(config, out=tmp_path / "broken")
-    with pytest.raises(ValueError, match="did not answer in 2 tries"):
+    with pytest.raises(ValueError, match="in 2 tries, the last time with 500"):
         run(broken, serve(failing=dict.fromkeys(range(12, 99), 500)))
     assert len(list(broken.out.glob("part-*.jsonl"))) == 2
     again = serve()

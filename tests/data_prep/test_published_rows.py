@@ -11,7 +11,7 @@ import pytest
 
 from longdraft.data_prep.documents import BAD_REASONS, BadDocument, Conversation
 from longdraft.data_prep.record_formats import ChatFormat, QuestionAnswerFormat
-from longdraft.data_prep.responses import OpenConversation
+from longdraft.data_prep.response_generation import OpenConversation
 from longdraft.data_prep.segments import read_documents, scan
 from longdraft.data_prep.settings import Source
 from longdraft.data_prep.sources import list_files

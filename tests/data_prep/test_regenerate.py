@@ -3,7 +3,6 @@
 import hashlib
 import json
 import random
-import resource
 import shutil
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from longdraft.data_prep.chat import PLAIN, make_chat_encoder
 from longdraft.data_prep.documents import Conversation, Unusable
 from longdraft.data_prep.record_formats import ChatFormat
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
-from longdraft.data_prep.responses import ChatTokens, Completion, OpenConversation, open_answers
+from longdraft.data_prep.response_generation import Answerer, Completion, OpenConversation, open_answers
 from longdraft.data_prep.tasks import Machine
 
 CHATML = (
@@ -51,7 +50,8 @@ def records(out):
 
 
 def files_of(out):
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    files = (path for path in out.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}
 
 
 class Speaker:
@@ -172,26 +172,30 @@ def test_answers_depend_on_nothing_but_seed_content_and_turn(config, run, tiny_t
     assert set(answered()) <= set(expected), "a copy is answered alike, and other conversations do not matter"
 
 
-def test_script():
-    u, a, s = ("user", "u"), ("assistant", "a"), ("system", "s")
-    due = ("assistant", None)
-    for messages, expected in [
-        ([u], [u, due]),
-        ([s, u, u], [s, u, u, due]),
-        ([u, a], [u, due]),
-        ([u, a, u], [u, due, u, due]),
-        ([u, s, a, s], [u, s, due, s]),
-        ([u, s], [u, s, due]),
-    ]:
+U, A, S, DUE = ("user", "u"), ("assistant", "a"), ("system", "s"), ("assistant", None)
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([U], [U, DUE]),
+        ([S, U, U], [S, U, U, DUE]),
+        ([U, A], [U, DUE]),
+        ([U, A, U], [U, DUE, U, DUE]),
+        ([U, S, A, S], [U, S, DUE, S]),
+        ([U, S], [U, S, DUE]),
+        ([S], "no_user_turn"),
+        ([A], "no_user_turn"),
+        ([A, U], "answer_unasked"),
+        ([U, A, A], "answer_unasked"),
+        ([U, A, S, A], "answer_unasked"),
+    ],
+)
+def test_which_turns_are_answered(messages, expected):
+    if isinstance(expected, list):
         assert open_answers(messages) == expected
-    for messages, why in [
-        ([s], "no_user_turn"),
-        ([a], "no_user_turn"),
-        ([a, u], "answer_unasked"),
-        ([u, a, a], "answer_unasked"),
-        ([u, a, s, a], "answer_unasked"),
-    ]:
-        with pytest.raises(Unusable, match=why):
+    else:
+        with pytest.raises(Unusable, match=expected):
             open_answers(messages)
 
 
@@ -294,86 +298,58 @@ def test_several_machines_make_the_bytes_of_one(config, run, speaker, chats, tmp
     assert files_of(outs[0].out) == files_of(config.out) and not last.started
 
 
-def test_overwrite_answers_anew(config, run, speaker, chats, tmp_path):
-    run(config, speaker)
-    with pytest.raises(ValueError, match=r"seed is 0 there and 3 here\. Choose another folder, or --overwrite"):
-        run(replace(config, seed=3), speaker)
-    run(replace(config, seed=3, overwrite=True), speaker)
-    fresh = replace(config, seed=3, out=tmp_path / "fresh")
-    run(fresh, speaker)
-    assert files_of(config.out) == files_of(fresh.out)
-
-
 def test_a_folder_made_with_something_else(config, run, speaker, chats, tmp_path):
     run(config, speaker)
     expected = files_of(config.out)
-    for other, message in [
-        (replace(config, seed=3), "seed is 0 there and 3 here"),
-        (replace(config, part_size=9), "part_size is 7 there and 9 here"),
-        (replace(config, answering=dict(config.answering) | {"temperature": 0.5}), "temperature is 1.0 there and 0.5"),
+    for other, field in [
+        (replace(config, seed=3), "seed is 0"),
+        (replace(config, part_size=9), "part_size is 7"),
+        (replace(config, answering=dict(config.answering) | {"temperature": 0.5}), "temperature is 1.0"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=field):
             run(other, speaker)
-    with pytest.raises(ValueError, match=r"chat_template_sha256 is .* there and .* here"):
+    with pytest.raises(ValueError, match="chat_template_sha256"):
         run(config, speaker, STRICT)
     write(tmp_path / "chats.jsonl", chats[:-1])
-    with pytest.raises(ValueError, match=r"source files changed: 1 \(first: chats.jsonl\)"):
+    with pytest.raises(ValueError, match=r"sources\.chats\.jsonl"):
         run(config, speaker)
     assert files_of(config.out) == expected and speaker.started == 1
     (config.out / "part-00003.jsonl").unlink()
     write(tmp_path / "chats.jsonl", chats)
-    with pytest.raises(ValueError, match=r"part-00003.jsonl is missing or has another size"):
+    with pytest.raises(ValueError, match=r"part-00003\.jsonl"):
         run(config, speaker)
+    # With `overwrite` everything is answered anew, as in a new folder.
+    fresh = replace(config, seed=3, out=tmp_path / "fresh")
+    run(fresh, speaker)
+    run(replace(config, seed=3, overwrite=True), speaker)
+    assert files_of(config.out) == files_of(fresh.out)
 
 
 def test_what_cannot_be(config, run, speaker, chats, tmp_path):
-    with pytest.raises(ValueError, match="lies in the source"):
+    with pytest.raises(ValueError, match=r"\bout\b"):
         replace(config, sources=(str(tmp_path),))
-    for field, value in (("part_size", 0), ("max_prompt", 0)):
-        with pytest.raises(ValueError, match=f"{field} is 0, valid: at least 1"):
-            replace(config, **{field: value})
-    (config.out).mkdir()
+    for field in ("part_size", "max_prompt"):
+        with pytest.raises(ValueError, match=field):
+            replace(config, **{field: 0})
+    config.out.mkdir()
     (config.out / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"was not made by longdraft prepare regenerate \(it holds thesis.txt\)"):
+    with pytest.raises(ValueError, match=r"thesis\.txt"):
         run(config, speaker)
-    with pytest.raises(ValueError, match=r"thesis.txt holds plain text, not conversations"):
+    with pytest.raises(ValueError, match=r"thesis\.txt holds plain text"):
         run(replace(config, sources=(str(config.out / "thesis.txt"),), out=tmp_path / "new"), speaker)
     (config.out / "thesis.txt").unlink()
     (config.out / "plan.json").write_text('{"settings": {}, "tokenizer": {}, "sources": {}}')
-    with pytest.raises(ValueError, match="was not made by longdraft prepare regenerate"):
+    with pytest.raises(ValueError, match=r"plan\.json"):
         run(config, speaker)
+    new = replace(config, out=tmp_path / "new")
+    with pytest.raises(ValueError, match=r"none of 60 conversations .*refused_by_template: 60") as error:
+        run(new, speaker, "{% if tools|length > 0 %}x{% endif %}" + CHATML)
+    assert "chats.jsonl:1 is refused" in str(error.value) and "TypeError" in str(error.value)
     write(tmp_path / "chats.jsonl", [[system("s")], [user("q")]])
     silent = Speaker(speaker.tokenizer, {"q": ([], False)})
-    with pytest.raises(
-        ValueError, match=r"none of 2 conversations is answered \(1 errors \(unfinished: 1\), 1 skipped"
-    ):
-        run(replace(config, out=tmp_path / "new"), silent)
-    assert not speaker.started
-
-
-def test_a_template_that_fails_says_how(config, run, speaker, chats):
-    with pytest.raises(ValueError, match=r"none of 60 conversations .*refused_by_template: 60") as error:
-        run(config, speaker, "{% if tools|length > 0 %}x{% endif %}" + CHATML)
-    said = "chats.jsonl:1 is refused by the chat template (TypeError: object of type 'NoneType' has no len())"
-    assert said in str(error.value)
-
-
-def test_a_full_disk_leaves_no_half_part(config, run, speaker, chats, tmp_path):
-    """No file may grow beyond 4000 bytes, which the system reports like a full disk."""
-    small = replace(config, part_size=30)
-    expected = replace(small, out=tmp_path / "expected")
-    run(expected, speaker)
-    assert (expected.out / "part-00000.jsonl").stat().st_size > 4000
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
-    try:
-        with pytest.raises(ValueError, match=r"no room for .*out \(File too large\); what is finished is kept"):
-            run(small, speaker)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert files_of(small.out).keys() == {"plan.json"}
-    run(small, speaker)
-    assert files_of(small.out) == files_of(expected.out)
+    with pytest.raises(ValueError, match=r"none of 2 conversations .*unfinished: 1.*no_user_turn: 1"):
+        run(replace(config, out=tmp_path / "silent"), silent)
+    assert speaker.started == 1
 
 
 def test_every_form_of_file(config, run, tiny_tokenizer, chats, tmp_path):
@@ -492,7 +468,7 @@ def test_a_first_part_that_fails_as_one_stops_the_call(config, run, tiny_tokeniz
     """If no answer fits the template, this is known after one part."""
     control = ([*tiny_tokenizer("x").input_ids, 1, tiny_tokenizer.eos_token_id], True)
     speaker = Speaker(tiny_tokenizer, {f"{i}.0": control for i in range(60)})
-    with pytest.raises(ValueError, match=r"none of the first 20 answers can be used \(special_token_in_answer, the fi"):
+    with pytest.raises(ValueError, match=r"none of the first 20 .*special_token_in_answer"):
         run(replace(config, part_size=20), speaker)
     assert len(speaker.calls) == 1 and files_of(config.out).keys() == {"plan.json"}
     del speaker.said["7.0"]
@@ -514,10 +490,10 @@ def test_a_cut_answer_keeps_its_complete_characters_where_bytes_are_tokens():
     written = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in "🙂世🙂".encode()])
     for count, text in ((4, "🙂"), (6, "🙂"), (7, "🙂世"), (8, "🙂世"), (10, "🙂世"), (11, "🙂世🙂")):
         chat, conversation = (
-            ChatTokens(encoder, 99, True),
+            Answerer(encoder, 99, True),
             OpenConversation.begin(Conversation("d", b"", (("user", "hi"),))),
         )
-        chat.prompt(conversation)
+        chat.make_prompt(conversation)
         chat.take(conversation, Completion(0, written[:count], False))
         assert conversation.messages[-1] == ("assistant", text)
 
@@ -532,8 +508,8 @@ VICUNA = (
 def test_a_blank_between_prompt_and_answer_is_kept_where_the_template_has_none(blank_tokenizer, template, begun, said):
     """The learned tokens are those that the target wrote, whether the blank is in the text or in the template."""
     encoder = make_chat_encoder(blank_tokenizer, template)
-    chat, conversation = ChatTokens(encoder, 99), OpenConversation.begin(Conversation("d", b"", (("user", begun),)))
-    chat.prompt(conversation)
+    chat, conversation = Answerer(encoder, 99), OpenConversation.begin(Conversation("d", b"", (("user", begun),)))
+    chat.make_prompt(conversation)
     wrote = [*blank_tokenizer.convert_tokens_to_ids(["▁the", "▁", "g", "ate"]), blank_tokenizer.eos_token_id]
     chat.take(conversation, Completion(0, wrote, True))
     assert conversation.messages[-1] == ("assistant", said) and conversation.reread == 0

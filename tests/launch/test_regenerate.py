@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from longdraft.data_prep.documents import Conversation
-from longdraft.data_prep.responses import OpenConversation
+from longdraft.data_prep.response_generation import OpenConversation
 from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
@@ -251,32 +251,34 @@ def test_errors(arguments, answered, tmp_path, capsys):
         assert main([*arguments, "--out", str(out), *map(str, given)]) == 2
         return capsys.readouterr().err
 
-    assert "temperature is 0.8 there and 0.7 here" in error("--temperature", 0.7, out=answered)
-    assert "dtype is fp32 there and bf16 here" in error("--dtype", "bf16", out=answered)
+    assert "temperature is 0.8" in error("--temperature", 0.7, out=answered)
+    assert "dtype is fp32" in error("--dtype", "bf16", out=answered)
     assert "--batch: 0" in error("--batch", 0)
-    assert "--max-length: 401 must lie in 2..400" in error("--max-length", 401)
-    assert "--drafter: unknown name 'nobody'" in error("--drafter", "nobody")
-    assert "--option: nodes is for none of the drafters plain" in error("--option", "nodes=3")
-    assert "max_new_tokens=0 must be at least 1" in error("--max-new-tokens", 0)
+    assert "--max-length: 401" in error("--max-length", 401) and "--max-length: 0" in error("--max-length", 0)
+    assert "--drafter" in error("--drafter", "nobody")
+    assert "--option" in error("--option", "nodes=3")
+    assert "max_new_tokens" in error("--max-new-tokens", 0)
     assert "--chat-template: " in error("--chat-template", tmp_path / "absent")
     assert not (tmp_path / "out").exists()
-    assert "none of 27 conversations is answered (24 errors (prompt_too_long: 24), 3" in error("--max-length", 4)
+    assert "prompt_too_long: 24" in error("--max-length", 4)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "named"),
     [
-        ("--endpoint http://127.0.0.1:9 --dtype bf16", "--dtype: it is for decoding here"),
-        ("--endpoint http://127.0.0.1:9 --batch 8", "--batch: it is for decoding here"),
-        ("--endpoint http://127.0.0.1:9 --batch 3 --drafter plain", "--drafter: it is for decoding here"),
-        ("--concurrency 64", "--concurrency: it is for servers"),
-        ("--prompt-tokens 4 --chat-field messages", "--chat-field: messages is for conversations"),
-        ("--endpoint http://127.0.0.1:b", "--endpoint: 'http://127.0.0.1:b' is no URL"),
+        ("--endpoint http://127.0.0.1:9 --dtype bf16", "--dtype"),
+        ("--endpoint http://127.0.0.1:9 --batch 8", "--batch"),
+        ("--endpoint http://127.0.0.1:9 --batch 3 --drafter plain", "--drafter"),
+        ("--endpoint http://127.0.0.1:9 --eta-cutoff 0.1", "--eta-cutoff"),
+        ("--concurrency 64", "--concurrency"),
+        ("--prompt-tokens 4 --chat-field messages", "--chat-field"),
+        ("--text-field body", "--text-field"),
+        ("--endpoint http://127.0.0.1:b", "--endpoint: 'http://127.0.0.1:b'"),
     ],
 )
-def test_what_is_not_read_is_refused(asked, tmp_path, capsys, given, said):
+def test_what_is_not_read_is_refused(asked, tmp_path, capsys, given, named):
     assert main([*asked, "--out", str(tmp_path / "out"), *given.split()]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert named in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_what_ends_an_answer(arguments, target, chats, tmp_path):

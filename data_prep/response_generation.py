@@ -7,7 +7,8 @@ conversation, and an answer counts only if chat.py finds it again, so that `prep
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
@@ -26,15 +27,14 @@ from longdraft.data_prep.documents import (
 from longdraft.data_prep.tokenize import rust_tokenizer
 
 # The reasons that count as an error: the target should have answered the conversation. With any other reason it is
-# skipped, and the target is not asked. Reasons of chat.py would make `prepare` leave out the prompt or answer, too.
+# skipped, and the target is not asked. Because of chat.py's reasons `prepare` would leave out the answer, too.
 ERRORS = (*BAD_ANSWER, "refused_by_template", "prompt_not_kept", "answer_not_found", "special_token_in_text")
 
 Message = tuple[str, str | None]  # role and content; None: an answer that is still due
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes bytes to that are no whole character
 MOST_BYTES = 4  # of a character
-THOUGHT_TOKENS = 16  # in how many of a prompt's last tokens to look for what opens a thought
-# Characters of a document to tokenise first, for each token of its beginning: more than tokens of text have, and far
-# fewer than a book has.
+THOUGHT_TOKENS = 16  # how many of a prompt's last tokens may open a thought
+# Characters of a document to tokenise first, for each token of its beginning: more than tokens of text have.
 MOST_CHARACTERS = 32
 
 
@@ -92,11 +92,18 @@ class OpenConversation:
     def begin(cls, document: Conversation | BadDocument) -> "OpenConversation":
         if isinstance(document, BadDocument):
             return cls(document.name, document.digest, [], why=document.why, detail=document.detail)
-        digest = messages_digest(document.messages)  # `document.digest` may be that of its file
+        conversation = cls(document.name, messages_digest(document.messages), [])  # `document.digest` may be its file's
+        with conversation.left_out_if_unusable():
+            conversation.messages = open_answers(document.messages)
+        return conversation
+
+    @contextmanager
+    def left_out_if_unusable(self) -> Iterator[None]:
+        """In this context Unusable leaves the conversation out."""
         try:
-            return cls(document.name, digest, open_answers(document.messages))
+            yield
         except Unusable as error:
-            return cls(document.name, digest, [], why=error.why)
+            self.why, self.detail = error.why, error.detail
 
     @property
     def due(self) -> int | None:
@@ -122,10 +129,9 @@ def beginning(document: Document, least: int, most: int, tokenizer: Tokenizer) -
 
     tokenizer: from `rust_tokenizer`."""
     count = least + int.from_bytes(document.digest[:8], "little") % (most - least + 1)
-    stop = _end_of_tokens(count, document.text, tokenizer)
-    if not stop:
-        return BadDocument(document.name, document.digest, "too_short")
     try:
+        if not (stop := _end_of_tokens(count, document.text, tokenizer)):
+            raise Unusable("too_short")
         messages = read_messages([{"role": "user", "content": document.text[:stop]}], answered=False)
     except Unusable as error:
         return BadDocument(document.name, document.digest, error.why)
@@ -159,10 +165,12 @@ def text_behind(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[in
     return whole[len(before) :]
 
 
-class ChatTokens:
-    """Turns conversations into prompts for the target, and its completions into answers.
+class Answerer:
+    """Makes prompts of conversations, and answers of completions.
 
-    keep_unfinished: an answer without an end becomes its conversation's last one, instead of an error."""
+    encoder: for the target's tokenizer and chat template. max_prompt: most tokens of a prompt. keep_unfinished: whether
+    an answer without an end becomes its conversation's last one, instead of an error.
+    """
 
     def __init__(self, encoder: ChatEncoder, max_prompt: int, keep_unfinished: bool = False):
         self._encoder, self._max_prompt, self._keep_unfinished = encoder, max_prompt, keep_unfinished
@@ -170,20 +178,41 @@ class ChatTokens:
         self._control = frozenset(encoder.special.values()) | {encoder.eos_id}
         self._continues_texts = encoder.template.endswith(PLAIN_TEMPLATE)
 
-    def prompt(self, conversation: OpenConversation) -> list[int]:
-        """The token ids before the answer that is due. Raises Unusable."""
+    def answer(
+        self,
+        conversations: Sequence[OpenConversation],
+        generate: Generate,
+        seed: int,
+        on_done: Callable[[OpenConversation], object],
+    ) -> None:
+        """Answer the first open turn of every conversation, then the second of those that have one, and so on.
+
+        So every call of `generate` gets as many prompts as possible to decode together. on_done: called with each
+        conversation as soon as it is complete or left out.
+        """
+        while waiting := [conversation for conversation in conversations if conversation.due is not None]:
+            for conversation in waiting:
+                with conversation.left_out_if_unusable():
+                    self.make_prompt(conversation)
+                if conversation.due is None:
+                    on_done(conversation)
+            asked = [conversation for conversation in waiting if conversation.due is not None]
+            missing, prompts = set(range(len(asked))), [conversation.prompt for conversation in asked]
+            for completion in generate(prompts, [one.seed(seed) for one in asked]) if asked else ():
+                missing.remove(completion.index)
+                conversation = asked[completion.index]
+                conversation.generated += len(completion.tokens)
+                with conversation.left_out_if_unusable():
+                    self.take(conversation, completion)
+                if conversation.due is None:
+                    on_done(conversation)
+            assert not missing, f"{len(missing)} prompts were not answered"
+
+    def make_prompt(self, conversation: OpenConversation) -> None:
+        """Set the token ids before the answer that is due. Raises Unusable."""
         conversation.prompt = self._encoder.encode_prompt(conversation.before)
         if len(conversation.prompt) > self._max_prompt:
             raise Unusable("prompt_too_long")
-        return conversation.prompt
-
-    def _text(self, prompt: Sequence[int], tokens: list[int], ended: bool) -> str:
-        """The answer's text behind the prompt, without a character that was cut."""
-        if ended:
-            return text_behind(self._tokenizer, prompt, tokens)
-        # Where bytes are tokens, those of the last character may spoil the ones before it.
-        beginnings = [tokens[: len(tokens) - count] for count in range(MOST_BYTES)]
-        return max((text_behind(self._tokenizer, prompt, some).rstrip(UNFINISHED) for some in beginnings), key=len)
 
     def take(self, conversation: OpenConversation, completion: Completion) -> None:
         """Make the completion the conversation's answer that is due. Raises Unusable."""
@@ -220,62 +249,32 @@ class ChatTokens:
             conversation.unfinished = True
             del conversation.messages[due + 1 :]
 
+    def _text(self, prompt: Sequence[int], tokens: list[int], ended: bool) -> str:
+        """The answer's text behind the prompt, without a character that was cut."""
+        if ended:
+            return text_behind(self._tokenizer, prompt, tokens)
+        # Where bytes are tokens, those of the last character may spoil the ones before it.
+        beginnings = [tokens[: len(tokens) - count] for count in range(MOST_BYTES)]
+        return max((text_behind(self._tokenizer, prompt, some).rstrip(UNFINISHED) for some in beginnings), key=len)
+
     def _read_back(
         self, conversation: OpenConversation, texts: Sequence[str], tokens: list[int], ended: bool
     ) -> tuple[str, list[int]]:
         """The first of the texts that `prepare` turns back into these tokens, or else the first that it accepts as an
         answer, each with the tokens that `prepare` makes of it. Raises Unusable."""
-        accepted, refused = list[tuple[str, list[int]]](), None
+        accepted, refused = list[tuple[str, list[int]]](), list[Unusable]()
         for text in dict.fromkeys(texts):
             messages = (*conversation.before, ("assistant", text))
             answered = Conversation(conversation.name, conversation.digest, messages, not ended)
             try:
                 last = self._encoder.encode_document(answered)[-1]
             except Unusable as error:
-                refused = refused or error
+                refused.append(error)
                 continue
             begin, end = last.spans[-1]
             accepted.append((text, last.tokens[begin:end].tolist()))
             if accepted[-1][1][: len(tokens)] == tokens:
                 return accepted[-1]
         if not accepted:
-            assert refused is not None
-            raise refused
+            raise refused[0]
         return accepted[0]
-
-
-def answer_all(
-    conversations: Sequence[OpenConversation],
-    chat: ChatTokens,
-    generate: Generate,
-    seed: int,
-    on_done: Callable[[OpenConversation], object],
-) -> None:
-    """Answer the first open turn of every conversation, then the second of those that have one, and so on.
-
-    So every call of `generate` gets as many prompts as possible to decode together.
-
-    on_done: called with each conversation as soon as it is complete or left out.
-    """
-    while waiting := [conversation for conversation in conversations if conversation.due is not None]:
-        prompted, prompts = [], []
-        for conversation in waiting:
-            try:
-                prompts.append(chat.prompt(conversation))
-                prompted.append(conversation)
-            except Unusable as error:
-                conversation.why, conversation.detail = error.why, error.detail
-                on_done(conversation)
-        missing = set(range(len(prompted)))
-        seeds = [conversation.seed(seed) for conversation in prompted]
-        for completion in generate(prompts, seeds) if prompted else ():
-            missing.remove(completion.index)
-            conversation = prompted[completion.index]
-            conversation.generated += len(completion.tokens)
-            try:
-                chat.take(conversation, completion)
-            except Unusable as error:
-                conversation.why, conversation.detail = error.why, error.detail
-            if conversation.due is None:
-                on_done(conversation)
-        assert not missing, f"{len(missing)} prompts were not answered"
