@@ -147,7 +147,8 @@ def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def _recipe(args: argparse.Namespace, run: dict[str, Any]) -> PrepareConfig:
     """The recipe's config. `run`: the fields that are no settings of the data, which a recipe does not have."""
-    from longdraft.train.typed import build, read_yaml, resolve
+    from longdraft.train.config_file import read_yaml, resolve
+    from longdraft.train.typed import build
 
     doubled = [name for name in (*SETTINGS, *OF_A_SOURCE) if name in args] + ["source"] * (args.source is not None)
     if doubled:

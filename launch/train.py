@@ -39,15 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         with stop_signals() as stop:
             # Imported here so that the signal handler is in place during the seconds that this takes.
+            from longdraft.train.config_file import load_stages
             from longdraft.train.launcher import settle_device
 
-            settle_device(args.config, args.overrides)
+            stages = load_stages(args.config, args.overrides, args.stage, args.from_draft)
+            settle_device(stages[0].config.train.device)
             from longdraft.train.loop import train_stages
             from longdraft.train.ranks import TrainingError, join_ranks, leave_ranks
-            from longdraft.train.stages import load_stages
 
             try:
-                stages = load_stages(args.config, args.overrides, args.stage, args.from_draft)
                 ranks = join_ranks()
                 train_stages(stages, ranks, stop)
                 leave_ranks(ranks)
@@ -79,9 +79,11 @@ def start(argv: Sequence[str] | None = None) -> int:
         options = [f"--stage={args.stage}"] if args.stage is not None else []
         options += [f"--from-draft={args.from_draft}"] if args.from_draft is not None else []
         with stop_signals() as stop:  # already here: looking for GPUs imports torch, which takes seconds
+            from longdraft.train.config_file import load_stages
             from longdraft.train.launcher import launch_with_deepspeed, rank_devices, settle_device
 
-            devices = rank_devices(args.num_gpus, settle_device(args.config, args.overrides))
+            stages = load_stages(args.config, args.overrides, args.stage, args.from_draft)
+            devices = rank_devices(args.num_gpus, settle_device(stages[0].config.train.device))
             if stop:
                 print("Stopped before it began; run the same command again", flush=True)
                 return 0
@@ -92,8 +94,8 @@ def start(argv: Sequence[str] | None = None) -> int:
 
 def _estimate(args: argparse.Namespace, n_ranks: int | None, gpu: bool | None = None) -> None:
     """Print what the stages need."""
+    from longdraft.train.config_file import load_stages
     from longdraft.train.estimate import report
-    from longdraft.train.stages import load_stages
 
     show(report(load_stages(args.config, args.overrides, args.stage, args.from_draft), n_ranks, gpu) + "\n")
 

@@ -1,125 +1,400 @@
-"""The one typed configuration of a training run: read, overridden, checked, printed whole.
+"""The typed configuration of a training run: its sections with their fields and defaults, and which values are valid.
 
-A YAML file has flat sections, one dataclass each (config_sections.py); `a.b=c` on the command line overrides a field.
-Not here: which values are valid (config_checks.py), several stages in one file (stages.py), how a mapping becomes
-dataclasses (typed.py), what DeepSpeed is told (deepspeed_engine.py).
+A YAML file has one section for each class below (config_file.py reads it); what the networks' own fields mean stands in
+models/drafts/.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
+import torch
 from omegaconf import OmegaConf
+from pydantic import AfterValidator, Field, model_validator
 
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.drafts.longspec import LongSpecConfig
+from longdraft.models.drafts.medusa import MedusaConfig
+from longdraft.models.drafts.tokenswift import TokenSwiftConfig
+from longdraft.models.files import from_home
 from longdraft.models.rope import RopeConfig
-from longdraft.train import config_checks as checks
-from longdraft.train.config_checks import EITHER
-from longdraft.train.config_sections import (
-    DRAFT_SECTIONS,
-    DataSection,
-    DecodingSection,
-    DraftSection,
-    HeldoutSection,
-    LogSection,
-    OptimizerSection,
-    TargetSection,
-    TokenSwiftSection,
-    TrainSection,
-)
-from longdraft.train.typed import build, lay_over, read_overrides, read_yaml, resolve
+from longdraft.models.schema import Bool, Float, Int, Schema, Str, validate
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# The first tokens of a piece that keep their positions, in LongSpec's paper.
+SINKS = 4
+# Section: two of its fields, of which exactly one is set. They say how long to train, and how long to warm up.
+EITHER = {"train": ("steps", "epochs"), "optimizer": ("warmup_steps", "warmup_share")}
+MAX_NUMBER = 2**31 - 1
 # Stands for any target where a draft section's own fields alone are checked.
 _ANY_TARGET = DecoderConfig(1 << 40, 2, 2, 1, 1, 1, 2, 1e-6, 1 << 40, RopeConfig(2, 1 << 40))
 
 
-@dataclass(frozen=True)
-class Config:
+def _named(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise ValueError("names nothing; give a name or path, or leave the field out")
+    return text
+
+
+def _greedy_or_sampled(temperature: float) -> float:
+    if 0 < temperature < 1e-6:  # the sampler's own limit (infer/sampling.py)
+        raise ValueError(f"{temperature:g}; give 0 (greedy) or a number from 1e-06 on")
+    return temperature
+
+
+Count = Annotated[Int, Field(gt=0, le=MAX_NUMBER)]
+Natural = Annotated[Int, Field(ge=0, le=MAX_NUMBER)]
+Share = Annotated[Float, Field(gt=0, le=1)]
+Beta = Annotated[Float, Field(ge=0, lt=1)]
+Weight = Annotated[Float, Field(ge=0, le=MAX_NUMBER)]
+Temperature = Annotated[Weight, AfterValidator(_greedy_or_sampled)]
+Name = Annotated[Str, AfterValidator(_named)]
+Place = Annotated[Name, AfterValidator(from_home)]
+
+
+class TargetSection(Schema):
+    """The frozen model: a Hugging Face folder or hub name, a .gguf file, or a bundled name (models/hf.py).
+
+    `max_positions`: the number of positions that it was trained for, where its config.json says otherwise. None: what
+    its RoPE with the scaling gives. `zero_stage`: 0 keeps a whole copy in each process, 3 shards it over them.
+    `loader`: whose classes compute it, ours or those of transformers, which know more families.
+    """
+
+    path: Place
+    gguf_file: Name | None = None
+    max_positions: Count | None = None
+    zero_stage: Literal[0, 3] = 0
+    loader: Literal["longdraft", "transformers"] = "longdraft"
+
+
+class DraftFields(Schema):
+    """What every method's section has: `start_from` is a draft folder whose weights training starts from. With
+    `draft_vocab_size` the draft proposes only that many tokens, the most frequent ones of the training data."""
+
+    method: str
+    start_from: Name | None = None
+    draft_vocab_size: Natural | None = None
+
+    def network_fields(self) -> dict[str, Any]:
+        """The fields that the network's config has too."""
+        return self.model_dump(exclude={"method", "start_from"})
+
+
+class TokenSwiftSection(DraftFields):
+    """TokenSwift's heads; its own fields are those of TokenSwiftConfig."""
+
+    method: Literal["tokenswift"] = "tokenswift"
+    n_heads: Natural = 3
+    kind: Str = "linear_chain"
+    out_norm_init: Str = "ones"
+    init_std: Annotated[Float, Field(le=10)] = 0.02
+
+    def network(self, target: DecoderConfig) -> TokenSwiftConfig:
+        return TokenSwiftConfig(target.hidden_size, target.rms_norm_eps, **self.network_fields())
+
+
+class MedusaSection(DraftFields):
+    """Medusa-1's heads; its own fields are those of MedusaConfig."""
+
+    method: Literal["medusa"] = "medusa"
+    n_heads: Natural = 3
+    init_std: Annotated[Float, Field(le=10)] = 0.0
+
+    def network(self, target: DecoderConfig) -> MedusaConfig:
+        return MedusaConfig(target.hidden_size, **self.network_fields())
+
+
+class LongSpecSection(DraftFields):
+    """LongSpec's block; its own fields are those of LongSpecConfig."""
+
+    method: Literal["longspec"] = "longspec"
+    window: Natural = 512
+    noise: Natural = 5
+    final_norm: Bool = False
+    warm_start: Bool = False
+
+    def network(self, target: DecoderConfig) -> LongSpecConfig:
+        return LongSpecConfig.for_target(target, **self.network_fields())
+
+
+DraftSection = TokenSwiftSection | MedusaSection | LongSpecSection
+DRAFT_SECTIONS: dict[str, type[DraftSection]] = {
+    "tokenswift": TokenSwiftSection,
+    "medusa": MedusaSection,
+    "longspec": LongSpecSection,
+}
+
+
+class DataSection(Schema):
+    """`path`: a prepared folder with train/ and heldout/ (launch/prepare.py). `seq_len`: tokens a row, which must be
+    the prepared folder's own.
+
+    `positions`: plain, or anchor_offset (LongSpec, 3.2), where the first `sinks` positions of each document piece stay
+    (4 by default) and the others move on by a random offset, to at most `max_position`.
+    `query_share`: the share of each piece's tokens, in blocks, that the draft runs for, which bounds its memory at any
+    length. The target always reads all tokens.
+    `max_dropped_share`: the largest share of documents that the preparation may have left out as bad or unfit (those
+    left out by `--max-tokens` do not count). Above it, training is refused.
+    """
+
+    path: Place
+    seq_len: Count
+    positions: Literal["plain", "anchor_offset"] = "plain"
+    max_position: Count | None = None
+    sinks: Natural | None = None
+    query_share: Share = 1.0
+    max_dropped_share: Annotated[Float, Field(ge=0, le=1)] = 0.5
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_sinks(cls, values: Any) -> Any:
+        """4 where positions move, none where they do not, as the configs of shipped drafts are meant."""
+        if not isinstance(values, Mapping):
+            return values
+        moves, sinks = values.get("positions") == "anchor_offset", values.get("sinks")
+        if (moves and sinks is None) or (not moves and sinks == SINKS):
+            return {**values, "sinks": SINKS if moves else None}
+        return values
+
+    def check_positions(self, target: str, limit: int) -> None:
+        """Raises ValueError where rows or moved positions go beyond the target's `limit`."""
+        for name, value in (("seq_len", self.seq_len), ("max_position", self.max_position or 0)):
+            if value > limit:
+                raise ValueError(
+                    f"data.{name}: {value}, but {target} has {limit} positions; stay within them, or set "
+                    "target.max_positions where its config.json says less than it was trained for"
+                )
+
+
+class TrainSection(Schema):
+    """One step takes `global_batch` rows, for any number of ranks, in passes of `micro_batch` rows (the last pass takes
+    what is left) that are dealt to the ranks in turn. Either `steps` or `epochs` says how long to train.
+
+    `precision`: fp32, or bf16 with fp32 master weights; the target is loaded in the same precision.
+    `zero_stage`: the draft's. `offload_optimizer` keeps the optimizer's state and step on the host.
+    `sequence_parallel`: the number of ranks that share one long row; beyond that, ranks are data-parallel.
+    `device`: auto takes the GPUs, and the CPU only where there is none; cuda and cpu insist.
+    `deterministic`: the same bytes again on the same hardware and number of ranks, on a GPU at some cost in speed.
+    `max_skipped`: a pass whose loss, or a step whose gradient, is not a number is left out and counted. With more of
+    them the run stops, at most a step later and before anything is logged or saved.
+
+    `loss`: cross_entropy of the text; kl, from the target's own distribution to the draft's; mix, both, with
+    cross-entropy weighted by `text_weight`; overlap, -log of the sum of min(p, q) over both distributions; acceptance,
+    -log of how often both choose the same token under the same noise (kernels/linear_distillation.py). The last two
+    begin after `kl_steps` steps of kl.
+    `level_weights`: how often each of LongSpec's noise shifts 1 to J is drawn, best as often as serving reaches its
+    level. None: all equally often.
+    """
+
+    run_dir: Place
+    global_batch: Count
+    micro_batch: Count
+    precision: Literal["fp32", "bf16"]
+    loss: Literal["cross_entropy", "kl", "mix", "overlap", "acceptance"] = "cross_entropy"
+    text_weight: Annotated[Float, Field(gt=0, lt=1)] | None = None
+    kl_steps: Natural | None = None
+    level_weights: tuple[Weight, ...] | None = None
+    steps: Count | None = None
+    epochs: Annotated[Float, Field(gt=0, le=1e6)] | None = None
+    zero_stage: Literal[1, 2, 3] = 1
+    offload_optimizer: Bool = False
+    sequence_parallel: Count = 1
+    seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    deterministic: Bool = False
+    save_every: Count = 50
+    keep_checkpoints: Count = 2
+    max_skipped: Natural = 10
+
+    @property
+    def pass_rows(self) -> int:
+        """Rows of the largest pass."""
+        return min(self.micro_batch, self.global_batch)
+
+    @property
+    def n_steps(self) -> int:
+        """`steps` of a resolved config."""
+        assert self.steps is not None, "the config is not resolved"
+        return self.steps
+
+    def distillation(self, step: int) -> tuple[str, float] | None:
+        """`objective` and `text_weight` of `linear_distillation` in step 0, 1, ...; None for cross-entropy."""
+        if self.loss == "cross_entropy":
+            return None
+        is_kl = self.loss in ("kl", "mix") or step < (self.kl_steps or 0)
+        return "kl" if is_kl else self.loss, self.text_weight or 0.0
+
+    def n_passes(self, world_size: int) -> int:
+        """The number of passes that a rank makes in a step. Where a step's passes do not divide among the ranks, the
+        last one is empty on some.
+
+        Raises ValueError where the ranks do not divide into groups that share a row.
+        """
+        if world_size % self.sequence_parallel:
+            raise ValueError(
+                f"train.sequence_parallel: {self.sequence_parallel} does not divide {world_size} ranks; set it to a "
+                "divisor, or start another number of ranks"
+            )
+        return -(-self.global_batch // (self.micro_batch * (world_size // self.sequence_parallel)))
+
+    def n_empty_passes(self, world_size: int) -> int:
+        """The number of passes without rows in a step, over all ranks (or groups of ranks that share a row)."""
+        readers = world_size // self.sequence_parallel
+        return self.n_passes(world_size) * readers - -(-self.global_batch // self.micro_batch)
+
+
+class OptimizerSection(Schema):
+    """`name`: adamw, or adamuon, which moves matrices by their orthogonalised momentum and everything else as adamw
+    does (train/adamuon.py). AdaMuon's best rates are about three times as high; its momentum of matrices is 0.95, so
+    the first of `betas` applies to norms and biases alone.
+
+    The rate rises linearly over `warmup_steps`, or `warmup_share` of the steps, then falls along a cosine to 0 at the
+    last step. Weight decay leaves norms and biases alone. `clip`: the largest norm of the gradient.
+    """
+
+    peak_lr: Share  # AdamW moves every weight by about the rate in each step
+    name: Literal["adamw", "adamuon"] = "adamw"
+    warmup_steps: Natural | None = None
+    warmup_share: Annotated[Float, Field(ge=0, lt=1)] | None = None
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: Share = 1e-8
+    weight_decay: Annotated[Float, Field(ge=0, le=10)] = 0.1
+    clip: Annotated[Float, Field(gt=0, le=1e9)] = 1.0
+
+
+class HeldoutSection(Schema):
+    """Every `every` steps, and after the last one, measure the loss on `rows` held-out rows, evenly spread. At about
+    `choices` of their positions the draft is also compared with the target's own argmax."""
+
+    every: Count = 50
+    rows: Count = 16
+    choices: Count = 512
+
+
+class DecodingSection(Schema):
+    """Every `every` steps (0: never), and after the last one, decode for real with the current weights: `prompts`
+    held-out prompts of each length in `contexts`, each continued by `new_tokens` tokens at each of `temperatures`, of
+    which 0 is greedy (train/evaluate.py). Decoding takes at most `share` of the training's time: what would exceed it
+    is put off, except after the last step."""
+
+    every: Natural = 0
+    prompts: Count = 8
+    contexts: tuple[Count, ...] = ()
+    new_tokens: Count = 64
+    temperatures: tuple[Temperature, ...] = Field(default=(0.0,), min_length=1)
+    share: Share = 0.1
+
+
+class LogSection(Schema):
+    """Every `every` steps, write a line to the run's metrics.jsonl and to W&B. `wandb`: online, offline, disabled, or
+    auto, which is online with a key in the environment or a login, else offline."""
+
+    every: Count = 1
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    # W&B's own rules for the name of a project.
+    wandb_project: Annotated[Name, Field(max_length=128, pattern=r"^[^/\\#?%:]*$")] = "longdraft"
+
+
+class Config(Schema):
     target: TargetSection
     data: DataSection
     train: TrainSection
     optimizer: OptimizerSection
-    draft: DraftSection = field(default_factory=TokenSwiftSection)
-    heldout: HeldoutSection = field(default_factory=HeldoutSection)
-    decoding: DecodingSection = field(default_factory=DecodingSection)
-    log: LogSection = field(default_factory=LogSection)
+    draft: DraftSection = TokenSwiftSection()
+    heldout: HeldoutSection = HeldoutSection()
+    decoding: DecodingSection = DecodingSection()
+    log: LogSection = LogSection()
 
-    def __post_init__(self):
-        values = to_flat_dict(self)
-        checks.check_choices(values)
-        self.draft.network(_ANY_TARGET)  # the network's own checks, before anything is loaded
-        checks.check_ranges(values)
-        checks.check_one_of_each_pair(values)
-        checks.check_optimizer(self.optimizer, self.train)
-        checks.check_loss(self.train, self.draft)
-        checks.check_data(self.data, getattr(self.draft, "n_heads", None))
-        checks.check_decoding(self.decoding)
-        checks.check_numbers_and_names(values)
-        checks.check_wandb_project(self.log.wandb_project)
+    @model_validator(mode="after")
+    def _fields_fit(self) -> "Config":
+        try:
+            self.draft.network(_ANY_TARGET)
+        except ValueError as error:
+            raise ValueError(f"draft.{str(error).removeprefix('draft.')}") from None
+        for is_met, message in _rules(self):
+            if not is_met:
+                raise ValueError(message)
+        return self
 
+    def changed(self, **sections: Mapping[str, Any]) -> "Config":
+        """The config with these fields of its sections changed: `config.changed(train={"steps": 3})`."""
+        values = to_dict(self)
+        return config_from_dict(values | {name: values[name] | fields for name, fields in sections.items()})
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file of one run, apply overrides of the form `section.field=value` and resolve `${...}`.
+    def resolved(self, n_rows: int) -> "Config":
+        """The config with epochs and shares turned into steps, for a training split of `n_rows` rows.
 
-    Raises ValueError where the file is missing or not YAML, a key is unknown (the nearest known one is named), a value
-    has the wrong type or is out of range, or overrides set both fields of a pair in EITHER.
-    """
-    layers = read_overrides(overrides)
-    check_either(layers)
-    return config_from_layers([read_layer(path), *layers])
-
-
-def read_layer(path: str | Path) -> dict[str, Any]:
-    """The sections of a YAML file, with `${...}` as written."""
-    return OmegaConf.to_container(read_yaml(path), resolve=False)  # pyright: ignore[reportReturnType]
-
-
-def config_from_layers(layers: Sequence[Mapping[str, Any]]) -> Config:
-    """Lay each layer over those before it. One that sets a field of a pair in EITHER unsets the other field."""
-    raw = OmegaConf.create()
-    for layer in layers:
-        for section, pair in EITHER.items():
-            names = _set_fields(layer, section)
-            if len(names) == 1:
-                raw = lay_over(raw, {section: {name: None for name in pair if name not in names}})
-        raw = lay_over(raw, layer)
-    return config_from_dict(resolve(raw))
+        Raises ValueError where that leaves less than one step, or none after the warm-up or after `train.kl_steps`.
+        """
+        train, optimizer = self.train, self.optimizer
+        steps = train.steps if train.steps is not None else int((train.epochs or 0) * n_rows / train.global_batch)
+        if steps < 1:
+            raise ValueError(
+                f"train.epochs: {train.epochs} of {n_rows} rows are less than one step of train.global_batch = "
+                f"{train.global_batch}; prepare more data, or make the batch smaller"
+            )
+        warmup = optimizer.warmup_steps
+        if warmup is None:
+            warmup = int((optimizer.warmup_share or 0) * steps)
+        return self.changed(
+            train={"steps": steps, "epochs": None}, optimizer={"warmup_steps": warmup, "warmup_share": None}
+        )
 
 
-def check_either(layers: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError where overrides of equal rank together set both fields of a pair in EITHER."""
-    raw = OmegaConf.create()
-    for layer in layers:
-        raw = lay_over(raw, layer)
-    merged: Any = OmegaConf.to_container(raw, resolve=False)
-    for section, (one, other) in EITHER.items():
-        if len(_set_fields(merged, section)) == 2:
-            raise ValueError(f"{section}.{one}, {section}.{other}: both are given; set one of them")
-
-
-def _set_fields(layer: Mapping[str, Any], section: str) -> list[str]:
-    """Which fields of the section's pair in EITHER a layer sets."""
-    values = layer.get(section)
-    return [name for name in EITHER[section] if isinstance(values, Mapping) and values.get(name) is not None]
+def _rules(config: Config) -> Iterator[tuple[bool, str]]:
+    """What fields must be to each other: whether it is so, and what is said otherwise."""
+    data, train, optimizer, decoding = config.data, config.train, config.optimizer, config.decoding
+    draft: Any = config.draft
+    for section, pair in EITHER.items():
+        n_set = sum(getattr(getattr(config, section), name) is not None for name in pair)
+        names = ", ".join(f"{section}.{name}" for name in pair)
+        yield n_set == 1, f"{names}: {'both are' if n_set else 'neither is'} given; set one of them"
+    for name, losses in (("text_weight", ("mix",)), ("kl_steps", ("overlap", "acceptance"))):
+        given = f"train.{name}: {getattr(train, name)} with train.loss = {train.loss}"
+        yield (
+            (getattr(train, name) is not None) == (train.loss in losses),
+            f"{given}; give it with {' or '.join(losses)} alone",
+        )
+    for name, value in (("optimizer.warmup_steps", optimizer.warmup_steps), ("train.kl_steps", train.kl_steps)):
+        below = train.steps is None or value is None or value < train.steps
+        yield below, f"{name}: {value} must be below the {train.steps} steps of the run"
+    whole = train.zero_stage < 3 and not train.offload_optimizer
+    remedy = "set train.zero_stage to 1 or 2 and train.offload_optimizer to false"
+    yield optimizer.name != "adamuon" or whole, f"optimizer.name: adamuon takes whole matrices on the device; {remedy}"
+    if train.level_weights is not None:
+        weights, noise = train.level_weights, getattr(draft, "noise", 0)
+        fitting = len(weights) == noise > 0 and weights[0] > 0
+        remedy = f"give {noise} numbers, draft.noise, the first above 0" if noise else "leave it out, no noise is drawn"
+        yield fitting, f"train.level_weights: {list(weights)} with draft.method = {draft.method}; {remedy}"
+    n_heads = getattr(draft, "n_heads", -1)
+    yield data.seq_len > n_heads + 1, f"data.seq_len: {data.seq_len} leaves no label for draft.n_heads = {n_heads}"
+    if data.positions == "anchor_offset":
+        remedy = f"give at least data.seq_len = {data.seq_len}, at most the target's own; 30000 in the paper"
+        far = (data.max_position or 0) >= data.seq_len
+        yield far, f"data.max_position: {data.max_position} with anchor_offset; {remedy}"
+    else:
+        for name in ("max_position", "sinks"):
+            yield getattr(data, name) is None, f"data.{name}: plain positions do not move; leave it out"
+    given = bool(decoding.contexts) or not decoding.every
+    yield given, f"decoding.contexts: empty, but decoding.every = {decoding.every}; give lengths, as [512, 2048]"
+    for name, values in (("contexts", decoding.contexts), ("temperatures", decoding.temperatures)):
+        yield len(set(values)) == len(values), f"decoding.{name}: {list(values)} has one twice; give each once"
 
 
 def config_from_dict(values: Any) -> Config:
-    """The inverse of `to_dict`; raises ValueError as load_config does."""
-    return build(Config, values, {"draft": _draft_section})
-
-
-def _draft_section(values: Any) -> type:
-    """The section of the method that is named; a value that is not a section is left for `build` to refuse."""
-    method = values.get("method", "tokenswift") if isinstance(values, dict) else "tokenswift"
-    if not isinstance(method, str) or method not in DRAFT_SECTIONS:
-        raise ValueError(f"draft.method: {method!r} is unknown; choose one of {', '.join(DRAFT_SECTIONS)}")
-    return DRAFT_SECTIONS[method]
+    """The inverse of `to_dict`. Raises ValueError of one line that names the field."""
+    draft = values.get("draft") if isinstance(values, Mapping) else None
+    if isinstance(draft, Mapping):  # which fields it has depends on one of them
+        method = draft.get("method", "tokenswift")
+        if not isinstance(method, str) or method not in DRAFT_SECTIONS:
+            raise ValueError(f"draft.method: {method!r} is unknown; choose one of {', '.join(DRAFT_SECTIONS)}")
+        values = {**values, "draft": validate(DRAFT_SECTIONS[method], draft, "draft")}
+    return validate(Config, values)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain dicts, lists and scalars, for JSON and W&B."""
-    return _plain(asdict(config))
+    return config.model_dump(mode="json")
 
 
 def to_flat_dict(config: Config) -> dict[str, Any]:
@@ -129,70 +404,5 @@ def to_flat_dict(config: Config) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """YAML that load_config reads back; a `${` in a value is escaped, since it is not a reference."""
-    return OmegaConf.to_yaml(OmegaConf.create(_plain(asdict(config), lambda text: text.replace("${", "\\${"))))
-
-
-def _plain(value: Any, text: Callable[[str], str] = str) -> Any:
-    """The value with tuples as lists, and strings passed through `text`."""
-    if isinstance(value, dict):
-        return {key: _plain(inner, text) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner, text) for inner in value]
-    return text(value) if isinstance(value, str) else value
-
-
-def accumulation(config: Config, world_size: int) -> int:
-    """The number of passes that a rank makes in a step. Where a step's passes do not divide among the ranks, the last
-    one is empty on some.
-
-    Raises ValueError where the ranks do not divide into groups that share a row.
-    """
-    train = config.train
-    if world_size % train.sequence_parallel:
-        raise ValueError(
-            f"train.sequence_parallel: {train.sequence_parallel} does not divide {world_size} ranks; set it to a "
-            "divisor, or start another number of ranks"
-        )
-    return -(-train.global_batch // (train.micro_batch * (world_size // train.sequence_parallel)))
-
-
-def empty_passes(config: Config, world_size: int) -> int:
-    """The number of passes without rows in a step, over all ranks (or groups of ranks that share a row)."""
-    train = config.train
-    readers = world_size // train.sequence_parallel
-    return accumulation(config, world_size) * readers - -(-train.global_batch // train.micro_batch)
-
-
-def check_positions(config: Config, target: str, limit: int) -> None:
-    """Raises ValueError where rows or moved positions go beyond the target's `limit`."""
-    for name, value in (("data.seq_len", config.data.seq_len), ("data.max_position", config.data.max_position or 0)):
-        if value > limit:
-            raise ValueError(
-                f"{name}: {value}, but {target} has {limit} positions; stay within them, or set "
-                "target.max_positions where its config.json says less than it was trained for"
-            )
-
-
-def resolved(config: Config, n_rows: int) -> Config:
-    """The config with epochs and shares turned into steps, for a training split of `n_rows` rows.
-
-    Raises ValueError where that leaves less than one step, or none after the warm-up or after `train.kl_steps`.
-    """
-    train, optimizer = config.train, config.optimizer
-    steps = train.steps if train.steps is not None else int((train.epochs or 0) * n_rows / train.global_batch)
-    if steps < 1:
-        raise ValueError(
-            f"train.epochs: {train.epochs} of {n_rows} rows are less than one step of train.global_batch = "
-            f"{train.global_batch}; prepare more data, or make the batch smaller"
-        )
-    warmup = optimizer.warmup_steps
-    if warmup is None:
-        warmup = int((optimizer.warmup_share or 0) * steps)
-    for name, value in (("optimizer.warmup_steps", warmup), ("train.kl_steps", train.kl_steps or 0)):
-        if value >= steps:
-            raise ValueError(f"{name}: {value} must be below the {steps} steps of the run")
-    return replace(
-        config,
-        train=replace(train, steps=steps, epochs=None),
-        optimizer=replace(optimizer, warmup_steps=warmup, warmup_share=None),
-    )
+    escaped = json.loads(json.dumps(to_dict(config)).replace("${", r"\\${"))
+    return OmegaConf.to_yaml(OmegaConf.create(escaped))

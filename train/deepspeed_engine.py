@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longdraft.train.adamuon import AdaMuon
-from longdraft.train.config import Config, accumulation
-from longdraft.train.config_sections import DTYPES, OptimizerSection
+from longdraft.train.config import DTYPES, Config, OptimizerSection
 from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator
 
 # isort: split
@@ -37,7 +36,7 @@ MAX_BUCKET = 500_000_000
 def deepspeed_dict(config: Config, world_size: int, n_weights: int) -> dict[str, Any]:
     """What `deepspeed.initialize` is told for a draft of `n_weights` weights, apart from optimizer and learning rate,
     which DraftEngine sets."""
-    bf16, passes = config.train.precision == "bf16", accumulation(config, world_size)
+    bf16, passes = config.train.precision == "bf16", config.train.n_passes(world_size)
     # Memory-efficient linear layers would replace F.linear in the whole process, under the frozen target too.
     zero: dict[str, Any] = {"stage": config.train.zero_stage, "memory_efficient_linear": False}
     # The default is half a billion values, however few there are to sum.

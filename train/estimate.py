@@ -10,10 +10,10 @@ import torch
 
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import read_target_config
-from longdraft.train.config import Config, accumulation, check_positions, empty_passes
+from longdraft.train.config import Config
+from longdraft.train.config_file import Stage
 from longdraft.train.estimate_memory import MIB, Estimate, estimate
 from longdraft.train.estimate_operations import operations, operations_table
-from longdraft.train.stages import Stage
 
 
 def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None = None) -> str:
@@ -46,7 +46,7 @@ def report(stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None
 
 def _describe(stage: Stage, target: DecoderConfig, n_ranks: int, gpu: bool) -> str:
     config = stage.config
-    check_positions(config, config.target.path, target.max_positions)
+    config.data.check_positions(config.target.path, target.max_positions)
     bytes_table = memory_table(estimate(config, target, n_ranks, gpu))
     train, data = config.train, config.data
     devices = f"{n_ranks} {'GPU' if gpu else 'CPU process'}{'' if n_ranks == 1 else 's' if gpu else 'es'}"
@@ -54,7 +54,7 @@ def _describe(stage: Stage, target: DecoderConfig, n_ranks: int, gpu: bool) -> s
     shared = f", {train.sequence_parallel} ranks a row" if train.sequence_parallel > 1 else ""
     head = (
         f"{name}{config.draft.method} for {config.target.path} in {train.precision} on {devices}{shared}; a pass of "
-        f"{train.pass_rows} x {data.seq_len:,} tokens, {accumulation(config, n_ranks)} a "
+        f"{train.pass_rows} x {data.seq_len:,} tokens, {config.train.n_passes(n_ranks)} a "
         f"step, on each{_idle(config, n_ranks)}"
     )
     return "\n\n".join([head, bytes_table, operations_table(operations(config, target))])
@@ -62,10 +62,10 @@ def _describe(stage: Stage, target: DecoderConfig, n_ranks: int, gpu: bool) -> s
 
 def _idle(config: Config, n_ranks: int) -> str:
     """A remark about passes of a step that have no rows, where there are any."""
-    empty, train = empty_passes(config, n_ranks), config.train
+    empty, train = config.train.n_empty_passes(n_ranks), config.train
     if not empty:
         return ""
-    passes = accumulation(config, n_ranks) * n_ranks // train.sequence_parallel
+    passes = config.train.n_passes(n_ranks) * n_ranks // train.sequence_parallel
     return f"; {empty} of {passes} passes are empty, as {train.global_batch} rows a step do not fill them"
 
 

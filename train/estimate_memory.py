@@ -31,8 +31,7 @@ from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.footprint import feed_forward_numbers, pass_bytes
 from longdraft.models.passes import prompt_rows
-from longdraft.train.config import Config, accumulation
-from longdraft.train.config_sections import DTYPES
+from longdraft.train.config import DTYPES, Config
 from longdraft.train.estimate_zero import DraftStates, draft_states
 from longdraft.train.methods.base import QUERY_BLOCK
 from longdraft.train.sequence_parallel import check_heads
@@ -76,7 +75,7 @@ def estimate(config: Config, target: DecoderConfig, n_ranks: int, gpu: bool) -> 
         gpu: a rank is a GPU; else it is a process on a CPU.
     Raises ValueError where that number of ranks cannot share rows.
     """
-    passes = accumulation(config, n_ranks)
+    passes = config.train.n_passes(n_ranks)
     check_heads(target, config.train.sequence_parallel)
     sizes = _Sizes(config, target, gpu)
     states = sizes.states(n_ranks)

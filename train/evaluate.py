@@ -29,8 +29,7 @@ from longdraft.models.passes import Pass
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, saving
 from longdraft.train.batches import Rows
-from longdraft.train.config import Config
-from longdraft.train.config_sections import DecodingSection
+from longdraft.train.config import Config, DecodingSection
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.build import frozen_draft
 from longdraft.train.prompts import held_out_prompts

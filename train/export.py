@@ -6,7 +6,6 @@ Shapes: N tokens end to end, D hidden, V vocabulary, E draft vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,7 +163,7 @@ def _restricted(trained: Trained, n: int) -> Draft:
     config, target, draft = trained.config, trained.target, trained.draft
     rows, vocab_size = open_rows(config, "train", target), target.model.config.vocab_size
     token_ids_E = frequent_tokens(rows, vocab_size, n, target.eos_token_ids, among=draft.token_ids)
-    config = replace(config, draft=replace(config.draft, draft_vocab_size=n))
+    config = config.changed(draft={"draft_vocab_size": n})
     return frozen_draft(config, target, draft.state_dict() | {"token_ids": token_ids_E})
 
 
@@ -178,7 +177,7 @@ def _write(trained: Trained, out: Path, prove: Callable[[Draft], None]) -> str:
         train_length=config.data.seq_len,
         tree={"levels": list(BEAM[: draft.config.noise]) if block else [RANKS] * draft.config.n_heads} | rates,
         versions={name: version(name) for name in VERSIONS},
-        train_config=to_dict(replace(config, target=replace(config.target, path=lasting_name(config.target.path)))),
+        train_config=to_dict(config.changed(target={"path": lasting_name(config.target.path)})),
         noise=draft.config.noise if block else None,
         step=trained.step,
     )

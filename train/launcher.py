@@ -14,14 +14,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
-from omegaconf import OmegaConf
 
 from longdraft.models.device import VISIBLE, check_device, default_device, n_gpus
 from longdraft.train.stop import SIGNALS, stop_signals
-from longdraft.train.typed import UNREADABLE, read_yaml
 
 POLL_S = 0.2
 # The launcher starts every rank with this argument.
@@ -29,18 +26,12 @@ RANK_MARK = "--local_rank="
 DEVICE_FIELD = "train.device"
 
 
-def settle_device(path: str | Path, overrides: Sequence[str]) -> str:
-    """Make training run where `train.device` of this config says; returns "cuda" or "cpu". It holds for all stages of a
-    config, since the ranks are one group of processes.
+def settle_device(setting: str) -> str:
+    """Make training run where `train.device` says; returns "cuda" or "cpu".
 
-    Raises ValueError where the config cannot be read, where it asks for a GPU and there is none, and where it leaves
-    the device open and there is a GPU that PyTorch cannot use.
+    Raises ValueError where it asks for a GPU and there is none, and where it leaves the device open and there is a GPU
+    that PyTorch cannot use.
     """
-    raw = read_yaml(path, overrides)
-    try:
-        setting = OmegaConf.select(raw, DEVICE_FIELD, default="auto")
-    except UNREADABLE:  # reported later, when the whole config is read
-        setting = "auto"
     if setting == "cpu":
         os.environ[VISIBLE] = "-1"
         return "cpu"

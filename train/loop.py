@@ -17,14 +17,14 @@ from longdraft.models.draft_folder import read_info
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, resuming, saving
 from longdraft.train.agreement import await_agreement
-from longdraft.train.config import Config, accumulation, resolved
+from longdraft.train.config import Config
+from longdraft.train.config_file import Stage
 from longdraft.train.export import export
 from longdraft.train.plots import draw_decoding
 from longdraft.train.ranks import Ranks, failures_named
 from longdraft.train.run import Run
 from longdraft.train.run_lock import locked
 from longdraft.train.setup import describe, open_run, open_target
-from longdraft.train.stages import Stage
 from longdraft.train.step import StepResult, train_step
 from longdraft.train.step_metrics import counted, measure, where_time_goes
 from longdraft.train.tracking import Tracker, check_environment, read_metrics
@@ -75,7 +75,7 @@ def _is_done(stage: Stage) -> bool:
         return False
     config, found, rows = stage.config, checkpoint.newest(stage.config.train.run_dir), _rows(stage)
     if found is not None and rows is not None:
-        resuming.check_continues(found[1], resolved(config, len(rows)), rows)
+        resuming.check_continues(found[1], config.resolved(len(rows)), rows)
     return _is_whole(stage, rows)
 
 
@@ -90,7 +90,7 @@ def _is_whole(stage: Stage, rows: ShardSet | None) -> bool:
     too. Without rows, the last step is that of the run that the draft was exported from."""
     info = read_info(stage.draft)
     if rows is not None:
-        n_steps = resolved(stage.config, len(rows)).train.n_steps
+        n_steps = stage.config.resolved(len(rows)).train.n_steps
     else:
         n_steps = info.train_config.get("train", {}).get("steps")
     return None in (info.step, n_steps) or info.step == n_steps  # a converted draft has no steps
@@ -122,9 +122,9 @@ def train(
         ValueError: the config does not fit the ranks, the data, the target or the run already in its folder.
         TrainingError: training cannot go on.
     """
-    accumulation(config, ranks.world_size)
+    config.train.n_passes(ranks.world_size)
     rows = ShardSet(Path(config.data.path) / "train")
-    config = resolved(config, len(rows))
+    config = config.resolved(len(rows))
     n_steps = config.train.n_steps
     with failures_named(ranks), locked(config.train.run_dir, ranks):
         found = saving.find(config.train.run_dir, ranks)

@@ -6,7 +6,6 @@ A run may move, together with the draft that it began with and with its rows. No
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,9 @@ def check_continues(state: dict[str, Any], config: Config, rows: ShardSet) -> No
     saved, start_now = saved_config(config.train.run_dir, state), config.draft.start_from
     run_then = state["config"]["train"]["run_dir"]
     if is_same_start(saved.draft.start_from, run_then, start_now, config.train.run_dir):
-        saved = replace(saved, draft=replace(saved.draft, start_from=start_now))
+        saved = saved.changed(draft={"start_from": start_now})
     # Below, the rows themselves are compared, wherever they lie.
-    check_same_run(replace(saved, data=replace(saved.data, path=config.data.path)), config)
+    check_same_run(saved.changed(data={"path": config.data.path}), config)
     old, new = state["extra"]["data"], rows.identity()
     if old != new:
         raise ValueError(

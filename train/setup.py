@@ -22,8 +22,7 @@ from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import LOADERS, load_through_transformers, read_target_config
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
-from longdraft.train.config import Config, check_positions
-from longdraft.train.config_sections import DTYPES
+from longdraft.train.config import DTYPES, Config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.estimate_memory import estimate
 from longdraft.train.evaluate import Evaluator
@@ -225,7 +224,7 @@ def open_rows(config: Config, split: str, target: Target) -> ShardSet:
     if not len(rows):
         raise ValueError(f"data.path: {rows.folder} has no rows; prepare more text")
     _check_content(rows, config)
-    check_positions(config, target.name, target.model.config.max_positions)
+    config.data.check_positions(target.name, target.model.config.max_positions)
     return rows
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from longdraft.benchmarks.checks import gpu_check, gpu_stages, gpu_training
-from longdraft.train.config_sections import DRAFT_SECTIONS
+from longdraft.train.config import DRAFT_SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import get_type_hints
@@ -28,10 +28,9 @@ from safetensors.torch import load_file, save_file
 
 from longdraft.data_prep.prepare import PrepareConfig
 from longdraft.launch import cli, quickstart
-from longdraft.train.config import Config, load_config, to_yaml
-from longdraft.train.config_sections import DRAFT_SECTIONS
-from longdraft.train.stages import load_stages
-from longdraft.train.typed import build, read_yaml, resolve
+from longdraft.train.config import DRAFT_SECTIONS, Config, to_yaml
+from longdraft.train.config_file import load_config, load_stages, read_yaml, resolve
+from longdraft.train.typed import build
 
 ROOT = Path(__file__).resolve().parents[2]
 # In the order in which their commands need each other.
@@ -193,10 +192,8 @@ def test_files_and_fields_that_are_named_exist(page):
 
 def config_fields() -> dict[str, set[str]]:
     """Fields by section; of `draft`, of every method."""
-    known = {
-        name: {field.name for field in fields(kind)} for name, kind in get_type_hints(Config).items() if name != "draft"
-    }
-    return known | {"draft": {field.name for kind in DRAFT_SECTIONS.values() for field in fields(kind)}}
+    known = {name: set(kind.model_fields) for name, kind in get_type_hints(Config).items() if name != "draft"}
+    return known | {"draft": {name for kind in DRAFT_SECTIONS.values() for name in kind.model_fields}}
 
 
 @cache

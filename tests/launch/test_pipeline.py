@@ -354,7 +354,7 @@ def test_quickstarts_commands_are_valid(monkeypatch):
     """Each script's parser accepts its command line in the quickstart."""
     from longdraft.launch.bench import _parser as bench_parser
     from longdraft.launch.generate import _parser as generate_parser
-    from longdraft.train.config import load_config
+    from longdraft.train.config_file import load_config
 
     steps = [command for _, command in quickstart.commands("runs/x", 70)]
     assert all((ROOT / command[1]).exists() for command in steps if command[0] == "python")

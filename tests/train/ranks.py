@@ -13,8 +13,8 @@ from pathlib import Path
 
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
-from longdraft.train.config import load_config
-from longdraft.train.config_sections import DTYPES
+from longdraft.train.config import DTYPES
+from longdraft.train.config_file import load_config
 from longdraft.train.export import export
 from longdraft.train.loop import train
 from longdraft.train.ranks import join_ranks, leave_ranks

@@ -4,7 +4,7 @@ itself. Started by the fixture `start_ranks`; an action is a list of overrides."
 import json
 import sys
 
-from longdraft.train.config import load_config
+from longdraft.train.config_file import load_config
 from longdraft.train.loop import train
 from longdraft.train.ranks import join_ranks, leave_ranks
 

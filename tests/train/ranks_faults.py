@@ -25,8 +25,8 @@ from longdraft.launch.train import main
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 from longdraft.train import elastic, saving
-from longdraft.train.config import load_config
-from longdraft.train.config_sections import DTYPES
+from longdraft.train.config import DTYPES
+from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.loop import train
 from longdraft.train.ranks import TrainingError, join_ranks, leave_ranks

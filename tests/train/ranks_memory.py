@@ -21,7 +21,8 @@ from torch import nn
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_shard
 from longdraft.models.target import Target
 from longdraft.train.batches import epoch_order
-from longdraft.train.config import Config, load_config
+from longdraft.train.config import Config
+from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
 from longdraft.train.setup import open_run, open_target

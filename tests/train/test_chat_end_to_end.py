@@ -12,7 +12,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.models.fingerprint import tokenizer_hash
 from longdraft.models.hf import load_target, load_tokenizer
 from longdraft.train.batches import read_batch, step_rows
-from longdraft.train.config import load_config
+from longdraft.train.config_file import load_config
 from longdraft.train.loop import train
 from longdraft.train.methods.build import open_method
 from longdraft.train.teacher import Teacher

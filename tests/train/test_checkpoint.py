@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from longdraft.launch.export import main as export_main
 from longdraft.models.draft_folder import load_draft
 from longdraft.train import checkpoint
-from longdraft.train.config import load_config
+from longdraft.train.config_file import load_config
 from longdraft.train.run_lock import locked
 from longdraft.train.state_file import DIGESTS, FORMAT, seal, unseal
 from longdraft.train.tracking import read_metrics

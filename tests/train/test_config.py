@@ -2,9 +2,8 @@
 
 import json
 import re
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -18,19 +17,18 @@ from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import rank_rows, step_rows
 from longdraft.train.checkpoint import START
 from longdraft.train.config import (
+    DRAFT_SECTIONS,
     Config,
-    accumulation,
+    LongSpecSection,
+    MedusaSection,
+    TokenSwiftSection,
     config_from_dict,
-    empty_passes,
-    load_config,
-    resolved,
     to_dict,
     to_yaml,
 )
-from longdraft.train.config_sections import DRAFT_SECTIONS, LongSpecSection, MedusaSection, TokenSwiftSection
+from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.deepspeed_engine import deepspeed_dict
 from longdraft.train.resuming import check_same_run, check_same_start, is_same_start
-from longdraft.train.stages import load_stages
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TOKENSWIFT = sorted((CONFIGS / "tokenswift").glob("*.yaml"))
@@ -43,7 +41,7 @@ def test_every_file_loads_and_makes_a_valid_deepspeed_dict(path):
     assert len(stages) == 1 or all(stage.name for stage in stages)
     for stage in stages:
         config = stage.config
-        alone = replace(config, train=replace(config.train, sequence_parallel=1))
+        alone = config.changed(train={"sequence_parallel": 1})
         derived = DeepSpeedConfig(deepspeed_dict(alone, world_size=1, n_weights=10))
         assert derived.train_batch_size == config.train.global_batch
         assert derived.zero_optimization_stage == config.train.zero_stage
@@ -62,9 +60,9 @@ def test_every_file_starts_on_any_number_of_gpus(path):
         for n_ranks in range(1, 9):
             dealt = [rank_rows(rows, rank, n_ranks, train.micro_batch) for rank in range(n_ranks)]
             turns = [part for turn in zip(*dealt, strict=True) for part in turn]
-            assert turns == [*passes, *[[]] * empty_passes(config, n_ranks)]
-            assert {len(own) for own in dealt} == {accumulation(config, n_ranks)}
-            assert sum(not own[-1] for own in dealt) == empty_passes(config, n_ranks) < n_ranks
+            assert turns == [*passes, *[[]] * config.train.n_empty_passes(n_ranks)]
+            assert {len(own) for own in dealt} == {config.train.n_passes(n_ranks)}
+            assert sum(not own[-1] for own in dealt) == config.train.n_empty_passes(n_ranks) < n_ranks
             derived = deepspeed_dict(config, n_ranks, n_weights=10)
             full = derived["train_micro_batch_size_per_gpu"] * derived["gradient_accumulation_steps"] * n_ranks
             assert derived["train_batch_size"] == full  # the only value that DeepSpeed accepts
@@ -79,7 +77,7 @@ def test_every_file_is_one_that_is_known():
 def test_table_9(path):
     config = load_config(path)
     train, optimizer = config.train, config.optimizer
-    assert (train.global_batch, train.micro_batch, accumulation(config, 4), train.steps) == (120, 3, 10, 200)
+    assert (train.global_batch, train.micro_batch, config.train.n_passes(4), train.steps) == (120, 3, 10, 200)
     assert (optimizer.peak_lr, optimizer.warmup_steps, optimizer.betas) == (5e-3, 50, (0.9, 0.999))
     assert (optimizer.weight_decay, optimizer.clip, train.precision) == (0.1, 1.0, "bf16")
     assert (config.data.seq_len, config.draft.n_heads, config.draft.kind) == (8192, 3, "linear_chain")
@@ -124,7 +122,7 @@ def test_deepspeed_dict_is_derived(config_file):
 
 def test_ranks_that_share_a_row_are_one_reader(config_file):
     config = load_config(config_file, ["train.sequence_parallel=4", "train.micro_batch=1"])
-    assert [accumulation(config, world_size) for world_size in (4, 8, 32)] == [8, 4, 1]
+    assert [config.train.n_passes(world_size) for world_size in (4, 8, 32)] == [8, 4, 1]
     derived = deepspeed_dict(config, world_size=8, n_weights=1000)
     # DeepSpeed's own arithmetic, which knows nothing of shared rows.
     assert derived["train_batch_size"] == 8 * 4 == 1 * derived["gradient_accumulation_steps"] * 8
@@ -139,81 +137,70 @@ def test_overrides_and_round_trips(config_file, tmp_path):
     assert load_config(tmp_path / "again.yaml") == config
 
 
-MISTAKES = {
-    "train.stepz=3": r"train\.stepz: unknown key; did you mean train\.steps\?",
-    "trian.steps=3": r"trian: unknown key; did you mean train\?",
-    "optimizer.lr=1": r"optimizer\.lr: unknown key; did you mean optimizer\.\w+\? \(known: peak_lr",
-    "train.steps=many": r"train\.steps: expected int, got 'many'",
-    "train.steps=1.5": r"train\.steps: expected int, got 1\.5",
-    "train.steps=true": r"train\.steps: expected int, got True",
-    "train.deterministic=1": r"train\.deterministic: expected bool, got 1",
-    "target.path=3": r"target\.path: expected str, got 3",
-    "optimizer.peak_lr=fast": r"optimizer\.peak_lr: expected float, got 'fast'",
-    "optimizer.betas=[0.9]": r"optimizer\.betas: expected a list of 2 values",
-    "train=3": r"train: expected a section of fields, got 3",
-    "draft=3": r"draft: expected a section of fields, got 3",
-    "train.steps": r"override: 'train\.steps' has not the form section\.field=value",
-    "--steps=3": r"override: '--steps=3' has not the form",
-    "train.precision=fp16": r"train\.precision: 'fp16' is unknown; choose one of fp32, bf16",
-    "train.zero_stage=0": r"train\.zero_stage: 0 is unknown; choose one of 1, 2, 3",
-    "target.zero_stage=1": r"target\.zero_stage: 1 is unknown; choose one of 0, 3",
-    "train.steps=0": r"train\.steps: 0 is not positive; give a value above 0",
-    "train.steps=null": r"train\.steps, train\.epochs: neither is given; set one of them",
-    "train.epochs=2 train.steps=3": r"train\.steps, train\.epochs: both are given; set one of them",
-    "train.steps=null train.epochs=0": r"train\.epochs: 0\.0 is not positive",
-    "train.seed=-1": r"train\.seed: -1 is out of range",
-    "train.max_skipped=-1": r"train\.max_skipped: -1 is negative; give 0 or more",
-    "train.loss=tvd": r"train\.loss: 'tvd' is unknown; choose one of cross_entropy, kl, mix, overlap, acceptance",
-    "train.loss=mix": r"train\.text_weight: None with train\.loss = mix; give it",
-    "train.text_weight=0.5": r"train\.text_weight: 0\.5 with train\.loss = cross_entropy; leave it out, or set",
-    "train.loss=overlap": r"train\.kl_steps: None with train\.loss = overlap; give it",
-    "train.kl_steps=3": r"train\.kl_steps: 3 with train\.loss = cross_entropy; leave it out, or set",
-    "train.level_weights=[1]": r"train\.level_weights: tokenswift has no noise shifts to draw; leave it out",
-    "train.sequence_parallel=0": r"train\.sequence_parallel: 0 is not positive",
-    "optimizer.warmup_steps=20": r"optimizer\.warmup_steps: 20 must be at least 0 and below train\.steps = 20",
-    "optimizer.warmup_steps=-1": r"optimizer\.warmup_steps: -1 must be at least 0 and below train\.steps = 20",
-    "optimizer.warmup_steps=null": r"optimizer\.warmup_steps, optimizer\.warmup_share: neither is given; set one",
-    "optimizer.warmup_steps=3 optimizer.warmup_share=0.1": r"optimizer\.warmup_steps, .*: both are given; set one of",
-    "optimizer.warmup_steps=null optimizer.warmup_share=1": r"optimizer\.warmup_share: 1\.0; give a share from 0 to b",
-    "optimizer.warmup_steps=null optimizer.warmup_share=-0.1": r"optimizer\.warmup_share: -0\.1; give a share from 0",
-    "optimizer.name=lion": r"optimizer\.name: 'lion' is unknown; choose one of adamw, adamuon",
-    "optimizer.name=adamuon train.zero_stage=3": r"optimizer\.name: adamuon, but train\.zero_stage = 3 .* set 1 or 2",
-    "optimizer.name=adamuon train.zero_stage=2 train.offload_optimizer=true": r"adamuon, but .*optimizer = true: it",
-    "optimizer.weight_decay=-1": r"optimizer\.weight_decay: -1\.0 is negative",
-    "optimizer.betas=[0.9,1.0]": r"optimizer\.betas: \[0\.9, 1\.0\] must lie in \[0, 1\)",
-    "optimizer.peak_lr=nan": r"optimizer\.peak_lr: nan is not positive",
-    "data.positions=shuffled": r"data\.positions: 'shuffled' is unknown; choose one of plain, anchor_offset",
-    "data.positions=anchor_offset": r"data\.max_position: None, but anchor_offset needs .* at least data\.seq_len = 24",
-    "data.positions=anchor_offset data.max_position=23": r"data\.max_position: 23, but anchor_offset needs",
-    "data.max_position=100": r"data\.max_position: plain positions do not move; set data\.positions=anchor_offset",
-    "data.sinks=3": r"data\.sinks: plain positions do not move; set data\.positions=anchor_offset, or leave it",
-    "data.query_share=0": r"data\.query_share: 0\.0; give a share above 0 and up to 1",
-    "data.query_share=1.5": r"data\.query_share: 1\.5; give a share above 0 and up to 1",
-    "data.sinks=-1": r"data\.sinks: -1 is negative; give 0 or more, the paper's is 4",
-    "data.seq_len=0": r"data\.seq_len: 0",
-    "draft.kind=relu_chain": r"draft\.kind: 'relu_chain' is unknown; choose one of linear_chain, silu_chain",
-    "draft.kind=silu_chain draft.out_norm_init=target": r"draft\.out_norm_init: silu_chain has no norms",
-    "draft.method=eagle": r"draft\.method: 'eagle' is unknown; choose one of tokenswift, medusa, longspec",
-    "draft.method=[longspec]": r"draft\.method: \['longspec'\] is unknown; choose one of tokenswift, medusa, longspec",
-    "train=[1]": r"^train: a list is laid over a section of fields, or a section over a list; give fields in both",
-    "train.steps=3 train=[1]": r"^train: a list is laid over a section of fields, or a section over a list; give",
-    "draft.n_heads=0": r"draft\.n_heads: 0",
-    "draft.n_heads=23": r"data\.seq_len: 24 tokens leave no label for draft\.n_heads = 23",
-    "draft.noise=3": r"draft\.noise: unknown key; .*\(known: method, start_from, n_heads, kind",
-    "draft.method=medusa draft.kind=silu_chain": r"draft\.kind: unknown key; .*\(known: method, start_from, n_heads, i",
-    "draft.method=longspec draft.n_heads=3": r"draft\.n_heads: unknown key; .*\(known: method, start_from, window, noi",
-    "draft.method=longspec draft.noise=0": r"draft\.noise: 0, but it must be above 0",
-    "draft.method=longspec draft.window=0": r"draft\.window: 0, but it must be above 0",
-    "draft.method=longspec draft.draft_vocab_size=0": r"draft\.draft_vocab_size: 0; give 1 to",
-    "draft.method=longspec draft.draft_vocab_size=many": r"draft\.draft_vocab_size: expected int, got 'many'",
-    "draft.method=medusa draft.init_std=-1": r"draft\.init_std: -1\.0 is negative",
-    "optimizer.peak_lr=1e30": r"optimizer\.peak_lr: 1e\+30 is out of range; give a number of at most 1$",
-    "optimizer.peak_lr=inf": r"optimizer\.peak_lr: inf is out of range; give a number of at most 1$",
-    "optimizer.weight_decay=nan": r"optimizer\.weight_decay: nan is out of range; give a number of at most 10$",
-    "log.wandb_project=a/b": r"log\.wandb_project: 'a/b' has one of /\\#\?%:; W&B takes none of them",
-    f"log.wandb_project={'x' * 129}": r"log\.wandb_project: 'x{129}' has 129 characters; give 128 at most",
-    "log.wandb=on-line": r"log\.wandb: 'on-line' is unknown; choose one of auto, online, offline, disabled",
+# The last override of each is wrong, and its field is named.
+MISTAKES = [
+    "train.steps=many", "train.steps=1.5", "train.steps=true", "train.steps=0", "train.precision=fp16", "train.seed=-1",
+    "train.deterministic=1", "train.zero_stage=0", "target.zero_stage=1", "train.sequence_parallel=0", "target.path=3",
+    "train.max_skipped=-1", "train.loss=tvd", "train.text_weight=0.5", "train.kl_steps=3", "train.level_weights=[1]",
+    "train.loss=mix train.text_weight=1", "train.loss=overlap train.kl_steps=-1", "train=3", "draft=3", "train=[1]",
+    "train.loss=overlap train.kl_steps=20", "optimizer.betas=[0.9]", "optimizer.betas=[0.9,1.0]", "data.seq_len=0",
+    "optimizer.warmup_steps=20", "optimizer.warmup_steps=-1", "optimizer.warmup_share=1", "optimizer.warmup_share=-0.1",
+    "optimizer.peak_lr=fast", "optimizer.weight_decay=-1", "optimizer.name=lion", "train.epochs=0", "log.wandb=on-line",
+    "train.zero_stage=3 optimizer.name=adamuon", "train.offload_optimizer=true optimizer.name=adamuon",
+    "data.positions=shuffled", "data.positions=anchor_offset data.max_position=23", "data.max_position=100",
+    "data.sinks=3", "data.sinks=-1", "data.query_share=0", "data.query_share=1.5", "data.max_dropped_share=1.1",
+    "draft.kind=relu_chain", "draft.kind=silu_chain draft.out_norm_init=target", "draft.method=eagle",
+    "draft.n_heads=0", "draft.method=[longspec]", "draft.method=longspec draft.noise=0",
+    "draft.method=longspec draft.window=0", "draft.method=longspec draft.draft_vocab_size=0",
+    "draft.method=longspec draft.draft_vocab_size=many",
+    "draft.method=medusa draft.init_std=-1", "log.wandb_project=a/b", f"log.wandb_project={'x' * 129}",
+    "draft.method=longspec draft.noise=2 train.level_weights=[1]", "decoding.contexts=[8,8]", "decoding.contexts=[0]",
+    "draft.method=longspec draft.noise=2 train.level_weights=[0,1]", "decoding.temperatures=[]",
+    "decoding.temperatures=[1e-9]", "decoding.temperatures=[-1]", "decoding.temperatures=[0,0]", "data.path='???'",
+    "data.path=${oc.env:NO_SUCH_NAME}/rows", "data.path=${target.paht}", "data.path=${home:}",
+    "train.steps=${oc.env:PATH}", "decoding.contexts=[5,'${nope}']",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", MISTAKES)
+def test_mistakes_are_named(config_file, overrides, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_NAME", raising=False)
+    field = overrides.split()[-1].split("=")[0]
+    with pytest.raises(ValueError, match=rf"^{re.escape(field)}\b") as error:
+        load_config(config_file, overrides.split())
+    assert "\n" not in str(error.value)
+
+
+NAMED = {
+    "train.stepz=3": r"train\.stepz: .*did you mean steps\?",
+    "trian.steps=3": r"trian: .*did you mean train\?",
+    "draft.noise=3": r"draft\.noise: ",
+    "draft.method=medusa draft.kind=silu_chain": r"draft\.kind: ",
+    "draft.method=longspec draft.n_heads=3": r"draft\.n_heads: ",
+    "train.steps": r"override: 'train\.steps' ",
+    "--steps=3": r"override: '--steps=3' ",
+    "data.path=${": r"override: 'data\.path=\$\{' ",
+    "data={path:${x}}": r"override: .*write \"\$\{\.\.\.\}\" in quotes",
+    "data.path=[1": r"override: 'data\.path=\[1' ",
+    "data..path=1": r"override: 'data\.\.path=1' ",
+    "train.steps=null": r"train\.steps, train\.epochs: neither",
+    "train={steps: 3, epochs: 2}": r"train\.steps, train\.epochs: both",
+    "optimizer.warmup_steps=null": r"optimizer\.warmup_steps, optimizer\.warmup_share: neither",
+    "train.loss=mix": r"train\.text_weight: ",
+    "train.loss=overlap": r"train\.kl_steps: ",
+    "draft.n_heads=23": r"data\.seq_len: 24 .*draft\.n_heads = 23",
+    "data.positions=anchor_offset": r"data\.max_position: .*data\.seq_len = 24",
+    "decoding.every=1": r"decoding\.contexts: ",
+    "data.path=${train.run_dir} train.run_dir=${data.path}": r"(data\.path|train\.run_dir): .*[Rr]ecursi",
 }
+
+
+@pytest.mark.parametrize("overrides", NAMED)
+def test_mistakes_name_what_they_are_about(config_file, overrides):
+    given = [overrides] if "{" in overrides and "$" not in overrides else overrides.split()
+    with pytest.raises(ValueError, match=f"^{NAMED[overrides]}") as error:
+        load_config(config_file, given)
+    assert "\n" not in str(error.value)
 
 
 def test_of_two_exclusive_fields_an_override_replaces_the_other(config_file, tmp_path):
@@ -233,11 +220,11 @@ def test_what_counts_in_steps_fits_the_steps_of_the_epochs(config_file):
     """45 rows in batches of 8: two epochs are 11 steps."""
     base = ["train.epochs=2", "train.loss=overlap"]
     at_most = load_config(config_file, [*base, "train.kl_steps=10", "optimizer.warmup_steps=10"])
-    assert resolved(at_most, 45).train.n_steps == 11
+    assert at_most.resolved(45).train.n_steps == 11
     for field in ("train.kl_steps", "optimizer.warmup_steps"):
         config = load_config(config_file, [*base, "train.kl_steps=1", f"{field}=11"])
         with pytest.raises(ValueError, match=rf"^{field}: 11 must be below the 11 steps of the run$"):
-            resolved(config, 45)
+            config.resolved(45)
 
 
 def test_references_are_resolved(config_file, tmp_path, monkeypatch):
@@ -262,68 +249,44 @@ def test_references_are_resolved(config_file, tmp_path, monkeypatch):
     assert load_config(tmp_path / "file.yaml", ["train.micro_batch=5"]).train.global_batch == 5
 
 
-UNRESOLVED = {
-    "data.path=${oc.env:NO_SUCH_NAME}/rows": r"data\.path: '\$\{oc\.env:NO_SUCH_NAME\}/rows' .*NO_SUCH_NAME' not found",
-    "data.path=${target.paht}": r"data\.path: '\$\{target\.paht\}' cannot be resolved: .*'target\.paht' not found",
-    "data.path=${train.run_dir} train.run_dir=${data.path}": r"(data\.path|train\.run_dir): '\$.*[Rr]ecursi",
-    "data.path=${home:}": r"data\.path: '\$\{home:\}' cannot be resolved: Unsupported interpolation type home",
-    "data.path=${": r"override: 'data\.path=\$\{' cannot be read: no viable",
-    "decoding.contexts=[5,'${nope}']": r"decoding\.contexts\[1\]: '\$\{nope\}' cannot be resolved: .*'nope' not found",
-    "data.path='???'": r"data\.path: \?\?\? stands for a value that is still to be given; give one",
-    "train.steps=${oc.env:PATH}": r"train\.steps: expected int, got '",
-    "data={path:${x}}": r"override: 'data=\{path:\$\{x\}\}' cannot be read: .*; write \"\$\{\.\.\.\}\" in quotes",
-    "data.path=[1": r"override: 'data\.path=\[1' cannot be read: while parsing",
-    "data..path=1": r"override: 'data\.\.path=1' has not the form section\.field=value",
-}
-
-
-@pytest.mark.parametrize("overrides", UNRESOLVED)
-def test_what_cannot_be_resolved_is_named(config_file, overrides, monkeypatch):
-    monkeypatch.delenv("NO_SUCH_NAME", raising=False)
-    with pytest.raises(ValueError, match=UNRESOLVED[overrides]) as error:
-        load_config(config_file, overrides.split())
-    assert "\n" not in str(error.value)
-
-
-FILES = {
-    b"- target: {path: x}\n": "holds a list, expected sections of fields",
-    b"[]": "holds a list, expected sections of fields",
-    b"5\n": "cannot be read: Invalid loaded object type: int",
-    b"target: \xff\n": "cannot be read: 'utf-8' codec can't decode byte 0xff",
-    b"target: {path: ${x}}\n": "cannot be read: while parsing a flow mapping",
-    b"data: {path: '${'}\n": r"cannot be read: data\.path: no viable alternative",
-    b"a: 1\na: 2\n": "cannot be read: .*found duplicate key",
-    b"a: " + b"[" * 20_000 + b"]" * 20_000: "cannot be read: ",
-}
+FILES = [
+    b"- target: {path: x}\n", b"[]", b"5\n", b"target: \xff\n", b"target: {path: ${x}}\n", b"data: {path: '${'}\n",
+    b"a: 1\na: 2\n", b"a: " + b"[" * 20_000 + b"]" * 20_000, b"train: [",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", range(len(FILES)))
-def test_files_that_are_no_config_are_refused(train_command, tmp_path, number):
-    content, said = list(FILES.items())[number]
-    (tmp_path / "bad.yaml").write_bytes(content)
-    status, printed = train_command(tmp_path / "bad.yaml", "--estimate")
-    assert status == 2 and re.fullmatch(rf"launch/train\.py: error: config: .*bad\.yaml {said}.*\n", printed), printed
+def test_files_that_are_no_config_are_refused(tmp_path, number):
+    (tmp_path / "bad.yaml").write_bytes(FILES[number])
+    with pytest.raises(ValueError, match=r"^config: .*bad\.yaml ") as error:
+        load_stages(tmp_path / "bad.yaml")
+    assert "\n" not in str(error.value)
 
 
-NUMBERS = {
-    f"{section.name}.{name}": hint
-    for section in fields(Config)
-    for kind in (DRAFT_SECTIONS.values() if section.name == "draft" else [get_type_hints(Config)[section.name]])
-    for name, hint in get_type_hints(kind).items()
-    if {int, float} & {hint, *get_args(hint)}
-}
+def numbers(kind: Any) -> set[type]:
+    """The kinds of number in a field's type."""
+    inner = {found for part in get_args(kind) if isinstance(part, type) or get_args(part) for found in numbers(part)}
+    return ({kind} & {int, float}) | inner
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+NUMBERS = [
+    f"{name}.{field}"
+    for name, section in Config.model_fields.items()
+    for kind in (DRAFT_SECTIONS.values() if name == "draft" else [section.annotation])
+    for field, about in kind.model_fields.items()
+    if numbers(about.annotation)
+]
+
+
+@pytest.mark.parametrize("name", sorted(set(NUMBERS)))
 def test_no_number_is_absurd(config_file, name):
     """Every field that takes a number, in lists too."""
-    method = [f"draft.method={m}" for m, kind in DRAFT_SECTIONS.items() if hasattr(kind, name.split(".")[1])]
-    others = {"data.max_position": ["data.positions=anchor_offset"], "decoding.contexts": ["decoding.every=1"]}
-    given = [*(method[:1] if name.startswith("draft") else []), *others.get(name, [])]
-    list_of = {"optimizer.betas": "[0.9,{}]"}.get(name, "[{}]" if "tuple" in str(NUMBERS[name]) else "{}")
+    section, field = name.split(".")
+    given = [f"draft.method={m}" for m, kind in DRAFT_SECTIONS.items() if field in kind.model_fields][:1]
+    is_list = name in ("optimizer.betas", "train.level_weights", "decoding.contexts", "decoding.temperatures")
     for value in ("nan", ".nan", "inf", "-inf", "1e30", "1e400", "-1e30", str(10**400), str(2**63)):
-        with pytest.raises(ValueError, match=name.replace(".", r"\.")) as error:
-            load_config(config_file, [*given, f"{name}={list_of.format(value)}"])
+        with pytest.raises(ValueError, match=f"^{re.escape(name)}") as error:
+            load_config(config_file, [*given * (section == "draft"), f"{name}={[value] if is_list else value}"])
         assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
@@ -332,14 +295,8 @@ def test_no_number_is_absurd(config_file, name):
 )
 def test_names_and_paths_are_not_empty(config_file, name):
     for value in ('""', '" "', '"a\\0b"'):
-        with pytest.raises(ValueError, match=rf"{name}: .* names nothing; give a name or path, or leave"):
+        with pytest.raises(ValueError, match=f"^{re.escape(name)}: "):
             load_config(config_file, [f"{name}={value}"])
-
-
-@pytest.mark.parametrize("overrides", MISTAKES)
-def test_mistakes_are_named(config_file, overrides):
-    with pytest.raises(ValueError, match=MISTAKES[overrides]):
-        load_config(config_file, overrides.split())
 
 
 def test_the_recipes_that_come_along_are_found_from_every_folder(tmp_path, monkeypatch):
@@ -357,51 +314,44 @@ def test_missing_things_are_named(config_file, tmp_path):
     with pytest.raises(ValueError, match=r"config: no file .*nowhere\.yaml"):
         load_config(tmp_path / "nowhere.yaml")
     text = config_file.read_text()
-    (tmp_path / "a.yaml").write_text("\n".join(line for line in text.splitlines() if not line.startswith("data:")))
-    with pytest.raises(ValueError, match="data: the section is missing"):
-        load_config(tmp_path / "a.yaml")
-    (tmp_path / "b.yaml").write_text(text.replace("precision: fp32, ", ""))
-    with pytest.raises(ValueError, match=r"train\.precision: the value is missing"):
-        load_config(tmp_path / "b.yaml")
-    (tmp_path / "d.yaml").write_text(text.replace("seq_len: 24", 'seq_len: "???"'))
-    with pytest.raises(ValueError, match=r"data\.seq_len: \?\?\? stands for a value"):
-        load_config(tmp_path / "d.yaml")
-    (tmp_path / "c.yaml").write_text("train: [")
-    with pytest.raises(ValueError, match=r"config: .*c\.yaml cannot be read"):
-        load_config(tmp_path / "c.yaml")
+    changes = {"data": ("data: {", "#"), "train.precision": ("precision: fp32, ", ""), "data.seq_len": ("24", '"???"')}
+    for name, change in changes.items():
+        (tmp_path / "bad.yaml").write_text(text.replace(*change))
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            load_config(tmp_path / "bad.yaml")
 
 
 def test_passes_that_do_not_divide_leave_some_empty(config_file):
     config = load_config(config_file, ["train.global_batch=7"])  # 2, 2, 2 and 1
-    counts = [(accumulation(config, n_ranks), empty_passes(config, n_ranks)) for n_ranks in range(1, 6)]
+    counts = [(config.train.n_passes(n_ranks), config.train.n_empty_passes(n_ranks)) for n_ranks in range(1, 6)]
     assert counts == [(4, 0), (2, 0), (2, 2), (1, 0), (1, 1)]
     shared = load_config(config_file, ["train.sequence_parallel=2", "train.global_batch=6"])
-    assert [(accumulation(shared, n), empty_passes(shared, n)) for n in (2, 4, 6)] == [(3, 0), (2, 1), (1, 0)]
+    assert [(shared.train.n_passes(n), shared.train.n_empty_passes(n)) for n in (2, 4, 6)] == [(3, 0), (2, 1), (1, 0)]
     with pytest.raises(ValueError, match=r"train\.sequence_parallel: 2 does not divide 3 ranks; set it to a divisor"):
-        accumulation(shared, 3)
+        shared.train.n_passes(3)
 
 
 def test_epochs_and_shares_become_steps(config_file):
     """45 rows in batches of 8: a partial step is left out."""
     given = load_config(config_file)
-    assert resolved(given, 45) == given
+    assert given.resolved(45) == given
     epochs = ["train.steps=null", "train.epochs=2", "optimizer.warmup_steps=null", "optimizer.warmup_share=0.2"]
     config = load_config(config_file, epochs)
     with pytest.raises(AssertionError, match="not resolved"):
         _ = config.train.n_steps
-    found = resolved(config, 45)
+    found = config.resolved(45)
     assert (found.train.steps, found.train.epochs, found.train.n_steps) == (11, None, 11)
     assert (found.optimizer.warmup_steps, found.optimizer.warmup_share) == (2, None)
-    assert resolved(found, 45) == found == config_from_dict(to_dict(found))
+    assert found.resolved(45) == found == config_from_dict(to_dict(found))
     half = load_config(config_file, [*epochs, "train.epochs=0.5", "optimizer.warmup_share=0"])
-    assert (resolved(half, 45).train.steps, resolved(half, 45).optimizer.warmup_steps) == (2, 0)
+    assert (half.resolved(45).train.steps, half.resolved(45).optimizer.warmup_steps) == (2, 0)
     with pytest.raises(
         ValueError, match=r"train\.epochs: 2\.0 of 3 rows are less than one step of train\.global_batch = 8"
     ):
-        resolved(config, 3)
+        config.resolved(3)
     short = load_config(config_file, ["train.steps=null", "train.epochs=1"])
     with pytest.raises(ValueError, match=r"optimizer\.warmup_steps: 4 must be below the 4 steps of the run"):
-        resolved(short, 33)
+        short.resolved(33)
 
 
 def test_a_run_goes_on_only_with_what_gives_the_same_result(config_file):

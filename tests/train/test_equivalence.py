@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from longdraft.models.draft_folder import read_info
 from longdraft.models.hf import load_target
 from longdraft.train.batches import read_batch, step_rows
 from longdraft.train.checkpoint import MASTERS, START, WEIGHTS, masters_of, newest
-from longdraft.train.config import load_config
+from longdraft.train.config_file import load_config
 from longdraft.train.methods.build import open_method
 from longdraft.train.resuming import check_same_vocabulary
 from longdraft.train.teacher import Teacher
@@ -206,7 +205,7 @@ def test_another_vocabulary_is_refused(runs):
     assert found is not None
     config, own = load_config(runs / "longspec-anchored" / "config.yaml"), load_file(found[0] / WEIGHTS)["token_ids"]
     check_same_vocabulary(found, own, config)
-    started = replace(config, draft=replace(config.draft, start_from="a/draft"))
+    started = config.changed(draft={"start_from": "a/draft"})
     for given, name in ((config, r"draft\.draft_vocab_size gives"), (started, r"draft\.start_from: a/draft gives")):
         with pytest.raises(ValueError, match=f"^{name} other tokens for the draft than the run in .*put back"):
             check_same_vocabulary(found, own + 1, given)

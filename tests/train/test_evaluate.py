@@ -16,7 +16,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import load_target
 from longdraft.train import checkpoint, evaluate
-from longdraft.train.config import load_config
+from longdraft.train.config_file import load_config
 from longdraft.train.evaluate import Evaluator, decode
 from longdraft.train.export import export
 from longdraft.train.loop import train

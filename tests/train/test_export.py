@@ -27,8 +27,8 @@ from longdraft.models.hf import LOADERS, load_target
 from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
 from longdraft.train import export as exporting
-from longdraft.train.config import config_from_dict, load_config, to_dict
-from longdraft.train.config_sections import DTYPES
+from longdraft.train.config import DTYPES, config_from_dict, to_dict
+from longdraft.train.config_file import load_config
 from longdraft.train.export import export, largest_difference
 from longdraft.train.setup import open_rows
 from longdraft.train.state_file import seal

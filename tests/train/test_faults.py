@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_json, write_shard
 from longdraft.train import checkpoint, saving
-from longdraft.train.config import load_config
+from longdraft.train.config_file import load_config
 from longdraft.train.launcher import RANK_MARK, _explain
 from longdraft.train.loop import train
 from longdraft.train.ranks import TIMEOUT, TrainingError

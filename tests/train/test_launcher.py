@@ -124,14 +124,13 @@ def test_an_empty_option_is_not_forgotten(gpus, config_file, monkeypatch, capsys
     started = []
     monkeypatch.setattr(launcher, "launch_with_deepspeed", lambda argv, devices: started.append(argv) or 0)
     gpus(0, None)
-    assert start_command([str(config_file), option]) == 0 and started[0][1:] == [str(config_file), option]
-    assert main([str(config_file), option, "--estimate"]) == 2  # which the ranks refuse
-    assert re.search(r"error: (stages\.: unknown stage|draft\.start_from: '' names nothing)", capsys.readouterr().err)
+    assert start_command([str(config_file), option]) == 2 and not started
+    assert re.search(r"error: (stages\.|draft\.start_from): ", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # SIGHUP comes from a terminal that closes
 def test_a_signal_before_the_ranks_are_there(config_file, monkeypatch, capsys, number):
-    def interrupted(path, overrides):
+    def interrupted(setting):
         signal.raise_signal(number)
         return "cpu"
 

@@ -26,14 +26,13 @@ from longdraft.models.hf import LOADERS, load_target
 from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
 from longdraft.train.batches import step_rows
-from longdraft.train.config import load_config
-from longdraft.train.config_sections import DTYPES, OptimizerSection
+from longdraft.train.config import DTYPES, OptimizerSection
+from longdraft.train.config_file import Stage, load_config
 from longdraft.train.deepspeed_engine import learning_rate, parameter_groups
 from longdraft.train.export import export
 from longdraft.train.loop import train, train_stages
 from longdraft.train.ranks import TrainingError, log
 from longdraft.train.setup import open_rows
-from longdraft.train.stages import Stage
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import Tracker, _flat, check_environment, read_metrics, wandb_mode
 
@@ -148,7 +147,7 @@ def test_wandb_offline_keeps_its_run_and_forgets_what_a_kill_left(config_file, t
 WITHOUT_SERVICE = """
 import sys
 import psutil
-from longdraft.train.config import load_config
+from longdraft.train.config_file import load_config
 from longdraft.train.tracking import Tracker, read_metrics
 for folder in sys.argv[2:]:  # two stages
     config = load_config(sys.argv[1], [f"train.run_dir={folder}", "log.wandb=offline"])

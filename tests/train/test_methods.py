@@ -14,7 +14,7 @@ from longdraft.models.drafts.longspec import plan_queries
 from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 from longdraft.train.batches import Batch, Place, draws, piece_key, read_batch
-from longdraft.train.config import load_config
+from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.base import QUERY_BLOCK
 from longdraft.train.methods.build import open_method

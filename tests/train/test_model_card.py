@@ -44,7 +44,7 @@ from longdraft.models.draft_folder import load_draft
 from longdraft.models.hf import load_target
 from longdraft.train.methods.build import open_method
 from longdraft.train.setup import begin_with
-from longdraft.train.stages import load_stages
+from longdraft.train.config_file import load_stages
 config = load_stages("run.yaml", from_draft="me/draft")[0].config
 target = load_target("me/target", torch.float32)
 opened, exported = open_method(config, target.model, None), load_draft("run/draft", target)

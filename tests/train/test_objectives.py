@@ -10,7 +10,7 @@ from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 from longdraft.train.batches import Place, read_batch
 from longdraft.train.checkpoint import WEIGHTS, newest
-from longdraft.train.config import load_config
+from longdraft.train.config_file import load_config
 from longdraft.train.methods.base import MAX_GAP
 from longdraft.train.methods.build import open_method
 from longdraft.train.teacher import Teacher

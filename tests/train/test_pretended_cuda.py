@@ -10,8 +10,8 @@ import torch
 
 from longdraft.kernels import backend, segment_attention
 from longdraft.train.agreement import await_agreement
-from longdraft.train.config import load_config
-from longdraft.train.config_sections import DTYPES
+from longdraft.train.config import DTYPES
+from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.build import open_method
 from longdraft.train.run import Run

@@ -17,7 +17,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import export, generate
 from longdraft.launch.runtime import Drafting
 from longdraft.models.hf import load_transformers, read_target_config
-from longdraft.train.stages import load_stages
+from longdraft.train.config_file import load_stages
 
 VOCAB, HEAD_DIM, NEW = 97, 8, 6
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

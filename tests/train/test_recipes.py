@@ -11,9 +11,8 @@ from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.footprint import weight_count
 from longdraft.models.hf import read_target_config
 from longdraft.models.rope import RopeConfig
-from longdraft.train.config import accumulation, load_config, resolved
+from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.estimate_memory import estimate
-from longdraft.train.stages import load_stages
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "longspec"
 # Longest rows, and how far Anchor-Offset positions go: never beyond the target's own.
@@ -53,8 +52,8 @@ def test_appendix_e(name):
     for config in (short, *others):
         assert (config.optimizer.betas, config.optimizer.weight_decay, config.optimizer.clip) == ((0.9, 0.95), 0.1, 1.0)
         assert (config.train.epochs, config.train.precision, config.draft.method) == (1.0, "bf16", "longspec")
-        assert accumulation(config, 8) * 8 * config.train.micro_batch == config.train.global_batch
-        steps = resolved(config, n_rows=config.train.global_batch * 200)
+        assert config.train.n_passes(8) * 8 * config.train.micro_batch == config.train.global_batch
+        steps = config.resolved(n_rows=config.train.global_batch * 200)
         assert (steps.train.steps, steps.optimizer.warmup_steps) == (200, 20)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from longdraft.train import checkpoint
-from longdraft.train.config import load_config
+from longdraft.train.config_file import load_config
 from longdraft.train.loop import train
 from longdraft.train.run_lock import locked
 from longdraft.train.tracking import read_metrics

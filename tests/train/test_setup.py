@@ -8,7 +8,7 @@ import torch
 
 from longdraft.models.hf import LOADERS, read_target_config
 from longdraft.train import ranks, setup
-from longdraft.train.config import load_config
+from longdraft.train.config_file import load_config
 from longdraft.train.estimate_memory import estimate
 
 GPU = torch.device("cuda:1")

@@ -17,11 +17,10 @@ from longdraft.launch.shared_options import add_drafting, add_model
 from longdraft.models.draft_folder import read_info
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import load_through_transformers
-from longdraft.train.config import load_config
+from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.estimate import report
 from longdraft.train.export import export
 from longdraft.train.setup import open_run
-from longdraft.train.stages import load_stages
 from longdraft.train.tracking import read_metrics
 
 VOCAB = 97

@@ -11,8 +11,7 @@ from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.target import Target
-from longdraft.train.config import Config
-from longdraft.train.config_sections import LongSpecSection
+from longdraft.train.config import Config, LongSpecSection
 from longdraft.train.methods.base import Method
 from longdraft.train.methods.heads import HeadsMethod
 from longdraft.train.methods.longspec import LongSpecMethod
