@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "limits.py"
+PROGRAM = Path(__file__).parents[2] / "benchmarks/kernels/limits.py"
 # Instructions for 64 keys in the loop over committed keys, with 64 nodes, 32 heads of width 128, 8 key heads, bf16,
 # sm_90 and Triton 3.7.1. `python benchmarks/kernels/limits.py --kernel tree_attention --arch 90` counts them.
 MAIN_LOOP = 359
