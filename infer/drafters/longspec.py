@@ -4,7 +4,7 @@ Pass l = 1, 2, ... runs the nodes of level l - 1 as queries (first the root, at 
 self-attention of these queries reads the draft's window and their ancestors. Their cross-attention reads the target's
 committed keys, which end at p - 1: the noise shift l of training. The draft's own keys and values depend on token and
 position only, so there is no prefill: committed tokens are read from the history, whoever proposed them.
-The block is in models/drafts/longspec.py, its passes and keys in infer/longspec_passes.py.
+The block is in models/drafts/longspec.py, its passes and keys in infer/caches/longspec.py.
 Shapes: B slots, T queries of a pass, W nodes of a level, N rows of the tree so far, E draft vocabulary, D hidden.
 """
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.caches.longspec import DraftPasses, draft_passes, draft_rows
 from longdraft.infer.drafters.base import DeviceDrafter, Request
-from longdraft.infer.longspec_passes import DraftPasses, draft_passes, draft_rows
 from longdraft.infer.options import check_draft, check_integer_or, copied_head, level_widths
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import ROOT, TokenTree

@@ -3,7 +3,7 @@
 
 It chooses as the target would, with the noise that the target's choices will use (infer/slot_sampling.py). Rows of its
 own passes stay as far as the committed tokens agree with them; other tokens are read when they are next needed. The
-cache is in infer/streaming_cache.py. Shapes: B slots, T rows of a pass, V vocabulary.
+cache is in infer/caches/ring.py. Shapes: B slots, T rows of a pass, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.caches.ring import StreamingCache, check_streaming
 from longdraft.infer.drafters.base import DeviceDrafter, Request
 from longdraft.infer.options import integer
 from longdraft.infer.slot_state import SlotState
-from longdraft.infer.streaming_cache import StreamingCache, check_streaming
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.reference.tree_attention import MOST_ROWS

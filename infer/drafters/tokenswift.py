@@ -2,7 +2,7 @@
 
 Without a draft pass the heads read the state just before the root, at p - 1 for a root at p (infer/drafters/heads.py):
 head i proposes the token at p + i, and the levels are [3, 3, 3]. With a draft pass the target runs over the root on a
-selected cache (infer/partial_cache.py): its own logits propose the token at p + 1, head i that at p + 1 + i, and the
+selected cache (infer/caches/partial.py): its own logits propose the token at p + 1, head i that at p + 1 + i, and the
 levels are [1, 3, 3, 3]. infer/draft_pass_trial.py measures whether the pass pays. The heads are in
 models/drafts/tokenswift.py, the n-grams that join them in infer/drafters/ngrams.py.
 Shapes: B slots, D hidden, I levels, K ranks.
@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.caches.partial import SelectedCache, TopTokens, selected_rows
+from longdraft.infer.caches.ring import RingCache, refuse_windows
 from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.heads import HeadsDrafter
 from longdraft.infer.drafters.ngrams import Ngrams
 from longdraft.infer.options import integer, one_of
-from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_rows
-from longdraft.infer.selection import TopTokens
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree

@@ -4,7 +4,7 @@ In the inner level a small model drafts for the target on a cache of retrieved r
 level commits is the proposal that the outer level verifies, the target on the full cache. The inner level has its own
 runner (infer/runner.py), with the same noise and parameters; the levels exchange only tokens. Without a small model the
 inner level is self-speculation; with recent rows instead of retrieved ones it is the naive policy (MagicDec). The small
-model is in infer/drafters/small_model.py, the cache in infer/partial_cache.py, what is retrieved in infer/selection.py.
+model is in infer/drafters/small_model.py, the cache and what is retrieved in infer/caches/partial.py.
 Shapes: L layers, B slots, H query heads, C chain.
 """
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.caches.partial import Recent, SelectedCache, TopChunks, selected_rows
+from longdraft.infer.caches.ring import RingCache, refuse_windows
 from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.drafters.plain import Plain
 from longdraft.infer.drafters.small_model import SLACK, SmallModelDrafter
 from longdraft.infer.history import History
 from longdraft.infer.options import fraction, integer, one_of
-from longdraft.infer.partial_cache import RingCache, SelectedCache, refuse_windows, selected_rows
 from longdraft.infer.runner import Runner
-from longdraft.infer.selection import Recent, TopChunks
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.models.footprint import Allocations

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.caches.longspec import _CPasses
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.longspec import EXTENDED_ON_CPU, WIDTHS, LongSpecDrafter, _fit
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
-from longdraft.infer.longspec_passes import _CPasses
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
-from longdraft.infer.window_cache import SLACK
 from longdraft.kernels.cpu_impl import draft_block, rows
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
@@ -159,9 +158,8 @@ def own_rows(passes, slot, position):
     if isinstance(passes, _CPasses):
         keys, values = passes._draft_kv
         return keys[slot, position], values[slot, position]
-    ring = passes._ring
-    (row,) = (ring.positions[slot] == position).nonzero()
-    return ring.keys[slot, row[0]], ring.values[slot, row[0]]
+    row = position % WINDOW
+    return passes._keys[slot, row], passes._values[slot, row]
 
 
 def assert_window_is_a_fresh_one(bench):
@@ -196,7 +194,7 @@ def test_logits_are_the_whole_rows_after_any_commits_and_rewinds(target, restric
 
     ids = torch.randperm(VOCAB, generator=generator)[:17] if restricted else None
     drafter = Watched(target, drafted(target, ids), (2, 3, 3))
-    bench = Bench(target, drafter, [some(3), some(1), some(SLACK + 2 * WINDOW)])
+    bench = Bench(target, drafter, [some(3), some(1), some(64 + 2 * WINDOW)])
     steps = [
         lambda: None,
         lambda: bench.commit(some(1), some(4), some(2)),
@@ -408,7 +406,7 @@ def test_memory_is_what_it_allocates(tiny_target, dtype):
                 *(copies if rows.multiplies_bf16() and dtype == torch.bfloat16 else []),
             )
         else:
-            allocated = passes._ring.keys, passes._ring.values, passes._ring.positions
+            allocated = passes._keys, passes._values
         assert told["draft window"] == sum(x.numel() * x.element_size() for x in allocated)
         assert ("draft vocabulary" in told) == (ids is not None)
         if ids is not None:

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.infer.partial_cache import SelectedCache, selected_bytes
-from longdraft.infer.selection import Recent, TopChunks, TopTokens
-from longdraft.infer.streaming_cache import StreamingCache
+from longdraft.infer.caches.partial import Recent, SelectedCache, TopChunks, TopTokens, selected_rows
+from longdraft.infer.caches.ring import StreamingCache
 from longdraft.kernels import backend
+from longdraft.models.footprint import sizes
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass
 from longdraft.models.rope import Rope
@@ -67,7 +67,7 @@ def rows_of(cache, slot: int) -> list[list[set[int]]]:
 def best_by_loops(policy, full, layer, slot, head, query, covered):
     """The tokens of one head by plain loops."""
     keys, group = full.keys[layer, slot, :, head], HEADS // KV_HEADS
-    if isinstance(policy, Recent):
+    if not policy.scored:
         return {*range(policy.fixed), *range(covered - policy.budget + policy.fixed, covered)}
     score = {}
     size = policy.chunk if isinstance(policy, TopChunks) else 1
@@ -250,7 +250,7 @@ def test_chunk_means_are_appended_and_never_recomputed_but_of_another_sequence()
 def test_the_estimate_is_what_is_allocated():
     policy = TopChunks(budget=24, chunk=4)
     cache = SelectedCache(random_full(), policy, Shape, tail=8)
-    parts = selected_bytes(policy, Shape, torch.float32, SLOTS, CAPACITY, tail=8)
+    parts = sizes(selected_rows(policy, Shape, torch.float32, SLOTS, CAPACITY, tail=8))
     assert parts["selected cache"] == sum(part.numel() * 4 for part in (cache.keys, cache.values))
     assert parts["chunk means"] == cache.policy.means_LBCKd.numel() * 4
 

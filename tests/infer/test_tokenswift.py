@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longdraft.infer.caches.partial import SelectedCache
 from longdraft.infer.draft_pass_trial import TRIAL_STEPS, DraftPassTrial
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.ngrams import NgramTable
 from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.engine import Engine
-from longdraft.infer.partial_cache import SelectedCache
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape, likeliest_nodes
 from longdraft.infer.tree import PAD, ROOT

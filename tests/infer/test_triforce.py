@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longdraft.infer.caches.ring import StreamingCache
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.tokenswift import tokenswift
@@ -16,7 +17,6 @@ from longdraft.infer.history import History
 from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
-from longdraft.infer.streaming_cache import StreamingCache
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass, TargetOutput

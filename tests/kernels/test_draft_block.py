@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longdraft.infer.longspec_passes import block_weights
+from longdraft.infer.caches.longspec import block_weights
 from longdraft.kernels.cpu_impl import rows
 from longdraft.kernels.cpu_impl.draft_block import DraftBlock, Inputs, Matrices, can_run
 from longdraft.kernels.reference.cross_attention import cross_attention

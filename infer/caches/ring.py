@@ -1,19 +1,75 @@
-"""StreamingLLM's cache for a small model: the first tokens and the most recent ones, at positions inside the cache, so
-that a model trained on 2K positions drafts at any length (TriForce, section 4.2; Xiao et al., arXiv 2309.17453).
+"""Caches whose recent tokens stand in a ring, so that a pass costs the same at any context length.
 
-RoPE is relative, so only distances count. Recent tokens keep the keys that were rotated at their absolute positions;
-the sinks are rotated again, always from their first keys, so that they end right before the oldest recent token. That
-is the paper's numbering 0, 1, 2, ... inside the cache, shifted by a constant. infer/drafters/small_model.py drafts on
-the cache. Shapes: L layers, B slots, s sinks, M rows of the tail, K KV heads, d head width.
+A decoder runs on them as on a full cache, with explicit positions: attention does not depend on the order of rows, and
+RoPE is in the keys already. infer/caches/partial.py selects rows of a full cache.
+Shapes: L layers, B slots, s sinks, M rows moved at once, K KV heads, d head width.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from longdraft.infer.partial_cache import RingCache, refuse_windows
 from longdraft.kernels import backend
 from longdraft.kernels.rotate import rotate
+from longdraft.kernels.transfer import integers
 from longdraft.models.decoder import Decoder
+from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.kv_cache import KVCache
+
+
+class RingCache(KVCache):
+    """Rows [0, fixed) hold the first tokens for good, rows [fixed, budget) are a ring, and a tail follows them.
+
+    The tail is what passes on this cache have committed (`append`, `commit`); `rewind` takes it back. The rows before
+    it stand for the text's first `held` tokens: the first `budget` of these went to their own rows, token t to row t,
+    and each further one overwrote the ring's next row, starting at row `fixed`.
+
+    Attributes:
+        held: int64 [B].
+    """
+
+    def __init__(
+        self,
+        like: DecoderConfig,
+        batch: int,
+        tail: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        fixed: int,
+        budget: int,
+    ):
+        """`tail` counts the rows after the budget, a pass's pending rows included."""
+        # The extra last row takes writes that nobody reads, so that slots of unequal counts share one indexed copy.
+        capacity = budget + tail + 1
+        super().__init__(like.n_layers, batch, capacity, like.n_kv_heads, like.head_dim, dtype, device)
+        self.fixed, self.budget = fixed, budget
+        self.held = torch.zeros_like(self.lengths)
+        self._written = torch.full_like(self.lengths, -fixed)  # ring writes since row `fixed` was the next one
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [B]: how many tokens of the text the slot has seen, the tail's included."""
+        return self.held + self.lengths - self.held.clamp(max=self.budget)
+
+    def reset(
+        self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
+    ) -> None:
+        where = integers(range(self.batch) if slots is None else slots, self.lengths.device)
+        super().reset(where, prompt_lengths)
+        self.held.index_fill_(0, where, 0)
+        self._written.index_fill_(0, where, -self.fixed)
+
+    def _ring_rows(self, most: int, counts_B: Tensor) -> Tensor:
+        """int64 [B, M]: the rows of the next counts_B[b] tokens. Tokens beyond these, and tokens that a later one of
+        them overwrites, get the last row, which nobody reads."""
+        ring_size = self.budget - self.fixed
+        writes_BM = self._written[:, None] + torch.arange(most, device=counts_B.device)
+        rows_BM = torch.where(writes_BM < 0, writes_BM + self.fixed, writes_BM % ring_size + self.fixed)
+        end_B1 = (self._written + counts_B)[:, None]
+        lost_BM = (writes_BM >= end_B1) | ((writes_BM >= 0) & (writes_BM < end_B1 - ring_size))
+        return rows_BM.masked_fill(lost_BM, self.capacity - 1)
 
 
 class StreamingCache(RingCache):
@@ -118,3 +174,9 @@ def check_streaming(model: Decoder, window: int, sinks: int, slack: int) -> None
         raise ValueError(
             f"window={window}: must exceed sinks={sinks} and twice slack={slack}, the rows to take back; raise it"
         )
+
+
+def refuse_windows(like: DecoderConfig, what: str) -> None:
+    """Raise ValueError, about `what`, if a layer has a sliding window."""
+    if like.sliding_windows and any(like.sliding_windows):
+        raise ValueError(f"{what} does not go with this model's sliding windows; use a drafter that needs none")

@@ -1,78 +1,142 @@
-"""Caches that hold part of the context, so that a pass costs the same at any context length.
+"""A cache of selected rows of a full one, and the policies that select them: the caches of TokenSwift's draft pass and
+of TriForce's inner level.
 
-RingCache keeps track of rows; SelectedCache keeps selected rows of a full cache (TokenSwift's draft pass, TriForce's
-inner level). infer/selection.py chooses the rows; infer/streaming_cache.py is a small model's own cache. A decoder runs
-on these caches as on a full one, with explicit positions: attention does not depend on the order of rows, and RoPE is
-in the keys already.
-Shapes: L layers, B slots, S rows, M rows copied at once, H query heads, K KV heads, d head width.
+A policy picks tokens of one slot, separately for each layer and KV head; kernels/selection.py computes the scores.
+Shapes: L layers, B slots, S tokens of the full cache, M rows copied at once, H query heads, K KV heads, d head width, R
+rows picked, C chunks.
 """
 
 from collections.abc import Sequence
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.selection import SelectionPolicy
-from longdraft.kernels.selection import gather_rows
+from longdraft.infer.caches.ring import RingCache, refuse_windows
+from longdraft.kernels.selection import chunk_means, gather_rows, top_keys
 from longdraft.kernels.transfer import HostCopy, integers
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.footprint import Allocations, cache_rows
 from longdraft.models.kv_cache import KVCache
 
 
-class RingCache(KVCache):
-    """Rows [0, fixed) hold the first tokens for good, rows [fixed, budget) are a ring, and a tail follows them.
-
-    The tail is what passes on this cache have committed (`append`, `commit`); `rewind` takes it back. The rows before
-    it stand for the text's first `held` tokens: the first `budget` of these went to their own rows, token t to row t,
-    and each further one overwrote the ring's next row, starting at row `fixed`.
+class Recent:
+    """Picks `budget` of a slot's tokens, from the full cache that it was put `on`: the first tokens and the most recent
+    ones (StreamingLLM). The other policies pick by scores.
 
     Attributes:
-        held: int64 [B].
+        budget: rows a slot, for each layer and KV head.
+        fixed: how many of the first rows hold the sequence's first tokens and are never overwritten.
+        scored: whether it scores tokens by queries; without queries it picks the most recent tokens.
     """
 
-    def __init__(
-        self,
-        like: DecoderConfig,
-        batch: int,
-        tail: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        fixed: int,
-        budget: int,
-    ):
-        """`tail` counts the rows after the budget, a pass's pending rows included."""
-        # The extra last row takes writes that nobody reads, so that slots of unequal counts share one indexed copy.
-        capacity = budget + tail + 1
-        super().__init__(like.n_layers, batch, capacity, like.n_kv_heads, like.head_dim, dtype, device)
-        self.fixed, self.budget = fixed, budget
-        self.held = torch.zeros_like(self.lengths)
-        self._written = torch.full_like(self.lengths, -fixed)  # ring writes since row `fixed` was the next one
+    scored = False
+    full: KVCache
 
-    @property
-    def tokens(self) -> Tensor:
-        """int64 [B]: how many tokens of the text the slot has seen, the tail's included."""
-        return self.held + self.lengths - self.held.clamp(max=self.budget)
+    def __init__(self, budget: int = 4096, sinks: int = 16):
+        if sinks < 0 or budget <= sinks:
+            raise ValueError(f"budget={budget}: must exceed the {sinks} tokens that always stay; raise it")
+        self.budget, self.fixed = budget, sinks
 
-    def reset(
-        self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
-    ) -> None:
-        where = integers(range(self.batch) if slots is None else slots, self.lengths.device)
-        super().reset(where, prompt_lengths)
-        self.held.index_fill_(0, where, 0)
-        self._written.index_fill_(0, where, -self.fixed)
+    def rows(self, capacity: int) -> int:
+        """The budget on a full cache of `capacity` tokens: no more rows than they need."""
+        return min(self.budget, max(capacity, self.fixed + 1))
 
-    def _ring_rows(self, most: int, counts_B: Tensor) -> Tensor:
-        """int64 [B, M]: the rows of the next counts_B[b] tokens. Tokens beyond these, and tokens that a later one of
-        them overwrites, get the last row, which nobody reads."""
-        ring_size = self.budget - self.fixed
-        writes_BM = self._written[:, None] + torch.arange(most, device=counts_B.device)
-        rows_BM = torch.where(writes_BM < 0, writes_BM + self.fixed, writes_BM % ring_size + self.fixed)
-        end_B1 = (self._written + counts_B)[:, None]
-        lost_BM = (writes_BM >= end_B1) | ((writes_BM >= 0) & (writes_BM < end_B1 - ring_size))
-        return rows_BM.masked_fill(lost_BM, self.capacity - 1)
+    def on(self, full: KVCache) -> Self:
+        """A copy of this policy for a full cache, whose capacity bounds the budget."""
+        policy = copy(self)
+        policy.full, policy.budget = full, self.rows(full.capacity)
+        return policy
+
+    def covered(self, seen: int) -> int:
+        """How many of the first `seen` tokens it picks from; later ones are kept as recent."""
+        return seen
+
+    def restart(self, slot: int) -> None:
+        """Forget what was kept for this slot's tokens."""
+
+    def pick(self, slot: int, covered: int, queries_LHd: Tensor | None) -> Tensor:
+        """Pick R = budget of the first `covered` tokens (at least as many): their indices, int64 [L, R, K].
+
+        The fixed ones come first, then the others from the least important on, the order in which they are overwritten.
+        Here, and in every policy without queries, the oldest are the least important.
+        """
+        n_layers, _, _, n_kv_heads, _ = self.full.keys.shape
+        fixed = torch.arange(self.fixed, device=self.full.keys.device)
+        recent = torch.arange(covered - self.budget + self.fixed, covered, device=self.full.keys.device)
+        return torch.cat([fixed, recent])[:, None].expand(n_layers, -1, n_kv_heads)
+
+    def allocations(self, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int) -> Allocations:
+        """What it keeps beside the picked rows, by name."""
+        return {}
+
+
+class TopTokens(Recent):
+    """The sinks, and the tokens with the highest scores for the last committed query (TokenSwift, section 3.2)."""
+
+    scored = True
+
+    def pick(self, slot: int, covered: int, queries_LHd: Tensor | None) -> Tensor:
+        if queries_LHd is None:
+            return super().pick(slot, covered, None)
+        keys_LSKd = self.full.keys[:, slot, self.fixed : covered]
+        best_LKR = top_keys(queries_LHd, keys_LSKd, self.budget - self.fixed).flip(2) + self.fixed
+        fixed_R1 = torch.arange(self.fixed, device=best_LKR.device)[:, None]
+        return torch.cat([fixed_R1.expand(len(best_LKR), -1, best_LKR.shape[1]), best_LKR.transpose(1, 2)], 1)
+
+
+class TopChunks(Recent):
+    """The first chunk, and the chunks whose mean key scores best for the last committed query (TriForce, section 4.1).
+
+    A chunk's mean is final once the chunk is full, so means are only ever appended. Tokens after the last full chunk
+    count as recent.
+    """
+
+    scored = True
+    means_LBCKd: Tensor
+    _done: list[int]  # for each slot, how many chunks have their mean
+
+    def __init__(self, budget: int = 4096, chunk: int = 8):
+        if chunk < 1 or budget % chunk:
+            raise ValueError(f"budget={budget}: must be a multiple of chunk={chunk}, which must be at least 1")
+        super().__init__(budget, chunk)
+        self.chunk = chunk
+
+    def rows(self, capacity: int) -> int:
+        return min(self.budget, max(-(-capacity // self.chunk), 2) * self.chunk)
+
+    def on(self, full: KVCache) -> Self:
+        policy = super().on(full)
+        n_layers, batch, capacity, n_kv_heads, width = full.keys.shape
+        policy.means_LBCKd = full.keys.new_empty(n_layers, batch, capacity // self.chunk, n_kv_heads, width)
+        policy._done = [0] * batch
+        return policy
+
+    def covered(self, seen: int) -> int:
+        return seen // self.chunk * self.chunk
+
+    def restart(self, slot: int) -> None:
+        self._done[slot] = 0
+
+    def pick(self, slot: int, covered: int, queries_LHd: Tensor | None) -> Tensor:
+        if queries_LHd is None:
+            return super().pick(slot, covered, None)
+        done, count = self._done[slot], covered // self.chunk
+        if count > done:
+            keys_LSKd = self.full.keys[:, slot, done * self.chunk : count * self.chunk]
+            chunk_means(keys_LSKd, self.chunk, self.means_LBCKd[:, slot, done:count])
+            self._done[slot] = count
+        means_LCKd = self.means_LBCKd[:, slot, 1:count]
+        best_LKC = top_keys(queries_LHd, means_LCKd, self.budget // self.chunk - 1).flip(2) + 1
+        chunks_LKC = torch.cat([torch.zeros_like(best_LKC[..., :1]), best_LKC], 2)
+        inside = torch.arange(self.chunk, device=best_LKC.device)
+        return (chunks_LKC[..., None] * self.chunk + inside).flatten(2).transpose(1, 2)
+
+    def allocations(self, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int) -> Allocations:
+        means = (like.n_layers, batch, capacity // self.chunk, like.n_kv_heads, like.head_dim)
+        return {"chunk means": [(means, dtype)]}
 
 
 class SelectedCache(RingCache):
@@ -94,7 +158,7 @@ class SelectedCache(RingCache):
     Raises: ValueError if layers of the model have a sliding window: it counts rows, and these are in no order.
     """
 
-    def __init__(self, full: KVCache, policy: SelectionPolicy, like: DecoderConfig, tail: int):
+    def __init__(self, full: KVCache, policy: Recent, like: DecoderConfig, tail: int):
         refuse_windows(like, f"budget={policy.budget}: a cache of selected rows")
         self.full, self.policy = full, policy.on(full)
         fixed, budget = self.policy.fixed, self.policy.budget
@@ -251,14 +315,8 @@ class SelectedCache(RingCache):
 
 
 def selected_rows(
-    policy: SelectionPolicy, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int, tail: int
+    policy: Recent, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int, tail: int
 ) -> Allocations:
     """What a SelectedCache on a full cache of `capacity` rows a slot will allocate, by name."""
     picked = cache_rows(like, batch * (policy.rows(capacity) + tail + 1), dtype)
     return {"selected cache": picked, **policy.allocations(like, dtype, batch, capacity)}
-
-
-def refuse_windows(like: DecoderConfig, what: str) -> None:
-    """Raise ValueError, about `what`, if a layer has a sliding window."""
-    if like.sliding_windows and any(like.sliding_windows):
-        raise ValueError(f"{what} does not go with this model's sliding windows; use a drafter that needs none")

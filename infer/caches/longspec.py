@@ -1,20 +1,19 @@
 """LongSpec's block while it drafts: its own keys and values, and the pass of one level of a tree.
 
 There are two implementations, and `draft_passes` chooses: one C call a level where the C kernels compute the block,
-PyTorch's operations elsewhere. On a CPU, drafting one level with SmolLM2's block took 2.1 ms in C (1.7 by now) and 3.1
-by operations, in steps of 15.3 and 16.3 (docs/LOG.md). infer/drafters/longspec.py says which tokens a level proposes.
+PyTorch's operations elsewhere. infer/drafters/longspec.py says which tokens a level proposes.
 
 The block's own keys of committed tokens are computed late: a proposal first catches up with the last tokens before the
-roots, at most a window of them. Shapes: B slots, T queries of a level, N rows of the tree so far, E draft vocabulary, C
-tokens to catch up with, P positions, d head width.
+roots, at most a window of them. Shapes: B slots, T queries of a level, N rows of the tree so far, W rows of the window,
+E draft vocabulary, C tokens to catch up with, P positions, G = H / K, H query heads, K key/value heads, d head width.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
-from longdraft.infer.partial_cache import RingCache
+from longdraft.infer.caches.ring import RingCache
 from longdraft.infer.slot_state import SlotState
-from longdraft.infer.window_cache import WindowCache, window_of
 from longdraft.kernels.cpu_impl import draft_block, rows
 from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.linear import linear
@@ -29,14 +28,15 @@ class DraftPasses:
 
     Attributes:
         cache: the target's.
-        window: how many positions before the root are read at most.
+        window: how many positions before its own a query reads at most: the configured window, or fewer positions.
+        keeps_roots: whether the keys of a root that was a query are kept from then on.
     """
 
-    # Whether the keys of a root that was a query are kept from then on.
     keeps_roots = False
 
-    def __init__(self, draft: LongSpec, target: Decoder, cache: KVCache, window: int):
-        self.draft, self.cache, self.window, self._embed = draft, cache, window, target.embed_tokens
+    def __init__(self, draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache):
+        self.draft, self.cache, self._embed, self._head_ED = draft, cache, target.embed_tokens, head_ED
+        self.window = min(draft.config.window, draft.config.max_positions)
         self._missing = 0  # the most positions before its root whose keys a slot lacks
         self._roots_queried = False  # whether the roots were queries in this step
 
@@ -102,13 +102,12 @@ def draft_rows(
     draft: LongSpec, target: Decoder, head_ED: Tensor, batch: int, capacity: int, tree_rows: int
 ) -> list[Buffer]:
     """What `draft_passes` allocates for a target's cache of `batch` slots and `capacity` positions."""
-    if not _can_run(draft, target, head_ED):
-        return WindowCache.allocations(draft, batch, tree_rows)
-    config, n_rows, dtype = draft.config, capacity + tree_rows, head_ED.dtype
-    kept = [
-        ((2, batch, n_rows, config.n_kv_heads, config.head_dim), dtype),
-        ((n_rows, 3 * config.head_dim // 2), dtype),
-    ]
+    config, dtype, in_c = draft.config, head_ED.dtype, _can_run(draft, target, head_ED)
+    n_rows = tree_rows + (capacity if in_c else min(config.window, config.max_positions))
+    kept: list[Buffer] = [((2, batch, n_rows, config.n_kv_heads, config.head_dim), dtype)]
+    if not in_c:
+        return kept
+    kept.append(((n_rows, 3 * config.head_dim // 2), dtype))
     if not _in_bytes(dtype):
         return kept
     sizes = [matrix.numbers_NI.shape for matrix in block_weights(draft, head_ED).matrices]
@@ -136,16 +135,21 @@ def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
 
 
 class _TorchPasses(DraftPasses):
-    """Passes by PyTorch's operations, over a ring of the window's keys and values."""
+    """Passes by PyTorch's operations, over keys and values [B, W + rows of a tree, K, d].
+
+    Row p % W has the token at position p for the last W positions before the root, which a proposal catches up with.
+    The tree's rows follow, so that a pass attends to one piece of memory under one mask.
+    """
 
     def __init__(self, draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int):
-        self._ring, self._head_ED = WindowCache(draft, cache.batch, tree_rows), head_ED
-        # The whole ring, because after a rewind older positions are in the window again that may be overwritten.
-        super().__init__(draft, target, cache, self._ring.ring)
-
-    def start(self, slot: int, length: int) -> None:
-        super().start(slot, length)
-        self._ring.start(slot)
+        super().__init__(draft, target, head_ED, cache)
+        config, weight = draft.config, draft.self_o.weight
+        shape = cache.batch, self.window + tree_rows, config.n_kv_heads, config.head_dim
+        # Zeros, because masked rows are still multiplied by 0, and uninitialised memory may be NaN.
+        self._keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self._values = torch.zeros_like(self._keys)
+        self._slots_B1 = torch.arange(cache.batch, device=weight.device)[:, None]
+        self._rows_W = torch.arange(self.window, device=weight.device)
 
     def begin(self, state: SlotState, count: int) -> None:
         if count:
@@ -153,23 +157,44 @@ class _TorchPasses(DraftPasses):
             last_C = torch.arange(-count, 0, device=state.positions.device)
             positions_BC = (state.positions[:, None] + last_C).clamp(min=0)  # position 0 again where there are fewer
             tables = self.draft.tables(positions_BC, state.history.prompt_lengths)
-            self._ring.write(positions_BC, *self.draft.self_kv(self._embed(tokens_BC), tables))
+            places = self._slots_B1, positions_BC % self.window
+            self._keys[places], self._values[places] = self.draft.self_kv(self._embed(tokens_BC), tables)
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
-        ring, cache, first = self._ring, self.cache, ancestors_BTN.shape[2] - nodes_BT.shape[1]
-        nodes_at_B = state.positions + level - 1
-        open_BR = ring.open_rows(nodes_at_B, state.positions)
+        cache, n_rows, n_nodes = self.cache, *ancestors_BTN.shape[1:]
+        at_B, last_B1 = state.positions + level - 1, state.positions[:, None] - 1
+        positions_BW = last_B1 - (last_B1 - self._rows_W) % self.window
+        open_BW = positions_BW >= (at_B[:, None] - self.window).clamp(min=0)
+        open_BTS = torch.cat([open_BW[:, None].expand(-1, n_rows, -1), ancestors_BTN], dim=2)
+        end = self.window + n_nodes
 
         def attend_self(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
-            ring.write_tree(first, k_BTKd, v_BTKd)
-            return ring.attend(q_BTHd, open_BR, ancestors_BTN)
+            self._keys[:, end - n_rows : end], self._values[:, end - n_rows : end] = k_BTKd, v_BTKd
+            return _attend(q_BTHd, self._keys[:, :end], self._values[:, :end], open_BTS)
 
         def attend_cross(q_BTHd: Tensor) -> Tensor:
             return cross_attention(q_BTHd, cache.keys[-1], cache.values[-1], cache.lengths)
 
-        tables = self.draft.tables(nodes_at_B[:, None].expand_as(nodes_BT), state.history.prompt_lengths)
+        tables = self.draft.tables(at_B[:, None].expand_as(nodes_BT), state.history.prompt_lengths)
         hidden_BTD = self.draft.block(self._embed(nodes_BT), tables, attend_self, attend_cross)
         return linear(hidden_BTD, self._head_ED)
+
+
+def _attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask_BTS: Tensor) -> Tensor:
+    """Attention [B, T, H, d] over the rows in each query's mask. Query groups are folded into the query length, so that
+    keys and values are read once and never repeated."""
+    batch, n_rows, n_heads, head_dim = q_BTHd.shape
+    n_kv_heads = k_BSKd.shape[2]
+    groups = n_heads // n_kv_heads
+    q_BKGTd = q_BTHd.view(batch, n_rows, n_kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
+    out_BKQd = scaled_dot_product_attention(
+        q_BKGTd.reshape(batch, n_kv_heads, groups * n_rows, head_dim),
+        k_BSKd.transpose(1, 2),
+        v_BSKd.transpose(1, 2),
+        attn_mask=mask_BTS.repeat(1, groups, 1)[:, None],
+    )
+    out_BKGTd = out_BKQd.view(batch, n_kv_heads, groups, n_rows, head_dim)
+    return out_BKGTd.permute(0, 3, 1, 2, 4).reshape(batch, n_rows, n_heads, head_dim)
 
 
 class _CPasses(DraftPasses):
@@ -178,8 +203,8 @@ class _CPasses(DraftPasses):
     keeps_roots = True
 
     def __init__(self, draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int):
-        config, dtype, self._head_ED = draft.config, head_ED.dtype, head_ED
-        super().__init__(draft, target, cache, window_of(draft))
+        super().__init__(draft, target, head_ED, cache)
+        config, dtype = draft.config, head_ED.dtype
         shape = cache.batch, cache.capacity + tree_rows, config.n_kv_heads, config.head_dim
         # Zeros: a row that nobody wrote may lie in front of the window, where it is multiplied by 0.
         self._draft_kv = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
