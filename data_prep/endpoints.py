@@ -30,16 +30,12 @@ class _Model(BaseModel):
 
 
 class _Models(BaseModel):
-    """The body of /v1/models."""
-
     data: list[_Model]
 
 
 class _Choice(BaseModel):
-    """With any other `finish_reason` the answer was broken off."""
-
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length"]  # with any other the answer was broken off
 
 
 class _Usage(BaseModel):
@@ -48,8 +44,6 @@ class _Usage(BaseModel):
 
 
 class _Completions(BaseModel):
-    """The body of /v1/completions."""
-
     choices: list[_Choice] = Field(min_length=1)
     usage: _Usage | None = None
 
@@ -159,7 +153,6 @@ class EndpointClient:
         Raises ValueError if a server refuses the request, or if none answers it."""
         why, pause = "", FIRST_PAUSE
         for attempt, server in enumerate(islice(cycle(servers), TRIES), start=1):
-            wait_at_least = 0.0
             try:
                 response = server.request("GET" if body is None else "POST", path, json=body)
                 if response.status_code == 200:
@@ -168,14 +161,12 @@ class EndpointClient:
                 if response.status_code not in RETRIED:
                     remedy = "if the prompts are too long for it, give --max-length"
                     raise ValueError(f"--endpoint: {server.base_url}{path} refuses with {why}; {remedy}")
-                seconds = response.headers.get("retry-after", "")
-                wait_at_least = min(float(seconds), LONGEST_PAUSE) if seconds.isdecimal() else 0.0
             except httpx.RequestError as error:
                 why = f"{type(error).__name__}: {error}"
             except ValidationError as error:
                 why = one_line(error)
             if attempt < TRIES:
-                time.sleep(max(wait_at_least, pause))
+                time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
         where = " and ".join(str(server.base_url) for server in servers)
         raise ValueError(

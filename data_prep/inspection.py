@@ -7,7 +7,6 @@ read one at a time.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 N_SAMPLES, SAMPLE_TOKENS = 3, 160
 QUANTILES = (0.0, 0.5, 0.9, 1.0)
-LOSS, PLAIN, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 # Lines of the text report, for numbers of a split that are not 0.
 NOTES = {
     "rows_without_loss": "rows without a token that the loss counts",
@@ -135,9 +133,8 @@ def _samples(rows: ShardSet, tokenizer: "PreTrainedTokenizerFast") -> list[dict[
     return samples
 
 
-def as_text(found: Inspection, colour: bool) -> str:
-    """The report as text for people. colour: show what the loss counts in green and the rest faint, instead of putting
-    it into 《》."""
+def as_text(found: Inspection) -> str:
+    """The report as text for people. What the loss counts of a sample is between 《 and 》."""
     lines = [f"{found.folder}: rows of {found.seq_len:,} tokens"]
     for split, report in found.splits.items():
         low, half, most, high = report["lengths"] or (0, 0, 0, 0)
@@ -152,7 +149,10 @@ def as_text(found: Inspection, colour: bool) -> str:
             shares = {name: of["tokens"] / max(1, report["tokens"]) for name, of in report["mix"].items()}
             listed = [f"{name} {shares[name]:.1%} ({of['documents']:,})" for name, of in report["mix"].items()]
             lines.append(f"    share of the tokens (documents) by source: {', '.join(listed)}")
-        lines += [f"    {_by_reason(what, report[what])}" for what in ("bad", "dropped") if report[what]]
+        for what in ("bad", "dropped"):
+            if reasons := report[what]:
+                listed = ", ".join(f"{n:,} {reason}" for reason, n in reasons.items())
+                lines.append(f"    {sum(reasons.values()):,} {what}: {listed}")
         if report["bad_named"]:
             named = ", ".join(f"{entry['document']} ({entry['why']})" for entry in report["bad_named"][:5])
             lines.append(f"    bad ones, for example: {named}")
@@ -160,20 +160,9 @@ def as_text(found: Inspection, colour: bool) -> str:
         where = f"row {sample['row']}, {sample['document']}"
         where += f" from token {sample['start']:,} on" if sample["start"] else ""
         lines.append(f"  sample, {sample['split']} {where}:")
-        text = "".join(_marked(run, counted, colour) for run, counted in sample["runs"])
+        text = "".join(f"《{run}》" if counted else run for run, counted in sample["runs"])
         lines += [f"    | {line}" for line in text.splitlines()]
     return "\n".join(lines)
-
-
-def _by_reason(what: str, reasons: Mapping[str, int]) -> str:
-    return f"{sum(reasons.values()):,} {what}: " + ", ".join(f"{n:,} {reason}" for reason, n in reasons.items())
-
-
-def _marked(text: str, counted: bool, colour: bool) -> str:
-    if colour:  # line by line, because the indentation of each line would be coloured too
-        start = LOSS if counted else PLAIN
-        return "\n".join(f"{start}{line}{RESET}" if line else "" for line in text.split("\n"))
-    return f"《{text}》" if counted else text
 
 
 def draw_lengths(found: Inspection, path: Path) -> None:

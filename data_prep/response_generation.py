@@ -141,15 +141,12 @@ def beginning(document: Document, least: int, most: int, tokenizer: Tokenizer) -
 def _end_of_tokens(count: int, text: str, tokenizer: Tokenizer) -> int:
     """Where the text's first `count` tokens end, in characters, but not before its first character ends. 0 if no token
     follows."""
-    size = MOST_CHARACTERS * (count + 1)
-    while True:
+    for size in (MOST_CHARACTERS * (count + 1), len(text)):  # a text of long tokens (blanks, signs) is read to its end
         offsets = tokenizer.encode(text[:size], add_special_tokens=False).offsets
         following = [begin for begin, _ in offsets[count:] if begin > 0]
-        if size >= len(text):
-            return following[0] if following else 0
         if len(following) > 1:  # with only one, it may be cut off by text[:size]
-            return following[0]
-        size *= 2  # the text has long tokens: blanks, lines of signs
+            break
+    return following[0] if following else 0
 
 
 def text_behind(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:

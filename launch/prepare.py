@@ -179,7 +179,7 @@ def _inspect(folder: Path, target: str | None, as_json: bool) -> None:
 
         tokenizer = load_tokenizer(target)
         inspection = inspect(folder, tokenizer, tokenizer_hash(tokenizer))
-    _log(inspection.as_json() if as_json else as_text(inspection, colour=sys.stdout.isatty()))
+    _log(inspection.as_json() if as_json else as_text(inspection))
     try:
         draw_lengths(inspection, folder / LENGTHS_PNG)
     except OSError as error:

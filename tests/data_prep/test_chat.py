@@ -6,8 +6,6 @@ import sys
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -81,39 +79,6 @@ def test_smollm2_learns_its_answers_and_their_end_alone(smollm2, system, turns):
     places = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
     for (start, _), i in zip(encoded.spans, places, strict=True):
         assert encoded.tokens[:start].tolist() == reference(smollm2, messages[:i], add_generation_prompt=True)
-
-
-PARTS = [
-    "ship",
-    " ",
-    "\n",
-    "\n\n",
-    "\t",
-    "é",
-    "🙂",
-    "<|im_end|>",
-    "<|im_start|>assistant\n",
-    "<|im_",
-    "def f():\n    x",
-    "▁",
-]
-contents = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), contents), max_size=5), contents)
-def test_any_content_comes_back_and_is_never_a_control_token(smollm2, messages, last):
-    messages = [("system", "s"), *messages, ("assistant", last)]
-    encoded = encode(smollm2, messages)
-    said = [content + "<|im_end|>" for role, content in messages if role == "assistant"]
-    assert [text(smollm2, encoded.tokens[start:stop]) for start, stop in encoded.spans] == said
-    assert text(smollm2, encoded.tokens) == "".join(f"<|im_start|>{r}\n{c}<|im_end|>\n" for r, c in messages)
-    for token in ("<|im_start|>", "<|im_end|>"):
-        assert (encoded.tokens == smollm2.convert_tokens_to_ids(token)).sum() == len(messages)
-    for start, stop in encoded.spans:  # a span begins right after a header, and contains none
-        header = reference(smollm2, [("system", "s")], add_generation_prompt=True)[-3:]
-        assert encoded.tokens[start - 3 : start].tolist() == header
-        assert encoded.tokens[stop - 1] == smollm2.eos_token_id
 
 
 def test_every_special_token_of_smollm2_is_text_in_a_message(smollm2):
@@ -237,25 +202,16 @@ def test_a_prompt_that_opens_a_thought_is_followed_by_thought_and_answer(smollm2
     """However the content begins, and whatever the template keeps. An earlier answer stands as the template has it."""
     thought = "a thought\n</think>\n\n1"
     second = "b\n</think>\n\n2" if template == ANEW else "b</think>2"
-    messages = [
-        ("user", "one"),
-        ("assistant", opening + thought),
-        ("user", "two"),
-        ("assistant", opening + "b</think>2"),
-    ]
+    said = opening + thought, opening + "b</think>2"
+    messages = [("user", "one"), ("assistant", said[0]), ("user", "two"), ("assistant", said[1])]
     encoded = encoder_of(smollm2, template).encode_document(Conversation("c", b"", tuple(messages)))
     places = [1, 3] if len(encoded) > 1 else [3]
     for one, i in zip(encoded, places, strict=True):
         *_, (start, _) = one.spans
         assert one.tokens[:start].tolist() == reference(smollm2, messages[:i], template, add_generation_prompt=True)
-    if len(encoded) > 1:
-        assert answers(smollm2, messages, template) == {
-            "c#1": [f"{thought}<|im_end|>"],
-            "c#2": [f"{second}<|im_end|>"],
-        }
-    else:
-        assert template == OPENS and opening == "<think>\n"
-        assert answers(smollm2, messages, template) == {"c": [f"{thought}<|im_end|>", f"{second}<|im_end|>"]}
+    found = answers(smollm2, messages, template)
+    assert [text for texts in found.values() for text in texts] == [f"{thought}<|im_end|>", f"{second}<|im_end|>"]
+    assert list(found) == (["c"] if template == OPENS and opening == "<think>\n" else ["c#1", "c#2"])
 
 
 @pytest.mark.parametrize("template", THINKING.values(), ids=THINKING)

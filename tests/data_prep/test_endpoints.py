@@ -4,22 +4,15 @@ import hashlib
 import json
 import socket
 import threading
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from longdraft.data_prep import endpoints as module
-from longdraft.data_prep.chat import make_chat_encoder
 from longdraft.data_prep.endpoints import PROBE, EndpointClient
-from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
 from longdraft.data_prep.response_generation import Completion
 from longdraft.launch.regenerate import main
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
 SAMPLING = {"max_tokens": 30, "temperature": 0.7}
 
 
@@ -74,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
         if how is None:
             self.reply(200, answer)
         elif isinstance(how, int):
-            self.reply(how, {"error": {"message": "not now"}}, [("Retry-After", 40)] if how == 429 else ())
+            self.reply(how, {"error": {"message": "not now"}})
         elif how == "half":
             self.reply(200, answer, cut=9)
         elif how == "zipped":
@@ -155,7 +148,7 @@ def test_what_may_pass_is_asked_again(serve, connect, no_pauses, how):
     server = serve(failing={2: how, 3: how, 7: how})
     assert answers(connect(server, seconds=0.5 if how == "late" else 30.0, concurrency=4)) == want
     assert len(server.asked) == 12 + 3 and len(no_pauses) == 3
-    assert set(no_pauses) <= ({40.0} if how == 429 else {1.0, 2.0, 4.0})
+    assert set(no_pauses) <= {1.0, 2.0, 4.0}
 
 
 def test_another_endpoint_takes_over(serve, connect):
@@ -211,29 +204,6 @@ def test_no_more_is_asked_for_than_the_positions_hold(serve, connect):
         server = serve()
         answers(connect(server, positions=positions))
         assert {body["max_tokens"] for body, _ in server.asked} == {most}
-
-
-def test_a_broken_run_goes_on_and_gives_the_same_bytes(serve, connect, tiny_tokenizer, tmp_path, monkeypatch):
-    chats = [[{"role": "user", "content": f"question {i}"}] for i in range(20)]
-    source = tmp_path / "chats.jsonl"
-    source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
-    config = RegenerateConfig((str(source),), tmp_path / "whole", 1000, {"target": "none", "model": "m"}, part_size=5)
-    encoder = make_chat_encoder(tiny_tokenizer, TEMPLATE)
-
-    def run(config, server):
-        return regenerate(config, encoder, "hash", lambda: connect(server, concurrency=2), log=lambda line: None)
-
-    assert run(config, serve())["success"] == 20
-    monkeypatch.setattr(module, "TRIES", 2)
-    broken = replace(config, out=tmp_path / "broken")
-    with pytest.raises(ValueError, match="in 2 tries, the last time with 500"):
-        run(broken, serve(failing=dict.fromkeys(range(12, 99), 500)))
-    assert len(list(broken.out.glob("part-*.jsonl"))) == 2
-    again = serve()
-    run(broken, again)
-    assert len(again.asked) == 10
-    for path in config.out.iterdir():
-        assert path.read_bytes() == (broken.out / path.name).read_bytes(), path.name
 
 
 def test_a_text_behind_a_prompt_is_read_as_the_target_wrote_it(serve, blank_tokenizer):

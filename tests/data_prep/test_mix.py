@@ -61,7 +61,7 @@ def test_weights_share_out_the_tokens(books, tmp_path, tiny_tokenizer, read_back
     assert sum(counted["tokens"] for counted in report["mix"].values()) == report["tokens"]
     n = report["mix"]["alpha"]
     said = f"alpha {n['tokens'] / report['tokens']:.1%} ({n['documents']:,})"
-    assert said in as_text(inspect(config.out), colour=False)
+    assert said in as_text(inspect(config.out))
     other = prepare(replace(config, out=tmp_path / "other", seed=1), tiny_tokenizer, "hash")
     assert other["address"] != manifest["address"]
     again = prepare(replace(config, out=tmp_path / "again", workers=2), tiny_tokenizer, "hash")

@@ -6,14 +6,13 @@ line begins where a line ends. In rendered text 《 》 enclose what the loss co
 that came with a message and stays plain text. The marks are no part of the text.
 """
 
-import json
 import re
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,9 +22,6 @@ from transformers import PreTrainedTokenizerFast
 
 from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
 from longdraft.data_prep.documents import ROLES, Conversation
-from longdraft.data_prep.prepare import prepare
-from longdraft.data_prep.settings import PrepareConfig, Source
-from longdraft.data_prep.shards import ShardSet
 from longdraft.data_prep.tokenize import Encoded
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "chat_templates"
@@ -111,10 +107,6 @@ class Loaded:
     tokenizer: PreTrainedTokenizerFast
     encoder: ChatEncoder
     cases: list[Case]
-
-    @property
-    def template(self) -> Path:
-        return TEMPLATES / f"{self.name}.jinja"
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -205,88 +197,52 @@ def test_tokens_and_spans_are_the_references(family):
             assert all(one.tokens[stop - 1] == family.tokenizer.eos_token_id for _, stop in one.spans), case.name
 
 
-def test_transformers_renders_the_same_text(family):
-    for case in family.cases:
-        for one, rendered in zip(encode(family, case.messages), case.rendered, strict=True):
-            messages, answers = shown_by(one, case.messages)
-            assert sequence_text(family, messages) == unmarked(rendered), case.name
-            # The text before each mark is the prompt that decoding gets.
-            prompts = [unmarked(rendered[: found.start()]) for found in re.finditer("《", rendered)]
-            assert prompts == [
-                theirs(family.tokenizer, messages[:i], tokenize=False, add_generation_prompt=True) for i in answers
-            ], case.name
-
-
 # An answer that begins with a line end, which would form one token with the header's: decoding never sees that token.
 MELTS = {(name, "blanks at the ends, and characters of several bytes") for name in ("qwen2.5", "smollm2")}
 MELTS |= {(name, "an empty thought, and a thought that names its end#1") for name in ("qwq", "deepseek-r1")}
 
 
-def test_transformers_gives_the_same_tokens(family):
+def test_transformers_gives_the_same_text_and_tokens(family):
     """Except for spelled-out control tokens, which transformers takes for real ones."""
     for case in family.cases:
         for one, rendered in zip(encode(family, case.messages), case.rendered, strict=True):
             messages, answers = shown_by(one, case.messages)
+            whole = sequence_text(family, messages)
+            assert whole == unmarked(rendered), case.name
             same = "«" not in rendered and (family.name, case.name + one.name.removeprefix("c")) not in MELTS
-            expected = family.tokenizer(sequence_text(family, messages), add_special_tokens=False)["input_ids"]
+            expected = family.tokenizer(whole, add_special_tokens=False)["input_ids"]
             assert (one.tokens.tolist() == expected) == same, case.name
-            if "«" in rendered:
-                continue
-            for (start, _), i in zip(one.spans, answers, strict=True):
-                prompt = theirs(family.tokenizer, messages[:i], add_generation_prompt=True)
-                assert one.tokens[:start].tolist() == prompt, case.name
-
-
-def test_rows_of_a_prepared_folder_are_the_references(family, tmp_path):
-    lines = [[{"role": role, "content": content} for role, content in case.messages] for case in family.cases]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in lines))
-    sources = {"chats": Source(str(tmp_path / "chats.jsonl"), chat_field="messages")}
-    config = PrepareConfig(sources, tmp_path / "out", seq_len=40, chat_template=family.template, heldout_share=0)
-    prepare(config, family.tokenizer, "hash")
-    pieces: dict[str, dict[int, list[tuple[int, bool]]]] = {}
-    shards = ShardSet(tmp_path / "out" / "train")
-    for i in range(len(shards)):
-        row = shards[i]
-        for (name, number), start, stop in zip(shards.pieces(i), row["borders"][:-1], row["borders"][1:], strict=True):
-            piece = list(zip(row["tokens"][start:stop].tolist(), row["loss"][start:stop].tolist(), strict=True))
-            assert pieces.setdefault(name, {}).setdefault(number, piece) is piece
-    assert any(len(parts) > 1 for parts in pieces.values()), "no conversation was cut"
-    found = {}
-    for name, parts in pieces.items():
-        tokens, loss = zip(*(pair for number in sorted(parts) for pair in parts[number]), strict=True)
-        changes = [i for i, (a, b) in enumerate(pairwise([False, *loss, False])) if a != b]
-        found[name] = marked(family, list(tokens), list(zip(changes[::2], changes[1::2], strict=True)))
-    # Named by line, and by turn if there are several.
-    names = sorted(found, key=lambda name: [int(number) for number in re.findall(r"\d+", name.rpartition(":")[2])])
-    assert len({name.split("#")[0] for name in names}) == len(family.cases)
-    expected = [unmarked(rendered, "«»") for case in family.cases for rendered in case.rendered]
-    assert [found[name] for name in names] == expected
+            # What is before each mark is the prompt that decoding gets.
+            places = [found.start() for found in re.finditer("《", rendered)]
+            for place, (start, _), i in zip(places, one.spans, answers, strict=True):
+                render = partial(theirs, family.tokenizer, messages[:i], add_generation_prompt=True)
+                assert unmarked(rendered[:place]) == render(tokenize=False), case.name
+                assert "«" in rendered or one.tokens[:start].tolist() == render(), case.name
 
 
 PARTS = ["ship", " ", "\n", "\n\n", "é", "🙂", "<think>", "</think>", "<|im_end|>", "<|eot_id|>", "</s>", "<s>", "  x"]
 contents = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 turns = st.lists(st.tuples(contents, contents), min_size=1, max_size=3)
-openings = st.lists(contents, max_size=1)
-closings = st.lists(contents, max_size=1)
-
-
-def conversation(opening: list[str], turns: list[tuple[str, str]], closing: list[str]) -> Messages:
-    pairs = [[("user", question), ("assistant", answer)] for question, answer in turns]
-    system, last = [("system", content) for content in opening], [("user", content) for content in closing]
-    return [*system, *(message for pair in pairs for message in pair), *last]
+at_most_one = st.lists(contents, max_size=1)
 
 
 @settings(max_examples=60, deadline=None)
-@given(openings, turns, closings)
+@given(at_most_one, turns, at_most_one)
 def test_any_content_is_rendered_and_marked(family, opening, turns, closing):
     if FAMILIES[family.name].opens:
         turns = [(question, f"<think>\n{answer}</think>{answer}") for question, answer in turns]
-    messages, end = conversation(opening, turns, closing), FAMILIES[family.name].eos
-    found = encode(family, messages)
+    messages = [("system", content) for content in opening]
+    messages += [message for asked, answer in turns for message in (("user", asked), ("assistant", answer))]
+    messages += [("user", content) for content in closing]
+    found, end = encode(family, messages), FAMILIES[family.name].eos
+    special = family.tokenizer.convert_tokens_to_ids(FAMILIES[family.name].special)
     assert sum(len(one.spans) for one in found) == len(turns)
     for one in found:
         shown, answers = shown_by(one, messages)
         assert decode(family, one.tokens) == sequence_text(family, shown)
+        plain = [(role, "<think>\nx</think>x" if FAMILIES[family.name].opens else "x") for role, _ in shown]
+        n_special, n_plain = (np.isin(each.tokens, special).sum() for each in (one, encode(family, plain)[-1]))
+        assert n_special == n_plain, "a message made a control token"
         for (start, stop), i in zip(one.spans, answers, strict=True):
             prompt = theirs(family.tokenizer, shown[:i], tokenize=False, add_generation_prompt=True)
             assert decode(family, one.tokens[:start]) == prompt
@@ -295,7 +251,7 @@ def test_any_content_is_rendered_and_marked(family, opening, turns, closing):
 
 
 @settings(max_examples=200, deadline=None)
-@given(openings, st.lists(st.tuples(st.sampled_from(ROLES), contents), min_size=1, max_size=6), st.booleans())
+@given(at_most_one, st.lists(st.tuples(st.sampled_from(ROLES), contents), min_size=1, max_size=6), st.booleans())
 def test_ours_for_smollm2_is_the_one_its_tokenizer_carries(smollm2, opening, messages, prompt):
     messages = [*(("system", content) for content in opening), *messages]
     ours, render = (TEMPLATES / "smollm2.jinja").read_text(encoding="utf-8"), partial(theirs, smollm2, messages)

@@ -25,15 +25,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from longdraft.data_prep.documents import Conversation
 from longdraft.data_prep.response_generation import OpenConversation
 from longdraft.data_prep.shards import ShardSet
-from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.server.app import Service, Settings, create_app
 from longdraft.launch import regenerate as module
 from longdraft.launch.prepare import main as prepare
 from longdraft.launch.regenerate import main
-from longdraft.models.draft_folder import DraftInfo, save_draft, target_entry
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import load_target, load_tokenizer
 
 TEMPLATE = (
@@ -144,7 +141,7 @@ def plainly(target, chats, sampling, seed):
     return kept, why
 
 
-def test_answers_are_those_of_a_plain_loop(target, chats, answered):
+def test_answers_are_those_of_a_plain_loop(target, chats, arguments, answered, capsys):
     expected, why = plainly(target, chats, SAMPLING, 4)
     assert {record["source"]: record["messages"] for record in records(answered)} == expected
     manifest = json.loads((answered / "manifest.json").read_text())
@@ -153,36 +150,19 @@ def test_answers_are_those_of_a_plain_loop(target, chats, answered):
     assert manifest["skipped"] == {"bad_json": 1, "content_not_text": 1, "no_user_turn": 1}
     assert (manifest["input"], manifest["success"]) == (27, len(expected))
     assert (manifest["temperature"], manifest["seed"], manifest["max_new_tokens"]) == (0.8, 4, NEW)
+    capsys.readouterr()
+    assert main([*arguments, "--out", str(answered)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Already answered: ") and "Loading" not in shown.err
 
 
 @pytest.mark.parametrize(
     "speed",
-    [
-        ["--batch", "3", "--drafter", "prompt_lookup"],
-        ["--batch", "8", "--drafter", "prompt_lookup+token_recycling", "--nodes", "all"],
-        ["--drafter", "token_recycling", "--option", "nodes=20", "--nodes", "5"],
-    ],
+    ["--batch 3 --drafter prompt_lookup", "--batch 8 --drafter token_recycling --option nodes=20 --nodes 5"],
 )
 def test_batch_and_drafter_change_no_byte(arguments, answered, tmp_path, speed):
-    assert main([*arguments, "--out", str(tmp_path / "out"), *speed]) == 0
+    assert main([*arguments, "--out", str(tmp_path / "out"), *speed.split()]) == 0
     assert files_of(tmp_path / "out") == files_of(answered)
-
-
-def test_a_draft_brings_its_target_and_changes_no_byte(arguments, answered, target, folder, tmp_path, monkeypatch):
-    heads = TokenSwift(TokenSwiftConfig(32, 1e-6), torch.Generator().manual_seed(4))
-    trained = {"target": {"path": str(folder), "gguf_file": None}}
-    info = DraftInfo(target_entry(target), 24, {"levels": [3, 3, 3]}, {"longdraft": "0"}, trained)
-    save_draft(tmp_path / "draft", heads, info)
-    at = arguments.index("--target")
-    given = [*arguments[:at], *arguments[at + 2 :], "--draft", str(tmp_path / "draft")]
-    drafters = []
-    monkeypatch.setattr(
-        TokenSwiftDrafter,
-        "on_start",
-        lambda *args, on_start=TokenSwiftDrafter.on_start: (drafters.append(args[0]), on_start(*args)),
-    )
-    assert main([*given, "--out", str(tmp_path / "out")]) == 0
-    assert drafters and files_of(tmp_path / "out") == files_of(answered)
 
 
 @pytest.fixture(scope="module")
@@ -240,12 +220,6 @@ def test_after_a_kill_in_the_middle_the_bytes_are_the_same(arguments, answered, 
     assert {"part-00000.jsonl", "part-00001.jsonl"} <= kept, "finished parts are not made again"
 
 
-def test_a_second_call_loads_no_target(arguments, answered, capsys):
-    assert main([*arguments, "--out", str(answered)]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.startswith("Already answered: ") and "Loading" not in shown.err
-
-
 def test_errors(arguments, answered, tmp_path, capsys):
     def error(*given, out=tmp_path / "out"):
         assert main([*arguments, "--out", str(out), *map(str, given)]) == 2
@@ -291,33 +265,23 @@ def test_what_ends_an_answer(arguments, target, chats, tmp_path):
         assert len(prompt["input_ids"]) < 60
 
 
-@pytest.fixture(scope="module")
-def smollm2_answers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("smollm2")
+def test_smollm2_answers_and_prepare_learns_its_answers(tmp_path):
     first, last = "What is the capital of France? Answer in one sentence.", "And of Italy?"
     old = {"role": "assistant", "content": "London."}
     chats = [[{"role": "user", "content": first}, old, {"role": "user", "content": last}]]
-    chats += [
-        [{"role": "user", "content": "What is 2 plus 2?"}],
-        [{"role": "user", "content": "Say hello in French."}, old],
-    ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    speed = ["--drafter", "prompt_lookup", "--batch", "3"]
-    given = ["--source", str(folder / "chats.jsonl"), "--target", "smollm2-135m", "--max-new-tokens", "16"]
-    assert main([*given, *speed, "--out", str(folder / "out")]) == 0
-    return folder / "out"
-
-
-def test_smollm2_answers_and_prepare_learns_its_answers(smollm2_answers, tmp_path):
-    found = records(smollm2_answers)
+    chats += [[{"role": "user", "content": "What is 2 plus 2?"}]]
+    chats += [[{"role": "user", "content": "Say hello in French."}, old]]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    given = ["--source", str(tmp_path / "chats.jsonl"), "--target", "smollm2-135m", "--max-new-tokens", "16"]
+    assert main([*given, "--drafter", "prompt_lookup", "--batch", "3", "--out", str(tmp_path / "out")]) == 0
+    found = records(tmp_path / "out")
     answers = [m["content"] for record in found for m in record["messages"] if m["role"] == "assistant"]
     assert len(answers) == 3 and "Paris" in answers[0] and "Rome" in answers[1] and "4" in answers[2], answers
-    manifest = json.loads((smollm2_answers / "manifest.json").read_text())
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert (manifest["error"], manifest["reread"]) == ({"unfinished": 1}, 0)
-    out = tmp_path / "rows"
-    given = ["--source", str(smollm2_answers), "--chat-field", "messages", "--target", "smollm2-135m"]
-    prepare([*given, "--out", str(out), "--seq-len", "256", "--heldout-share", "0"])
-    tokenizer, rows, learned = load_tokenizer("smollm2-135m"), ShardSet(out / "train"), []
+    given = ["--source", str(tmp_path / "out"), "--chat-field", "messages", "--target", "smollm2-135m"]
+    prepare([*given, "--out", str(tmp_path / "rows"), "--seq-len", "256", "--heldout-share", "0"])
+    tokenizer, rows, learned = load_tokenizer("smollm2-135m"), ShardSet(tmp_path / "rows" / "train"), []
     for i in range(len(rows)):
         row = rows[i]
         learned += tokenizer.decode(row["tokens"][row["loss"]]).split("<|im_end|>")[:-1]
