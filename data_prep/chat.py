@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Span = tuple[int, int]
+MarkedText = tuple[str, list[Span]]  # a rendered text, and (start, stop) of what the loss counts, in characters
 # The end of a prompt that opens a thought, which models that think are trained to continue.
 THOUGHT, THOUGHT_END = re.compile(r"<think>\s*\Z"), "</think>"
 # The template for texts that the target continued: the beginning, and right after it the continuation.
@@ -46,14 +47,6 @@ PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if message.role != 'assistant' %}{{ message.content }}{% else %}"
     "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
-
-
-@dataclass(frozen=True)
-class MarkedText:
-    """A rendered text. spans: (start, stop) of what the loss counts, in characters."""
-
-    text: str
-    spans: list[Span]
 
 
 @dataclass(frozen=True)
@@ -94,8 +87,8 @@ class ChatEncoder:
         turns = [self._turn(messages[: i + 1], document.unfinished and i == answers[-1]) for i in answers]
         whole = self._whole(messages, turns)
         if whole is not None:
-            return [self._tokens(document.name, whole)]
-        return [self._tokens(f"{document.name}#{i}", turn) for i, turn in enumerate(turns, start=1)]
+            return [self._tokens(document.name, *whole)]
+        return [self._tokens(f"{document.name}#{i}", *turn) for i, turn in enumerate(turns, start=1)]
 
     def encode_prompt(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Token ids of everything before the answer to these messages, each (role, content). Raises Unusable."""
@@ -126,7 +119,7 @@ class ChatEncoder:
             text, spans = text[:end], [(begin, min(stop, end)) for begin, stop in spans if begin < end]
         if not spans:
             raise Unusable("answer_not_found")
-        return MarkedText(text, spans)
+        return text, spans
 
     def _answer(self, messages: list[tuple[str, str]], prompt: str) -> tuple[str, int]:
         """What follows the prompt once the last of these messages has answered it, and where in it the content ends.
@@ -168,14 +161,12 @@ class ChatEncoder:
 
     def _whole(self, messages: list[tuple[str, str]], turns: list[MarkedText]) -> MarkedText | None:
         """The whole conversation as one text, or None if it shows a turn differently from the turn alone."""
-        ends_here = messages[-1][0] == "assistant"
-        text = turns[-1].text if ends_here else self._template.render(messages).text
-        if all(text.startswith(turn.text[: turn.spans[-1][1]]) for turn in turns):
-            return MarkedText(text, [span for turn in turns for span in turn.spans])
+        text = turns[-1][0] if messages[-1][0] == "assistant" else self._template.render(messages).text
+        if all(text.startswith(turn[: spans[-1][1]]) for turn, spans in turns):
+            return text, [span for _, spans in turns for span in spans]
         return None
 
-    def _tokens(self, name: str, marked: MarkedText) -> Encoded:
-        text, spans = marked.text, marked.spans
+    def _tokens(self, name: str, text: str, spans: list[Span]) -> Encoded:
         encoding = self._tokenizer.encode(text)
         joined = [begin for begin, _ in spans if not self._is_border(text, encoding, begin)]
         if joined:

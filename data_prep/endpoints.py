@@ -85,25 +85,20 @@ class EndpointClient:
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         bases = [_base_url(url) for url in urls]
         self._clients = [httpx.Client(base_url=base, headers=headers, limits=limits, timeout=timeout) for base in bases]
-        # A given name is not looked up before `check`, so that a call that finds its work done asks no server.
-        self._model_given, self.model = model is not None, model or self._find_model(None)
+        # A given name is not looked up, so that a call that finds its work done asks no server.
+        self.model = model or self._only_model()
 
-    def _find_model(self, name: str | None) -> str:
-        """The model that all servers have. Raises ValueError if there is none, or more than one to choose from."""
-        for client in self._clients:
-            names = [model.id for model in self._request(_Models, "models", None, [client]).data]
-            if name not in names and (name is not None or len(names) != 1):
-                wrong = f"not {name}" if name else "so name one"
-                raise ValueError(f"--model: {client.base_url} serves {', '.join(names) or 'no model'}, {wrong}")
-            name = names[0] if name is None else name
-        assert name is not None
-        return name
+    def _only_model(self) -> str:
+        """The one model of all servers. Raises ValueError if they have none, several, or different ones."""
+        lists = [self._request(_Models, "models", None, [client]).data for client in self._clients]
+        names = sorted({model.id for models in lists for model in models})
+        if len(names) != 1:
+            raise ValueError(f"--model: the servers have {', '.join(names) or 'none'}; name the target's")
+        return names[0]
 
     def check(self) -> None:
         """Raises ValueError if a server does not have the model, or does not count a text's tokens as the target's
         tokenizer does."""
-        if self._model_given:
-            self._find_model(self.model)
         own_count = len(self._tokenizer(PROBE)["input_ids"])
         request = {"model": self.model, "prompt": PROBE, "max_tokens": 1, "temperature": 0}
         for client in self._clients:

@@ -125,28 +125,24 @@ class OpenConversation:
 
 def beginning(document: Document, least: int, most: int, tokenizer: Tokenizer) -> Conversation | BadDocument:
     """A conversation whose question is the document's beginning of `least` to `most` tokens, chosen by the document's
-    hash. A BadDocument if the document ends there, or if the text cannot be a message.
+    hash; if they end within the first character, all of it. A BadDocument if the document ends there, or if the text
+    cannot be a message.
 
     tokenizer: from `rust_tokenizer`."""
     count = least + int.from_bytes(document.digest[:8], "little") % (most - least + 1)
-    try:
-        if not (stop := _end_of_tokens(count, document.text, tokenizer)):
-            raise Unusable("too_short")
-        messages = read_messages([{"role": "user", "content": document.text[:stop]}], answered=False)
-    except Unusable as error:
-        return BadDocument(document.name, document.digest, error.why)
-    return Conversation(document.name, messages_digest(messages), messages)
-
-
-def _end_of_tokens(count: int, text: str, tokenizer: Tokenizer) -> int:
-    """Where the text's first `count` tokens end, in characters, but not before its first character ends. 0 if no token
-    follows."""
+    text, following = document.text, list[int]()
     for size in (MOST_CHARACTERS * (count + 1), len(text)):  # a text of long tokens (blanks, signs) is read to its end
         offsets = tokenizer.encode(text[:size], add_special_tokens=False).offsets
         following = [begin for begin, _ in offsets[count:] if begin > 0]
         if len(following) > 1:  # with only one, it may be cut off by text[:size]
             break
-    return following[0] if following else 0
+    try:
+        if not following:
+            raise Unusable("too_short")
+        messages = read_messages([{"role": "user", "content": text[: following[0]]}], answered=False)
+    except Unusable as error:
+        return BadDocument(document.name, document.digest, error.why)
+    return Conversation(document.name, messages_digest(messages), messages)
 
 
 def text_behind(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:

@@ -191,12 +191,11 @@ def _sampling(args: argparse.Namespace) -> "tuple[SamplingParams, dict[str, Any]
 def _endpoint_client(args: argparse.Namespace, settings: dict, tokenizer: Any, positions: int) -> "EndpointClient":
     from longdraft.data_prep.endpoints import EndpointClient
 
+    # Only some servers know the last ones, so they are sent only if they are on.
+    names = ["temperature", "top_p", *(name for name in ("top_k", "min_p", *SERVED) if settings.get(name))]
     # Special tokens in an answer must be visible, so that it can be left out, as an engine's answer is.
     fields = {"max_tokens": settings["max_new_tokens"], "skip_special_tokens": False}
-    fields |= {name: settings[name] for name in ("temperature", "top_p")}
-    # Only some servers know these, so they are sent only if they are on.
-    fields |= {name: settings[name] for name in ("top_k", "min_p") if settings[name]}
-    fields |= {name: settings[name] for name in SERVED if name in settings}
+    fields |= {name: settings[name] for name in names}
     return EndpointClient(args.endpoint, fields, tokenizer, positions, args.model, args.concurrency)
 
 

@@ -181,9 +181,9 @@ def test_errors(serve, connect, monkeypatch, tiny_tokenizer):
     said = error(lambda: answers(connect(always_busy, concurrency=1), count=1))
     assert "in 3 tries, the last time with 502" in said and len(always_busy.asked) == 3
     assert "ConnectError" in error(lambda: connect("http://127.0.0.1:9"))
-    assert "serves m, k" in error(lambda: connect(serve(models=("m", "k"))))
-    assert "no model" in error(lambda: connect(serve(models=())))
-    assert "serves m, not other" in error(connect(serve(), model="other").check)
+    assert "--model: the servers have k, m;" in error(lambda: connect(serve(models=("m", "k"))))
+    assert "--model: the servers have k, m;" in error(lambda: connect(serve(), serve(models=("k",))))
+    assert "--model: the servers have none" in error(lambda: connect(serve(models=())))
     for url, shown in WRONG.items():
         said = error(lambda url=url: connect(url))
         assert "--endpoint: " in said and shown in said
