@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent
 # "benchmarks" itself has no modules. Because it is named, a checkout's other folders in it can be imported, too.
 CODE = [
     "benchmarks", "benchmarks/drafters", "data_prep", "infer", "infer/caches", "infer/drafters", "infer/server",
-    "infer/vllm_plugin", "kernels", "kernels/cpu_impl", "kernels/reference", "kernels/triton_impl", "launch", "models",
+    "infer/vllm_plugin", "kernels", "kernels/cpu", "kernels/triton", "launch", "models",
     "models/drafts", "train", "train/methods",
 ]  # fmt: skip
 # Needed for training but not for decoding, so that serving a draft, for example in vLLM, does not require it.
@@ -33,7 +33,7 @@ setup(
     packages=list(packages),
     package_dir=packages,
     package_data={name: ["*.yaml", "*.jinja"] for name in packages if name.startswith("longdraft.configs")}
-    | {"longdraft.kernels.cpu_impl": ["*.c", "*.inc"], "longdraft.infer.server": ["*.html"]}
+    | {"longdraft.kernels.cpu": ["*.c", "*.inc"], "longdraft.infer.server": ["*.html"]}
     | {"longdraft.models": ["shipped/*/*"]},
     install_requires=[
         "torch>=2.8",

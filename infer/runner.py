@@ -23,7 +23,7 @@ from longdraft.infer.prune import prune
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
-from longdraft.kernels.cpu_impl import threads
+from longdraft.kernels.cpu import threads
 from longdraft.kernels.transfer import HostCopy, Moment
 from longdraft.models.decoder import Decoder
 from longdraft.models.device import on_device

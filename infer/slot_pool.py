@@ -20,7 +20,7 @@ from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_sampling import SlotSampling, choice_bytes
 from longdraft.infer.slot_state import SlotState
-from longdraft.kernels.cpu_impl import threads
+from longdraft.kernels.cpu import threads
 from longdraft.kernels.linear import prompt_in_c
 from longdraft.kernels.transfer import from_host, integers
 from longdraft.models.decoder import Decoder

@@ -65,10 +65,10 @@ def liger_layers(device_type: str) -> LigerLayers | None:
 
 @cache
 def triton_kernels(name: str, device_type: str) -> Any | None:
-    """The module triton_impl/<name>.py for tensors of this device type; None unless it is CUDA and triton is there."""
+    """The module triton/<name>.py for tensors of this device type; None unless it is CUDA and triton is there."""
     if device_type != "cuda" or find_spec("triton") is None:
         return None
-    return import_module(f"longdraft.kernels.triton_impl.{name}")
+    return import_module(f"longdraft.kernels.triton.{name}")
 
 
 def has_flash_attn() -> bool:

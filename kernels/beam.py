@@ -7,10 +7,10 @@ far, E draft vocabulary, K borders.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from longdraft.kernels.cpu_impl import rows, tokens
-from longdraft.kernels.reference.beam import beam_level as _reference
+from longdraft.kernels.cpu import rows, tokens
 
 
 class Level(NamedTuple):
@@ -36,8 +36,7 @@ def beam_level(
 ) -> Level:
     """Choose the `width` best children of all T nodes, or all of them if there are fewer.
 
-    On a CPU this is one C call in place of some twenty operations on a few numbers each; elsewhere PyTorch
-    (reference/beam.py).
+    On a CPU this is one C call in place of some twenty operations on a few numbers each; elsewhere PyTorch.
 
     Args:
         log_probs_BTC: fp32, of the best candidates behind each node, best first; no NaN.
@@ -53,6 +52,30 @@ def beam_level(
     """
     width = min(width, log_probs_BTC[0].numel())
     on_cpu = log_probs_BTC.device.type == "cpu" and rows.library() is not None
-    level = tokens.beam_level if on_cpu else _reference
+    level = tokens.beam_level if on_cpu else beam_level_reference
     inputs = log_probs_BTC, words_BTC, scores_BT, open_BTN, width, first_node, first_class, borders_K, token_ids_E
     return Level(*level(*inputs))
+
+
+def beam_level_reference(
+    log_probs_BTC: Tensor,
+    words_BTC: Tensor,
+    scores_BT: Tensor,
+    open_BTN: Tensor,
+    width: int,
+    first_node: int,
+    first_class: int,
+    borders_K: Tensor,
+    token_ids_E: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`beam_level` in plain PyTorch."""
+    scores_BW, places_BW = (scores_BT[:, :, None] + log_probs_BTC).flatten(1).topk(width, dim=-1)
+    words_BW = words_BTC.flatten(1).gather(1, places_BW)
+    surprise_BW = -log_probs_BTC.flatten(1).gather(1, places_BW)
+    above_BW, padding_BW = places_BW // log_probs_BTC.shape[2], scores_BW.isneginf()
+    tokens_BW = words_BW if token_ids_E is None else token_ids_E[words_BW]
+    parents_BW = (first_node + above_BW).masked_fill(padding_BW, -2)
+    nodes_3BW = torch.stack((tokens_BW, parents_BW, first_class + torch.bucketize(surprise_BW, borders_K)))
+    own_WW = torch.eye(width, dtype=torch.bool, device=scores_BT.device).expand(len(scores_BT), -1, -1)
+    above_BWN = open_BTN.gather(1, above_BW[:, :, None].expand(-1, -1, open_BTN.shape[2]))
+    return nodes_3BW, scores_BW, torch.cat((above_BWN, own_WW), 2)

@@ -4,10 +4,10 @@ Not here: which noise and which penalties (infer/slot_sampling.py).
 Shapes: B slots, T rows, V vocabulary, K tokens, N vocabulary of the noise.
 """
 
+import torch
 from torch import Tensor
 
-from longdraft.kernels.cpu_impl import rows, tokens
-from longdraft.kernels.reference.best_tokens import best_tokens as _reference
+from longdraft.kernels.cpu import rows, tokens
 
 # The C kernel's limit on `count`; above it, sorting is faster.
 MOST_TOKENS = 64
@@ -23,7 +23,7 @@ def best_tokens(
     """Find the `count` largest scores of each row, where a score is logit / divisor + noise; largest first.
 
     On a CPU, fp32 and bf16 go through C, which never holds all scores of a row, for up to MOST_TOKENS tokens; all else
-    through PyTorch (reference/best_tokens.py).
+    through PyTorch.
 
     Args:
         logits_BTV: fp32, bf16 or fp16; arithmetic is fp32.
@@ -38,4 +38,22 @@ def best_tokens(
     in_c = logits_BTV.device.type == "cpu" and logits_BTV.dtype in rows.SUFFIXES and count <= MOST_TOKENS
     if in_c and rows.library() is not None:
         return tokens.best_tokens(logits_BTV, count, divisors_B, noise_BN, ids_V)
-    return _reference(logits_BTV, count, divisors_B, noise_BN, ids_V)
+    return best_tokens_reference(logits_BTV, count, divisors_B, noise_BN, ids_V)
+
+
+def best_tokens_reference(
+    logits_BTV: Tensor,
+    count: int,
+    divisors_B: Tensor | None = None,
+    noise_BN: Tensor | None = None,
+    ids_V: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`best_tokens` in plain PyTorch."""
+    scores_BTV = logits_BTV.float()
+    if divisors_B is not None:
+        scores_BTV = scores_BTV / divisors_B[:, None, None]
+    if noise_BN is not None:
+        scores_BTV = scores_BTV + (noise_BN if ids_V is None else noise_BN[:, ids_V])[:, None, : scores_BTV.shape[2]]
+    best_BTK, words_BTK = scores_BTV.topk(count, dim=-1)
+    log_probs_BTK = best_BTK - scores_BTV.logsumexp(-1, keepdim=True)
+    return log_probs_BTK.nan_to_num(nan=-torch.inf, neginf=-torch.inf), words_BTK

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longdraft.kernels import backend
-from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.reference.tree_attention import MOST_ROWS, pack_tree
+from longdraft.kernels.cpu import rows
 from longdraft.kernels.sinks import attention_with_sinks, with_sinks
+from longdraft.kernels.tree_mask import MOST_ROWS, pack_tree
 
 
 @dataclass
@@ -150,7 +150,7 @@ def in_slices(
     window: int | None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`chain_attention` by functions like those of triton_impl/tree_attention.py, MOST_ROWS rows at a time. To each
+    """`chain_attention` by functions like those of triton/tree_attention.py, MOST_ROWS rows at a time. To each
     slice the pass's rows before it count as committed."""
     outputs = []
     for start in range(0, q_BTHd.shape[1], MOST_ROWS):

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longdraft.kernels import backend
-from longdraft.kernels.reference import gate as reference
 
 # The most outputs of a row that Liger's kernel takes, since it loads whole rows.
 MOST_WIDTH = 65536
@@ -26,7 +25,7 @@ def gate(gate_up: Tensor) -> Tensor:
     liger = None
     if gate_up.numel() and gate_up.shape[-1] <= 2 * MOST_WIDTH:
         liger = backend.liger_layers(gate_up.device.type)
-    return (liger or reference).gate(gate_up)
+    return gate_reference(gate_up) if liger is None else liger.gate(gate_up)
 
 
 def gelu_gate(gate_up: Tensor) -> Tensor:
@@ -72,3 +71,17 @@ def _few_rows_at_once(gate_up: Tensor, gate: Callable[[Tensor], Tensor]) -> Tens
     for start in range(0, len(rows_MX), max(1, block)):
         out_MF[start : start + max(1, block)] = gate(rows_MX[start : start + max(1, block)])
     return out_MF.view(*gate_up.shape[:-1], width)
+
+
+def gate_reference(gate_up: Tensor) -> Tensor:
+    """`gate` in plain PyTorch."""
+    first, up = gate_up.chunk(2, -1)
+    opened = F.silu(first)
+    return opened * up if opened.requires_grad else opened.mul_(up)
+
+
+def clamped_gate_reference(gate_up: Tensor, slope: float, limit: float) -> Tensor:
+    """`clamped_gate` in plain PyTorch."""
+    first, up = gate_up.chunk(2, -1)
+    first, up = first.clamp(max=limit), up.clamp(-limit, limit)
+    return first * torch.sigmoid(slope * first) * (up + 1)

@@ -60,3 +60,13 @@ def _indexed(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_B
     target_BR = places_BR + lengths_B[:, None]
     for cache_LBSKd in (keys_LBSKd, values_LBSKd):
         cache_LBSKd[:, slots_B1, target_BR] = cache_LBSKd[:, slots_B1, source_BR]
+
+
+def keep_rows_reference(
+    keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor
+) -> None:
+    """`keep_rows` one row after the other, with lengths and rows read on the host."""
+    for slot, (length, count) in enumerate(zip(lengths_B.tolist(), counts_B.tolist(), strict=True)):
+        for place, row in enumerate(rows_BR[slot, :count].tolist()):
+            for cache_LBSKd in (keys_LBSKd, values_LBSKd):
+                cache_LBSKd[:, slot, length + place] = cache_LBSKd[:, slot, length + row].clone()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu import rows
 from longdraft.kernels.gate import gate
 from longdraft.kernels.rms_norm import rms_norm
 
@@ -52,7 +52,7 @@ def linear(
     All but the product is optional. Sums are in fp32, and every part is rounded to x's dtype as if it stood alone.
 
     On a CPU, few rows (in bf16, and while decoding in fp32) go through one call of C, whose result for a row does not
-    depend on the other rows (cpu_impl/rows.py). Many bf16 rows on a CPU without bf16 instructions are bound by
+    depend on the other rows (cpu/rows.py). Many bf16 rows on a CPU without bf16 instructions are bound by
     arithmetic and run in fp32. All else is PyTorch's.
 
     Args:

@@ -8,8 +8,8 @@ Why ours: Liger's fused loss takes one part per call and knows at most the top r
 it reads the LM head again for every few hundred, and each call waits for the device to count labels
 (benchmarks/kernels/loss.py measures it beside ours).
 Not here: which rows have labels (models/drafts/, train/batches.py).
-Shapes: P parts, N states of a part, M labels of a part, T labels of all parts, C rows of a chunk, D hidden width,
-V vocabulary, K ranks.
+Shapes: P parts, N states of a part, M labels of a part, T labels of all parts, C rows of a chunk, B rows of a block,
+b of them with the label among the first, D hidden width, V vocabulary, K ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend
-from longdraft.kernels.reference import linear_cross_entropy as reference
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 # Size of a chunk's logits. On a CPU 64 MiB are 320 rows in fp32 at V = 49,152; on a GPU 256 MiB are 1024 rows in bf16
 # at V = 128,256. A GPU computes some 200 rows in the time that it takes to read the LM head, so this hides the read.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 64 * 2**20, 256 * 2**20
+# Size of a block's fp32 logits. On a CPU 2 MiB, 10 rows at V = 49,152, stay in the cache and are still enough work to
+# outweigh the overhead of a dozen calls; a GPU wants fewer and larger calls.
+BLOCK_BYTES, GPU_BLOCK_BYTES = 2 * 2**20, 64 * 2**20
 
 
 class LinearCrossEntropy(NamedTuple):
@@ -72,10 +74,10 @@ def linear_cross_entropy(
     if kernels is None and backend.is_host(weight_VD.device):  # rows without a label then cost nothing
         labelled = [labels_M != ignore_index for labels_M in labels]
         labels, rows = ([x[some_M] for x, some_M in zip(parts, labelled, strict=True)] for parts in (labels, rows))
-    chunk_losses = (kernels or reference).chunk_losses
+    of_chunk = chunk_losses if kernels is None else kernels.chunk_losses
 
     def losses(chunk: slice, *arguments: Any) -> None:
-        chunk_losses(*arguments)
+        of_chunk(*arguments)
 
     loss_sums, rank_counts = chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, losses)
     return LinearCrossEntropy(loss_sums, n_labels, rank_counts)
@@ -203,3 +205,80 @@ def _pieces(borders: list[int], chunk: slice) -> list[_Piece]:
             places = (slice(start - begin, stop - begin) for begin in (first, chunk.start, 0))
             pieces.append(_Piece(part, *places))
     return pieces
+
+
+def rows_per_block(vocab_size: int, gpu: bool = False) -> int:
+    """B: `chunk_losses` takes a few rows at a time, so that on a CPU they stay in the cache."""
+    return max(1, (GPU_BLOCK_BYTES if gpu else BLOCK_BYTES) // (4 * vocab_size))
+
+
+def chunk_losses(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    loss_C: Tensor,
+    before_C: Tensor,
+    ignore_index: int,
+    top_k: int,
+    gradient: bool,
+) -> None:
+    """Cross-entropy of every row, computed in fp32 for logits of any dtype.
+
+    Args:
+        logits_CV: fp32, bf16 or fp16; with `gradient` overwritten with softmax - onehot(label). Rows whose label is
+            `ignore_index` then hold arbitrary values.
+        labels_C: int64 token ids, or `ignore_index`.
+        loss_C: fp32, written; 0 where the label is `ignore_index`.
+        before_C: int32 [C], or [0] if top_k is 0; written: how many logits rank before the label's, where equal logits
+            rank by id, as in an argmax. It is exact below top_k; otherwise, and where the label is `ignore_index`, it
+            is at least top_k.
+        ignore_index: the label of rows that do not count.
+        top_k: how many ranks are needed; 0 counts nothing.
+        gradient: whether to overwrite the logits.
+    """
+    n_rows, n_words = logits_CV.shape
+    n_block = rows_per_block(n_words, logits_CV.is_cuda)
+    ignored_C = labels_C == ignore_index
+    labels_C = labels_C.masked_fill(ignored_C, 0)  # `gather` needs an id
+    scratch_BV = logits_CV.new_empty((min(n_block, n_rows), n_words), dtype=torch.float32)
+    for start in range(0, n_rows, n_block):
+        rows = slice(start, start + n_block)
+        inputs = logits_CV[rows], labels_C[rows, None], scratch_BV[: min(n_block, n_rows - start)]
+        _block_losses(*inputs, loss_C[rows], before_C[rows], top_k, gradient)
+    loss_C.masked_fill_(ignored_C, 0.0)
+    if top_k:
+        before_C.masked_fill_(ignored_C, n_words)
+
+
+def _block_losses(
+    logits_BV: Tensor,
+    label_B1: Tensor,
+    scratch_BV: Tensor,
+    loss_B: Tensor,
+    before_B: Tensor,
+    top_k: int,
+    gradient: bool,
+) -> None:
+    exact_BV = logits_BV.float()  # no copy of fp32 logits
+    if top_k:
+        before_B.copy_(count_before(exact_BV, label_B1, top_k, scratch_BV))
+    # The exponentials cost most. softmax computes them once, and its largest probability is 1 / their sum.
+    probs_BV = torch.softmax(exact_BV, 1, out=scratch_BV)
+    torch.sub(exact_BV.amax(1) - exact_BV.gather(1, label_B1)[:, 0], probs_BV.amax(1).log_(), out=loss_B)
+    if gradient:
+        probs_BV.scatter_add_(1, label_B1, probs_BV.new_full(label_B1.shape, -1.0))
+        logits_BV.copy_(probs_BV)
+
+
+def count_before(logits_BV: Tensor, label_B1: Tensor, top_k: int, scratch_BV: Tensor) -> Tensor:
+    """How many logits rank before the label's, as `chunk_losses` counts, in fp32: exact up to 2 ** 24. Summing bools
+    would convert them all to int64."""
+    own_B1 = logits_BV.gather(1, label_B1)
+    before_B = torch.gt(logits_BV, own_B1, out=scratch_BV).sum(1)
+    # Equal logits matter only for labels within the first top_k, which are few. A GPU counts all, to avoid a wait.
+    first_b = torch.arange(len(before_B), device=logits_BV.device)
+    if backend.is_host(logits_BV.device):
+        first_b = first_b[before_B < top_k]
+    equal_bV = torch.index_select(logits_BV, 0, first_b, out=scratch_BV[: len(first_b)]).eq_(own_B1[first_b])
+    ids_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
+    equal_bV.masked_fill_(ids_V >= label_B1[first_b], 0.0)
+    return before_B.index_add_(0, first_b, equal_bV.sum(1))

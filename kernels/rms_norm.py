@@ -7,9 +7,9 @@ Shapes: ... any leading shape, D width.
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from longdraft.kernels import backend
-from longdraft.kernels.reference import rms_norm as reference
 
 # The widest row that Liger's kernels take, since they load whole rows.
 MOST_WIDTH = 65536
@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """
     liger = _liger(x, weight_D)
     if liger is None or (torch.is_grad_enabled() and (x.requires_grad or weight_D.requires_grad)):
-        return reference.rms_norm(x, weight_D, eps)
+        return rms_norm_reference(x, weight_D, eps)
     return liger.rms_norm(x, weight_D, eps)
 
 
@@ -39,7 +39,8 @@ def add_rms_norm(x: Tensor, added: Tensor, weight_D: Tensor, eps: float) -> tupl
         x, added: [..., D] of one dtype. weight_D: in the same dtype. eps: as for `rms_norm`.
     """
     liger = _liger(x, weight_D)
-    return (liger or reference).add_rms_norm(x, added, weight_D, eps)
+    fused = add_rms_norm_reference if liger is None else liger.add_rms_norm
+    return fused(x, added, weight_D, eps)
 
 
 def adds_with_norm(x: Tensor) -> bool:
@@ -51,3 +52,14 @@ def _liger(x: Tensor, weight_D: Tensor) -> backend.LigerLayers | None:
     if x.dtype != weight_D.dtype or x.shape[-1] > MOST_WIDTH or x.numel() == 0:
         return None
     return backend.liger_layers(x.device.type)
+
+
+def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in plain PyTorch."""
+    return F.rms_norm(x, weight_D.shape, weight_D, eps)
+
+
+def add_rms_norm_reference(x: Tensor, added: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` in plain PyTorch."""
+    total = x + added
+    return rms_norm_reference(total, weight_D, eps), total

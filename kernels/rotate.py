@@ -7,15 +7,23 @@ Shapes: B slots, T tokens, n heads, d head width, F = d / 2 frequencies; N heads
 v; S cache capacity.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from longdraft.kernels import backend
-from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.reference import rotate as reference
-from longdraft.kernels.reference.rotate import HeadNorms
+from longdraft.kernels.cpu import rows
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of heads before RoPE: weight `q_d` for the first `n_queries` heads, `k_d` for the others, the keys."""
+
+    q_d: Tensor
+    k_d: Tensor
+    n_queries: int
+    eps: float
 
 
 def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorms | None = None) -> Tensor:
@@ -23,7 +31,7 @@ def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorm
 
     Norms, and the product with the cosine before the one with the sine is added, are rounded to x's dtype. On a GPU
     this is one Triton launch unless x needs a gradient; on a CPU one C call in bf16, and in fp32 while decoding; all
-    else is PyTorch (reference/rotate.py).
+    else is PyTorch.
 
     Args:
         x_BTnd: heads before RoPE; may be a slice of a wider projection.
@@ -35,7 +43,7 @@ def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorm
         return triton.rotate(x_BTnd, cos_BT11F, sin_BT12F, norms)
     if _in_c(x_BTnd, cos_BT11F, norms):
         return rows.rotate_rows(x_BTnd, cos_BT11F, sin_BT12F, norms)
-    return reference.rotate(x_BTnd, cos_BT11F, sin_BT12F, norms)
+    return rotate_reference(x_BTnd, cos_BT11F, sin_BT12F, norms)
 
 
 def rotate_append(
@@ -63,7 +71,7 @@ def rotate_append(
     heads_adjoin = all(x.stride()[2:] == (x.shape[3], 1) for x in (keys_BSKd, values_BSKd))
     if heads_adjoin and _in_c(qkv_BTNd, cos_BT11F, norms):
         return rows.rotate_rows(qkv_BTNd, cos_BT11F, sin_BT12F, norms, (keys_BSKd, values_BSKd, lengths_B))
-    return reference.rotate_append(qkv_BTNd, cos_BT11F, sin_BT12F, keys_BSKd, values_BSKd, lengths_B, norms)
+    return rotate_append_reference(qkv_BTNd, cos_BT11F, sin_BT12F, keys_BSKd, values_BSKd, lengths_B, norms)
 
 
 def _in_c(x_BTnd: Tensor, cos_BT11F: Tensor, norms: HeadNorms | None) -> bool:
@@ -76,7 +84,43 @@ def _in_c(x_BTnd: Tensor, cos_BT11F: Tensor, norms: HeadNorms | None) -> bool:
 
 
 def triton_for(x_BTnd: Tensor, cos_BT11F: Tensor) -> Any | None:
-    """The module triton_impl/rotate.py if it serves heads like these, else None. No gradient goes through it."""
+    """The module triton/rotate.py if it serves heads like these, else None. No gradient goes through it."""
     if x_BTnd.dtype != cos_BT11F.dtype or (torch.is_grad_enabled() and x_BTnd.requires_grad):
         return None
     return backend.triton_kernels("rotate", x_BTnd.device.type)
+
+
+def normed(x_BTnd: Tensor, norms: HeadNorms | None) -> Tensor:
+    """The heads after their norms, rounded to x's dtype."""
+    if norms is None:
+        return x_BTnd
+    split = norms.n_queries, x_BTnd.shape[2] - norms.n_queries
+    parts = zip(x_BTnd.split(split, 2), (norms.q_d, norms.k_d), strict=True)
+    return torch.cat([F.rms_norm(part, weight.shape, weight, norms.eps) for part, weight in parts], 2)
+
+
+def rotate_reference(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorms | None = None) -> Tensor:
+    """`rotate` in plain PyTorch."""
+    n_slots, n_rows, n_heads, head_dim = x_BTnd.shape
+    halves_BTn2F = normed(x_BTnd, norms).view(n_slots, n_rows, n_heads, 2, head_dim // 2)
+    rotated = torch.addcmul(halves_BTn2F * cos_BT11F, halves_BTn2F.flip(3), sin_BT12F)
+    return rotated.view(n_slots, n_rows, n_heads, head_dim)
+
+
+def rotate_append_reference(
+    qkv_BTNd: Tensor,
+    cos_BT11F: Tensor,
+    sin_BT12F: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """`rotate_append` in plain PyTorch."""
+    n_kv = keys_BSKd.shape[2]
+    qk_BTnd = rotate_reference(qkv_BTNd[:, :, :-n_kv], cos_BT11F, sin_BT12F, norms)
+    slots_B1 = torch.arange(len(lengths_B), device=lengths_B.device)[:, None]
+    places_BT = lengths_B[:, None] + torch.arange(qkv_BTNd.shape[1], device=lengths_B.device)
+    keys_BSKd[slots_B1, places_BT] = qk_BTnd[:, :, -n_kv:]
+    values_BSKd[slots_B1, places_BT] = qkv_BTNd[:, :, -n_kv:]
+    return qk_BTnd

@@ -79,3 +79,25 @@ def gather_rows(
     for source_LSKd, out_LRKd in ((keys_LSKd, keys_out_LRKd), (values_LSKd, values_out_LRKd)):
         for source_SKd, index_RK, out_RKd in zip(source_LSKd, index_LRK, out_LRKd, strict=True):
             out_RKd.copy_(source_SKd.gather(0, index_RK[..., None].expand(-1, -1, source_SKd.shape[-1])))
+
+
+def key_scores_reference(queries_LHd: Tensor, keys_LSKd: Tensor) -> Tensor:
+    """`key_scores` of all layers at once, with keys repeated for their query heads."""
+    n_heads, n_kv = queries_LHd.shape[1], keys_LSKd.shape[2]
+    keys_LSHd = keys_LSKd.float().repeat_interleave(n_heads // n_kv, 2)
+    return torch.einsum("lhd,lshd->lhs", queries_LHd.float(), keys_LSHd).unflatten(1, (n_kv, -1)).sum(2)
+
+
+def chunk_means_reference(keys_LSKd: Tensor, chunk: int, out_LCKd: Tensor) -> None:
+    """`chunk_means` in plain PyTorch."""
+    out_LCKd.copy_(keys_LSKd.unflatten(1, (-1, chunk)).mean(2, dtype=torch.float32))
+
+
+def gather_rows_reference(
+    keys_LSKd: Tensor, values_LSKd: Tensor, index_LRK: Tensor, keys_out_LRKd: Tensor, values_out_LRKd: Tensor
+) -> None:
+    """`gather_rows` in plain PyTorch."""
+    layers_L11 = torch.arange(keys_LSKd.shape[0], device=index_LRK.device)[:, None, None]
+    heads_K = torch.arange(keys_LSKd.shape[2], device=index_LRK.device)
+    keys_out_LRKd.copy_(keys_LSKd[layers_L11, index_LRK, heads_K])
+    values_out_LRKd.copy_(values_LSKd[layers_L11, index_LRK, heads_K])

@@ -15,9 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels import backend
 from longdraft.kernels.chain_attention import ChainPlan, chain_attention, first_read, merge
-from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, log_sum_exp, pack_tree
+from longdraft.kernels.cpu import rows
 from longdraft.kernels.sinks import with_sinks
+from longdraft.kernels.tree_mask import MOST_ROWS, attended_rows, pack_tree
 
 # Above this many committed rows, one mask over all rows costs more than two calls and a merge.
 SPLIT_FROM = 1024
@@ -106,7 +106,7 @@ def tree_attention(
 
 
 def triton_for(q_BTHd: Tensor) -> Any | None:
-    """The module triton_impl/tree_attention.py if it serves passes of this many rows on this device, else None."""
+    """The module triton/tree_attention.py if it serves passes of this many rows on this device, else None."""
     if q_BTHd.shape[1] > MOST_ROWS:
         return None
     return backend.triton_kernels("tree_attention", q_BTHd.device.type)
@@ -121,7 +121,7 @@ def wide_tree(
     tree_mask_BTT: Tensor,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """A tree of more than MOST_ROWS nodes, by functions like those of triton_impl/tree_attention.py.
+    """A tree of more than MOST_ROWS nodes, by functions like those of triton/tree_attention.py.
 
     They read the committed rows, MOST_ROWS nodes at a time. The pass's own rows are few: PyTorch reads them under the
     tree's mask, and the two are merged by log-sum-exp.
@@ -187,3 +187,53 @@ def _split(
     if empty_Q1 is not None:
         new_lse_1KQ = new_lse_1KQ.masked_fill(empty_Q1[:, 0], float("-inf"))
     return merge((new_1KQd, new_lse_1KQ), (old_1KQd, old_lse_1KQ))[0]
+
+
+def tree_attention_reference(
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    tree_mask_BTT: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """`tree_attention` by one dense mask, with B x H x T x S scores in fp32."""
+    scores_BKGTS = _scores(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window)
+    values_BSKd = _written(values_BSKd, lengths_B, q_BTHd.shape[1])
+    # A row that may read nothing (padding of an empty slot) has no softmax, and its output is zero.
+    weights_BKGTS = torch.softmax(scores_BKGTS, -1).nan_to_num(0.0)
+    out_BTKGd = torch.einsum("bkgts,bskd->btkgd", weights_BKGTS, values_BSKd)
+    return out_BTKGd.reshape(q_BTHd.shape).to(q_BTHd.dtype)
+
+
+def log_sum_exp(
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    lengths_B: Tensor,
+    tree_mask_BTT: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Natural log-sum-exps of the rows' scaled scores, fp32 [B, T, H]; -inf for a row that may read nothing."""
+    lse_BKGT = _scores(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window).logsumexp(-1)
+    return lse_BKGT.flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def _scores(
+    q_BTHd: Tensor, keys_BSKd: Tensor, lengths_B: Tensor, tree_mask_BTT: Tensor | None, window: int | None
+) -> Tensor:
+    """Scaled scores [B, K, G, T, S] in fp32, -inf where a row may not read."""
+    n_slots, n_rows, n_heads, head_dim = q_BTHd.shape
+    keys_BSKd = _written(keys_BSKd, lengths_B, n_rows)
+    n_keys, n_kv_heads = keys_BSKd.shape[1:3]
+    q_BTKGd = q_BTHd.float().view(n_slots, n_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
+    scores_BKGTS = torch.einsum("btkgd,bskd->bkgts", q_BTKGd, keys_BSKd) * head_dim**-0.5
+    mask_BTS = attended_rows(lengths_B, n_rows, n_keys, tree_mask_BTT, window)
+    return scores_BKGTS.masked_fill(~mask_BTS[:, None, None], float("-inf"))
+
+
+def _written(x_BSKd: Tensor, lengths_B: Tensor, n_rows: int) -> Tensor:
+    """Cache rows up to the end of the longest slot, in fp32. Rows beyond a slot's own end are made zero: they may hold
+    NaN, and 0 * NaN would carry it into the sum over values."""
+    n_keys = int(lengths_B.max()) + n_rows
+    written_BS = torch.arange(n_keys, device=x_BSKd.device) < lengths_B[:, None] + n_rows
+    return x_BSKd[:, :n_keys].float().where(written_BS[:, :, None, None], 0)

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.cpu_impl.layers import MOST_TOKENS, LayerTable, can_run
+from longdraft.kernels.cpu import rows
+from longdraft.kernels.cpu.layers import MOST_TOKENS, LayerTable, can_run
 from longdraft.kernels.segment_attention import Segment, send_segments
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import on_device

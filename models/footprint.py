@@ -10,8 +10,8 @@ from math import prod
 
 import torch
 
-from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.cpu_impl.layers import MOST_TOKENS
+from longdraft.kernels.cpu import rows
+from longdraft.kernels.cpu.layers import MOST_TOKENS
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import available_bytes
@@ -106,7 +106,7 @@ def feed_forward_numbers(config: DecoderConfig) -> int:
 
 
 def c_layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes that the layers allocate as one C call (kernels/cpu_impl/layers.py), for `n_tokens` of all slots."""
+    """Bytes that the layers allocate as one C call (kernels/cpu/layers.py), for `n_tokens` of all slots."""
     heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
     attention_heads = (heads + 2 * kv_heads) + (heads + kv_heads) + heads  # projected, rotated, attended
     per_layer = attention_heads * width + config.intermediate_size + 2 * config.hidden_size

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.chain_attention import prompt_attention
-from longdraft.kernels.cpu_impl.layers import LayerWeights
+from longdraft.kernels.cpu.layers import LayerWeights
 from longdraft.kernels.gate import gelu_gate
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import HeadNorms, rotate

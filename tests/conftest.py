@@ -121,7 +121,7 @@ def no_masks(shared) -> type:
 @pytest.fixture
 def c_kernels() -> None:
     """For tests of the C kernels: skips where they cannot be had. Where nothing stands against them they must build."""
-    from longdraft.kernels.cpu_impl import library
+    from longdraft.kernels.cpu import library
 
     if (why := library.obstacle()) is not None:
         pytest.skip(f"needs the C kernels: {why}")
@@ -135,6 +135,6 @@ def exact_dtype() -> "torch.dtype":
     """
     import torch
 
-    from longdraft.kernels.cpu_impl import library
+    from longdraft.kernels.cpu import library
 
     return torch.float32 if library.obstacle() is not None else torch.bfloat16

@@ -29,7 +29,7 @@ class NoMasks(TorchDispatchMode):
 def _in_a_reference() -> bool:
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("longdraft.kernels.reference"):
+        if frame.f_code.co_name.endswith("_reference"):
             return True
         frame = frame.f_back
     return False

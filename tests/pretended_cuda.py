@@ -19,7 +19,7 @@ What it can show:
 - `calls`: which operations are called how often, views among them; kernels by their function, as "triton: choose".
 
 What it cannot show: anything of speed; a kernel's arithmetic, memory or launch, for Triton's kernels and Liger's are
-replaced by their references, and flash-attention by reference/segment_attention.py; what CUDA's libraries would choose.
+replaced by their references, as is flash-attention (segment_attention.py); what CUDA's libraries would choose.
 A replay calls the work again, so nobody notices memory that has moved, or a number of the host that a recording would
 keep as it was (tests/infer/test_graphs.py does). There is one device and one stream: nothing of races. A tensor of the
 host without dimensions goes into every operation, which is wrong for some (`cat`). What PyTorch makes in C++ by another
@@ -33,7 +33,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -46,8 +45,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from longdraft.infer import graphs
-from longdraft.kernels import backend
-from longdraft.kernels.reference import cross_attention, gate, rms_norm, segment_attention, tree_attention
+from longdraft.kernels import (
+    backend,
+    cross_attention,
+    gate,
+    linear_cross_entropy,
+    rms_norm,
+    segment_attention,
+    tree_attention,
+)
 
 DEVICE = torch.device("cuda:0")
 MEMORY = 80 * 2**30
@@ -285,20 +291,19 @@ class PretendedCuda:
 
     def triton_kernels(self, name: str, device_type: str) -> Any | None:
         """In the place of `backend.triton_kernels`: each function by the reference of that name, where there is one."""
-        if device_type != "cuda" or find_spec(f"longdraft.kernels.reference.{name}") is None:
+        if device_type != "cuda":
             return None
         functions = OTHERWISE.get(name)
         if functions is None:
-            module = import_module(f"longdraft.kernels.reference.{name}")
-            own = ((key, x) for key, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__)
-            functions = {key: x for key, x in own if callable(x) and not key.startswith("_")}
+            names = vars(import_module(f"longdraft.kernels.{name}"))
+            functions = {key.removesuffix("_reference"): x for key, x in names.items() if key.endswith("_reference")}
         return SimpleNamespace(**{key: self._kernel(key, reference) for key, reference in functions.items()})
 
     def liger_layers(self, device_type: str) -> backend.LigerLayers | None:
         """In the place of `backend.liger_layers`; with gradients a kernel is the operations of its reference."""
         if device_type != "cuda":
             return None
-        own = backend.LigerLayers(rms_norm.rms_norm, rms_norm.add_rms_norm, gate.gate)
+        own = backend.LigerLayers(rms_norm.rms_norm_reference, rms_norm.add_rms_norm_reference, gate.gate_reference)
         return backend.LigerLayers(*map(self._with_gradients, own._fields, own))
 
     def _with_gradients(self, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -333,7 +338,7 @@ class PretendedCuda:
             segments = [(*queries, *keys) for queries, keys in borders]
             assert most_queries == max(s[1] - s[0] for s in segments)
             assert most_keys >= max(s[3] - s[2] for s in segments)  # of a cache's rows all that there may be
-            out = segment_attention.segment_attention(q, k, v, segments, window)
+            out = segment_attention.segment_attention_reference(q, k, v, segments, window)
             return (out, _on_device(_log_sum_exps(value_of(q), value_of(k), segments, window))) if with_lse else out
 
     # What is done with an operation.
@@ -511,24 +516,25 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
 def _dense(q, keys, values, lengths, bits, depths, is_tree=True, window=None, n_splits=None) -> tuple[Tensor, Tensor]:
     rows = torch.arange(q.shape[1])
     tree = (bits[:, :, rows // 64] >> rows % 64 & 1) == 1 if is_tree else None
-    out = tree_attention.tree_attention(q, keys, values, lengths, tree, window)
+    out = tree_attention.tree_attention_reference(q, keys, values, lengths, tree, window)
     return out, tree_attention.log_sum_exp(q, keys, lengths, tree, window)
 
 
 def _cross(q, keys, values, lengths, n_splits=None) -> tuple[Tensor, Tensor]:
     blind = torch.zeros(len(q), q.shape[1], q.shape[1], dtype=torch.bool)
-    return cross_attention.cross_attention(q, keys, values, lengths), tree_attention.log_sum_exp(
+    return cross_attention.cross_attention_reference(q, keys, values, lengths), tree_attention.log_sum_exp(
         q, keys, lengths, blind
     )
 
 
 def _query_gradient(q, k, v, out, lse, grad, spans, borders, most_queries, window) -> Tensor:
-    return segment_attention.query_gradient(q, k, v, grad, [tuple(span) for span in spans.tolist()], window)
+    return segment_attention.query_gradient_reference(q, k, v, grad, [tuple(span) for span in spans.tolist()], window)
 
 
 OTHERWISE: dict[str, dict[str, Callable[..., Any]]] = {
     "tree_attention": {"tree_attention": _dense, "cross_attention": _cross},
     "segment_attention": {"query_gradient": _query_gradient},
+    "linear_cross_entropy": {"chunk_losses": linear_cross_entropy.chunk_losses},
 }
 
 

@@ -48,7 +48,7 @@ def test_wheel_holds_every_module_and_recipe(wheel):
     }
     wanted.add("infer/server/page.html")
     # Of the C kernels the source is installed, and compiled where they run.
-    wanted |= {f for f in tracked if f.startswith("kernels/cpu_impl/") and (ROOT / f).exists()}
+    wanted |= {f for f in tracked if f.startswith("kernels/cpu/") and (ROOT / f).exists()}
     assert {f"longdraft/{name}" for name in wanted} <= names
     assert not [
         name for name in names if name.startswith(("longdraft/benchmarks/kernels", "longdraft/benchmarks/checks"))

@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from longdraft.kernels.causal_attention import BLOCK
-from longdraft.kernels.linear_cross_entropy import rows_per_chunk
-from longdraft.kernels.reference.linear_cross_entropy import rows_per_block
-from longdraft.kernels.reference.linear_distillation import block_rows
+from longdraft.kernels.linear_cross_entropy import rows_per_block, rows_per_chunk
+from longdraft.kernels.linear_distillation import block_rows
 from longdraft.kernels.segment_attention import MOST_COPIES
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
@@ -43,7 +42,7 @@ MIB = 2**20
 PROCESS_CPU, PROCESS_GPU = 120 * MIB, 1536 * MIB
 # Bytes beside each logit that a CPU's loss works on while it counts ranks: one fp32 value and one bool.
 BESIDE_LOGIT = 5
-# The same for distillation, in fp32 values (kernels/reference/linear_distillation.py).
+# The same for distillation, in fp32 values (kernels/linear_distillation.py).
 BESIDE_DISTILLED = {"kl": 6, "overlap": 7, "acceptance": 13}
 # Multiprocessors of a GPU, on which some buffers depend: an H100's.
 PROCESSORS = 132
@@ -231,7 +230,7 @@ class _Sizes:
         gradient of its output. The queries' gradient is also there in fp32, in deterministic order once for each run
         of blocks; those of keys and values also once for each query head, where heads share them. The
         cross-attention adds nothing: its keys are frozen, and its queries' gradient is computed in place
-        (kernels/triton_impl/segment_attention.py)."""
+        (kernels/triton/segment_attention.py)."""
         if not (self.gpu and isinstance(self.shape, LongSpecConfig)):
             return {}
         t, train, n_queries = self.target, self.config.train, self._queries(n_tokens)

@@ -21,7 +21,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import graphs_for
 from longdraft.infer.results import Generation
 from longdraft.infer.sampling import SamplingParams
-from longdraft.kernels.cpu_impl.threads import decoding
+from longdraft.kernels.cpu.threads import decoding
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, prompt_rows
 from longdraft.models.target import Target

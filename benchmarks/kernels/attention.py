@@ -20,9 +20,9 @@ from longdraft.benchmarks.kernels.profiles import Profile
 from longdraft.benchmarks.kernels.timing import Bench, free_bytes
 from longdraft.kernels import tree_attention as ours
 from longdraft.kernels.backend import has_flash_attn, triton_kernels
-from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.reference.tree_attention import pack_tree
-from longdraft.kernels.reference.tree_attention import tree_attention as reference
+from longdraft.kernels.cpu import rows
+from longdraft.kernels.tree_attention import tree_attention_reference as reference
+from longdraft.kernels.tree_mask import pack_tree
 
 SMALL = 1037  # committed rows of the compared case, if the timed case's reference does not fit into memory
 SPARE = 23  # rows of capacity after the pass

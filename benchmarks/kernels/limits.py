@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-IMPL = Path(__file__).resolve().parents[2] / "kernels" / "triton_impl"
+IMPL = Path(__file__).resolve().parents[2] / "kernels" / "triton"
 # Bytes of shared memory that a program may use, by architecture: A100; A40; L40S and 4090; H100; B200; 5090.
 FAST_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 MOST_STACK = 256  # bytes per thread
@@ -36,7 +36,7 @@ GROUPS, MOST_ROWS = (1, 3, 4, 7, 8), 128  # query heads per key head of known ta
 
 @dataclass(frozen=True)
 class Variant:
-    """A call to a public function: file of triton_impl, which call, architecture, dtype, rows and head width."""
+    """A call to a public function: file of triton, which call, architecture, dtype, rows and head width."""
 
     file: str
     what: str
@@ -244,9 +244,7 @@ class Compiler:
         self.found, self.compiled = list[Usage](), set()
         self.tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
         self.functions: Any = triton.JITFunction
-        self.modules = {
-            path.stem: import_module(f"longdraft.kernels.triton_impl.{path.stem}") for path in IMPL.glob("*.py")
-        }
+        self.modules = {path.stem: import_module(f"longdraft.kernels.triton.{path.stem}") for path in IMPL.glob("*.py")}
         absent: Any = Absent()
         driver.set_active(absent)
         run, seen = self.functions.run, set()
@@ -281,7 +279,7 @@ class Compiler:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def left(self) -> list[str]:
-        """Names of kernels in triton_impl/ that were not compiled."""
+        """Names of kernels in triton/ that were not compiled."""
         ours = {x for file in self.modules.values() for x in vars(file).values() if isinstance(x, self.functions)}
         called = {x for x in ours if any(re.search(rf"\b{x.__name__}\(", other.src) for other in ours - {x})}
         return sorted(x.__name__ for x in ours - called - self.compiled)
@@ -305,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What the Triton kernels use on GPUs that are not present.")
     parser.add_argument("--all", action="store_true", help="every kernel, architecture, dtype and shape: half an hour")
     parser.add_argument("--arch", type=int, nargs="+", choices=FAST_MEMORY, default=list(FAST_MEMORY))
-    parser.add_argument("--kernel", nargs="+", choices=CALLS, default=list(CALLS), help="files of kernels/triton_impl")
+    parser.add_argument("--kernel", nargs="+", choices=CALLS, default=list(CALLS), help="files of kernels/triton")
     args = parser.parse_args(arguments)
     compiler = Compiler()
     for variant in (everything if args.all else of_the_suite)(compiler.modules["tree_attention"]):

@@ -18,7 +18,7 @@ from longdraft.benchmarks.kernels.candidates import OURS, Build, Run, Unavailabl
 from longdraft.benchmarks.kernels.profiles import Profile
 from longdraft.benchmarks.kernels.timing import CEILING_SIZES, Bench, free_bytes
 from longdraft.infer.graphs import cuda_graphs
-from longdraft.kernels.cpu_impl.threads import decoding
+from longdraft.kernels.cpu.threads import decoding
 from longdraft.models.decoder import Decoder
 from longdraft.models.hf import build_decoder
 from longdraft.models.hf_config import decoder_config

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.infer.caches.ring import RingCache
 from longdraft.infer.slot_state import SlotState
-from longdraft.kernels.cpu_impl import draft_block, rows
+from longdraft.kernels.cpu import draft_block, rows
 from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.linear import linear
 from longdraft.models.decoder import Decoder, Embedding

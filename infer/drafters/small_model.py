@@ -18,8 +18,8 @@ from longdraft.infer.options import integer
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
-from longdraft.kernels.reference.tree_attention import MOST_ROWS
 from longdraft.kernels.transfer import HostCopy, integers
+from longdraft.kernels.tree_mask import MOST_ROWS
 from longdraft.models.footprint import Allocations, cache_rows
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput, prompt_rows

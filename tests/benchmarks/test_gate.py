@@ -11,7 +11,7 @@ from longdraft.benchmarks.kernels.attention import make_case
 from longdraft.benchmarks.kernels.candidates import OURS, figures, ratios, too_far
 from longdraft.benchmarks.kernels.profiles import PROFILES, Work
 from longdraft.benchmarks.kernels.timing import CEILING_SIZES, Bench, Times
-from longdraft.kernels.cpu_impl.library import library
+from longdraft.kernels.cpu.library import library
 
 TINY = PROFILES["tiny"]
 

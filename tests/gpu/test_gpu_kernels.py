@@ -16,30 +16,31 @@ from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 from longdraft.kernels import backend
 from longdraft.kernels import segment_attention as segments_module
 from longdraft.kernels.accepted_path import accepted_path
+from longdraft.kernels.accepted_path import accepted_path_reference as path_reference
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.choice import choose
 from longdraft.kernels.cross_attention import cross_attention
-from longdraft.kernels.gate import gate
-from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.kernels.cross_attention import cross_attention_reference as cross_reference
+from longdraft.kernels.gate import gate, gate_reference
+from longdraft.kernels.gumbel import MASK, gumbel_noise, philox_4x32
 from longdraft.kernels.keep_rows import keep_rows
 from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_cross_entropy import GPU_CHUNK_BYTES, linear_cross_entropy
-from longdraft.kernels.reference import gate as gate_reference
-from longdraft.kernels.reference import rms_norm as norm_reference
-from longdraft.kernels.reference import rotate as rotate_reference
-from longdraft.kernels.reference import selection as selection_reference
-from longdraft.kernels.reference.accepted_path import accepted_path as path_reference
-from longdraft.kernels.reference.cross_attention import cross_attention as cross_reference
-from longdraft.kernels.reference.gumbel import MASK, philox_4x32
-from longdraft.kernels.reference.segment_attention import read_keys
-from longdraft.kernels.reference.segment_attention import segment_attention as segment_reference
-from longdraft.kernels.reference.tree_attention import attended_rows
-from longdraft.kernels.reference.tree_attention import tree_attention as tree_reference
-from longdraft.kernels.rms_norm import add_rms_norm, rms_norm
-from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append
-from longdraft.kernels.segment_attention import Segment, segment_attention
-from longdraft.kernels.selection import chunk_means, gather_rows, key_scores, top_keys
+from longdraft.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm
+from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, rotate_append_reference
+from longdraft.kernels.segment_attention import Segment, read_keys, segment_attention
+from longdraft.kernels.segment_attention import segment_attention_reference as segment_reference
+from longdraft.kernels.selection import (
+    chunk_means,
+    chunk_means_reference,
+    gather_rows,
+    key_scores,
+    key_scores_reference,
+    top_keys,
+)
 from longdraft.kernels.tree_attention import tree_attention
+from longdraft.kernels.tree_attention import tree_attention_reference as tree_reference
+from longdraft.kernels.tree_mask import attended_rows
 
 if "LONGDRAFT_TEST_DEVICE" not in os.environ and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device; LONGDRAFT_TEST_DEVICE=cpu runs the same on the CPU", allow_module_level=True)
@@ -276,10 +277,10 @@ def test_what_a_layer_does_between_products(device, trees, width, dtype):
     there = [part.to(device) for part in (x, added, weight, wide)]
     with torch.no_grad():
         normed, total = add_rms_norm(*there[:3], 1e-5)
-        wanted = norm_reference.add_rms_norm(x, added, weight, 1e-5)
+        wanted = add_rms_norm_reference(x, added, weight, 1e-5)
         assert torch.equal(total.cpu(), wanted[1])
         few_roundings(normed, wanted[0])
-        few_roundings(gate(there[3]), gate_reference.gate(wide))
+        few_roundings(gate(there[3]), gate_reference(wide))
         if device.type == "cuda":
             assert torch.equal(rms_norm(total, there[2], 1e-5), normed)
             alone = add_rms_norm(there[0][1:, 5:6], there[1][1:, 5:6], there[2], 1e-5)
@@ -312,7 +313,7 @@ def test_rotation_with_the_caches_rows(device, trees, heads, n_rows, dtype, with
     moved = [cache.to(device) for cache in caches]
     norms = HeadNorms(*weights, n_heads, 1e-5) if with_norms else None
     norms_there = HeadNorms(*(weight.to(device) for weight in weights), n_heads, 1e-5) if with_norms else None
-    want = rotate_reference.rotate_append(qkv, *tables, *caches, lengths, norms)
+    want = rotate_append_reference(qkv, *tables, *caches, lengths, norms)
     there = [qkv.to(device), *(table.to(device) for table in tables)]
     found = rotate_append(*there, *moved, lengths.to(device), norms_there)
     few_roundings(found, want)
@@ -447,7 +448,7 @@ def test_selection(device, trees, shape, dtype):
     keys, values = (place(x, device, dtype) for x in drawn)
     q = trees.draw(layers, heads, width, seed=3).to(dtype)
     scores = key_scores(q.to(device), keys)
-    exact = selection_reference.key_scores(q, drawn[0])
+    exact = key_scores_reference(q, drawn[0])
     torch.testing.assert_close(scores.cpu(), exact, rtol=2e-6, atol=4e-5)
     count = min(rows, 40)
     best = top_keys(q.to(device), keys, count)
@@ -457,7 +458,7 @@ def test_selection(device, trees, shape, dtype):
         if n_chunks:
             found, want = (torch.empty(layers, n_chunks, n_kv, width, dtype=dtype, device=d) for d in (device, "cpu"))
             chunk_means(keys[:, : n_chunks * chunk], chunk, found)
-            selection_reference.chunk_means(drawn[0][:, : n_chunks * chunk], chunk, want)
+            chunk_means_reference(drawn[0][:, : n_chunks * chunk], chunk, want)
             step = torch.finfo(dtype).eps  # another order of sums may round to the neighbour
             torch.testing.assert_close(found.cpu().float(), want.float(), rtol=step, atol=2e-6)
     index = torch.randint(rows, (layers, 70, n_kv), generator=torch.Generator().manual_seed(4))

@@ -20,7 +20,7 @@ from longdraft.benchmarks.drafters.progress import UNWATCHED
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.kernels.cpu_impl import library
+from longdraft.kernels.cpu import library
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.passes import Pass
 

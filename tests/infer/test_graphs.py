@@ -29,9 +29,9 @@ from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import memory_parts
 from longdraft.kernels import backend, cross_attention, tree_attention
-from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.reference import cross_attention as cross_reference
-from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows
+from longdraft.kernels.cpu import rows
+from longdraft.kernels.cross_attention import cross_attention_reference
+from longdraft.kernels.tree_mask import MOST_ROWS, attended_rows
 from longdraft.train.evaluate import Task, decode
 
 VOCAB, NEW = 61, 16
@@ -138,7 +138,7 @@ def as_on_a_gpu(monkeypatch):
     would on CUDA."""
     monkeypatch.setattr(backend, "is_host", lambda device: False)
     monkeypatch.setattr(rows, "library", lambda: None)
-    cross = lambda *given: (cross_reference.cross_attention(*given), None)  # noqa: E731
+    cross = lambda *given: (cross_attention_reference(*given), None)  # noqa: E731
     kernels = SimpleNamespace(tree_attention=dense, cross_attention=cross)
     for module in (tree_attention, cross_attention):
         monkeypatch.setattr(module, "triton_for", lambda q: kernels if q.shape[1] <= MOST_ROWS else None)

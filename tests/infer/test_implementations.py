@@ -20,7 +20,7 @@ def use(name, monkeypatch) -> list[int]:
         monkeypatch.setattr(attention.rows, "can_attend", lambda _: False)
         monkeypatch.setattr(Decoder, "_layers_in_c", lambda self, x, context: None)  # which attends in C as well
     if name == "triton":
-        kernels = import_module("longdraft.kernels.triton_impl.tree_attention")
+        kernels = import_module("longdraft.kernels.triton.tree_attention")
         original = kernels.tree_attention
         monkeypatch.setattr(kernels, "tree_attention", lambda *a: calls.append(1) or original(*a))
         monkeypatch.setattr(attention, "triton_for", lambda q: kernels)

@@ -19,7 +19,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
-from longdraft.kernels.cpu_impl import draft_block, rows
+from longdraft.kernels.cpu import draft_block, rows
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig

@@ -119,7 +119,7 @@ def test_with_triton_a_build_picks_the_same(monkeypatch, name):
         each.lengths.copy_(torch.tensor([100, 25, 61]))
     expected = SelectedCache(plain, POLICIES[name](), Shape, tail=8)
     build(expected, range(SLOTS), queries(1), plain.lengths)
-    kernels = import_module("longdraft.kernels.triton_impl.selection")
+    kernels = import_module("longdraft.kernels.triton.selection")
     monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: kernels)
     cache = SelectedCache(full, POLICIES[name](), Shape, tail=8)
     build(cache, range(SLOTS), queries(1).to(device), full.lengths)

@@ -6,7 +6,7 @@ import torch
 from longdraft.infer import slot_pool as slot_pool_module
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu import rows
 from longdraft.models.passes import Pass
 
 PROMPTS = [[5, 9, 2, 7, 11], [3], [8] * 40, [1, 2], list(range(1, 31)), [4, 4], [60, 3, 9], [7, 7, 7, 1]]

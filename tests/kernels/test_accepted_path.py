@@ -7,7 +7,7 @@ import torch
 
 from longdraft.kernels import backend
 from longdraft.kernels.accepted_path import accepted_path
-from longdraft.kernels.reference.accepted_path import accepted_path as reference
+from longdraft.kernels.accepted_path import accepted_path_reference as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 7
@@ -18,7 +18,7 @@ def implementation(request, monkeypatch):
     """The function under test; Triton's goes through the public function."""
     if request.param == "reference":
         return reference
-    found = import_module("longdraft.kernels.triton_impl.accepted_path")
+    found = import_module("longdraft.kernels.triton.accepted_path")
     monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)
     return on_device
 

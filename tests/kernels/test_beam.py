@@ -5,7 +5,7 @@ import torch
 
 from longdraft.infer.tree import PAD
 from longdraft.kernels.beam import beam_level
-from longdraft.kernels.reference.beam import beam_level as reference
+from longdraft.kernels.beam import beam_level_reference as reference
 
 SIZES = [(1, 1, 8, 0), (1, 8, 16, 1), (3, 4, 5, 9), (2, 16, 16, 21), (1, 1, 1, 0)]
 BORDERS = torch.tensor([0.05, 0.5, 1.0, 2.5])

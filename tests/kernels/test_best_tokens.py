@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from longdraft.kernels.best_tokens import MOST_TOKENS, best_tokens
-from longdraft.kernels.cpu_impl import library, tokens
-from longdraft.kernels.reference.best_tokens import best_tokens as reference
+from longdraft.kernels.best_tokens import best_tokens_reference as reference
+from longdraft.kernels.cpu import library, tokens
 
 both = pytest.mark.parametrize("best", [best_tokens, reference], ids=["C", "reference"])
 SIZES = [(1, 1, 5, 3), (1, 1, 2048, 8), (2, 3, 2049, 16), (1, 16, 16384, 16), (3, 1, 5000, 1), (1, 2, 70, 70)]

@@ -7,10 +7,11 @@ import triton.language as tl
 
 from longdraft.kernels import backend
 from longdraft.kernels.choice import choose
-from longdraft.kernels.reference.choice import choose as reference
-from longdraft.kernels.reference.gumbel import MASK, gumbel_noise, philox_4x32
-from longdraft.kernels.triton_impl import choice as kernel
-from longdraft.kernels.triton_impl.choice import BLOCK
+from longdraft.kernels.choice import choose_reference as reference
+from longdraft.kernels.gumbel import MASK, philox_4x32
+from longdraft.kernels.gumbel import gumbel_noise_reference as gumbel_noise
+from longdraft.kernels.triton import choice as kernel
+from longdraft.kernels.triton.choice import BLOCK
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = torch.tensor([0, -1, 2**63 - 1])

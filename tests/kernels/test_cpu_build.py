@@ -8,7 +8,7 @@ import torch
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.kernels.cpu_impl import library
+from longdraft.kernels.cpu import library
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longdraft.kernels.cpu_impl import library, rows
+from longdraft.kernels.cpu import library, rows
 
 # How many numbers of a row a step takes, and the order in which lanes add them: eight lanes of one number, or sixteen
 # of a pair, whose second number comes first.

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from longdraft.kernels.cpu_impl import rows, threads
+from longdraft.kernels.cpu import rows, threads
 from longdraft.kernels.linear import linear
-from longdraft.kernels.reference.rotate import HeadNorms
-from longdraft.kernels.reference.rotate import rotate as reference_rotate
-from longdraft.kernels.rotate import rotate, rotate_append
+from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append
+from longdraft.kernels.rotate import rotate_reference as reference_rotate
 
 pytestmark = pytest.mark.usefixtures("c_kernels")
 

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from longdraft.kernels.cpu_impl import rows, threads, tokens
-from longdraft.kernels.cpu_impl.layers import LayerTable, LayerWeights
+from longdraft.kernels.cpu import rows, threads, tokens
+from longdraft.kernels.cpu.layers import LayerTable, LayerWeights
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.kernels.linear import linear
 

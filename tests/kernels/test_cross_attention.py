@@ -5,7 +5,7 @@ import torch
 
 from longdraft.kernels import cross_attention as module
 from longdraft.kernels.cross_attention import cross_attention
-from longdraft.kernels.reference.cross_attention import cross_attention as reference
+from longdraft.kernels.cross_attention import cross_attention_reference as reference
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:

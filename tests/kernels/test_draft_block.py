@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from longdraft.infer.caches.longspec import block_weights
-from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.cpu_impl.draft_block import DraftBlock, Inputs, Matrices, can_run
-from longdraft.kernels.reference.cross_attention import cross_attention
-from longdraft.kernels.reference.tree_attention import tree_attention
+from longdraft.kernels.cpu import rows
+from longdraft.kernels.cpu.draft_block import DraftBlock, Inputs, Matrices, can_run
+from longdraft.kernels.cross_attention import cross_attention_reference as cross_attention
+from longdraft.kernels.tree_attention import tree_attention_reference as tree_attention
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 
 pytestmark = pytest.mark.usefixtures("c_kernels")

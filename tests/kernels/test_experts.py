@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longdraft.kernels.cpu_impl.threads import decoding
+from longdraft.kernels.cpu.threads import decoding
 from longdraft.kernels.experts import ExpertWeights, choose_experts, experts, grouped, waits_for_host
-from longdraft.kernels.reference.experts import experts as reference
+from longdraft.kernels.experts import experts_reference as reference
 
 D, E, F = 24, 5, 16
 CLAMPED = 1.702, 2.0  # gpt-oss's slope, and a limit that is met here

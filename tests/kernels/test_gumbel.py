@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from longdraft.kernels import gumbel as module
-from longdraft.kernels.gumbel import gumbel_noise
-from longdraft.kernels.reference.gumbel import MASK, gumbel_of, philox_4x32
-from longdraft.kernels.reference.gumbel import gumbel_noise as reference
-from longdraft.kernels.triton_impl.gumbel import gumbel_noise as triton_noise
+from longdraft.kernels.gumbel import MASK, gumbel_noise, gumbel_of, philox_4x32
+from longdraft.kernels.gumbel import gumbel_noise_reference as reference
+from longdraft.kernels.triton.gumbel import gumbel_noise as triton_noise
 
 
 def words(*values):

@@ -7,8 +7,8 @@ import torch
 
 from longdraft.kernels import backend
 from longdraft.kernels.keep_rows import keep_rows
-from longdraft.kernels.reference.keep_rows import keep_rows as reference
-from longdraft.kernels.triton_impl.keep_rows import COLUMNS
+from longdraft.kernels.keep_rows import keep_rows_reference as reference
+from longdraft.kernels.triton.keep_rows import COLUMNS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, PASS = 3, 9  # rows of the pass
@@ -30,7 +30,7 @@ def implementation(request, monkeypatch):
     if request.param == "index tensors":
         monkeypatch.setattr(backend, "is_host", lambda device: False)
     if request.param == "triton":
-        found = import_module("longdraft.kernels.triton_impl.keep_rows")
+        found = import_module("longdraft.kernels.triton.keep_rows")
         monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)
     return {"reference": reference, "triton": on_device}.get(request.param, keep_rows)
 

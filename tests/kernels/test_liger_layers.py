@@ -8,10 +8,14 @@ from torch import Tensor
 from longdraft.kernels import backend
 from longdraft.kernels import gate as gate_module
 from longdraft.kernels import rms_norm as norm_module
-from longdraft.kernels.gate import gate
-from longdraft.kernels.reference import gate as gate_reference
-from longdraft.kernels.reference import rms_norm as norm_reference
-from longdraft.kernels.rms_norm import add_rms_norm, adds_with_norm, rms_norm
+from longdraft.kernels.gate import gate, gate_reference
+from longdraft.kernels.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    adds_with_norm,
+    rms_norm,
+    rms_norm_reference,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cannot compute in bf16.
@@ -48,12 +52,12 @@ def test_values_are_the_references(liger, shape, dtype):
     weight = 1 + draw(shape[-1], dtype=dtype, seed=2) / 2
     with torch.no_grad():
         found, total = add_rms_norm(x, added, weight, EPS)
-        wanted, wanted_total = norm_reference.add_rms_norm(x, added, weight, EPS)
+        wanted, wanted_total = add_rms_norm_reference(x, added, weight, EPS)
         assert torch.equal(total, wanted_total)
         nearly_equal(found, wanted)
         assert torch.equal(rms_norm(total, weight, EPS), found), "the bits depend on the addition"
         wide = draw(*shape[:-1], 2 * shape[-1], dtype=dtype, seed=3)
-        nearly_equal(gate(wide), gate_reference.gate(wide))
+        nearly_equal(gate(wide), gate_reference(wide))
     assert liger == 3 * [DEVICE] and adds_with_norm(x)
 
 
@@ -68,10 +72,10 @@ def test_a_row_does_not_depend_on_the_others(liger):
 def test_rows_that_lie_apart(liger):
     wide, weight = draw(4, 3, 96), draw(48, seed=1)
     x, added = wide[:, 1:, :48], wide[:, :-1, 48:]
-    for pair in zip(*(f(x, added, weight, EPS) for f in (add_rms_norm, norm_reference.add_rms_norm)), strict=True):
+    for pair in zip(*(f(x, added, weight, EPS) for f in (add_rms_norm, add_rms_norm_reference)), strict=True):
         nearly_equal(*pair)
-    nearly_equal(rms_norm(x, weight, EPS), norm_reference.rms_norm(x, weight, EPS))
-    nearly_equal(gate(wide[:, ::2]), gate_reference.gate(wide[:, ::2]))
+    nearly_equal(rms_norm(x, weight, EPS), rms_norm_reference(x, weight, EPS))
+    nearly_equal(gate(wide[:, ::2]), gate_reference(wide[:, ::2]))
 
 
 def gradients(function, given: list[Tensor], trained: list[bool], used: list[bool]) -> list[Tensor]:
@@ -111,15 +115,13 @@ def test_gradients_of_addition_and_norm(liger, trained, used, dtype):
     given = [draw(2, 5, 48, dtype=dtype), draw(2, 5, 48, dtype=dtype, seed=1), draw(48, dtype=dtype, seed=2)]
     if used == [False, True] and trained[2]:
         trained = [*trained[:2], False]  # the sum does not depend on the weight
-    same_gradients(
-        lambda *x: add_rms_norm(*x, EPS), lambda *x: norm_reference.add_rms_norm(*x, EPS), given, trained, used
-    )
+    same_gradients(lambda *x: add_rms_norm(*x, EPS), lambda *x: add_rms_norm_reference(*x, EPS), given, trained, used)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_gradients_of_the_gate(liger, dtype):
     same_gradients(
-        lambda x, _: gate(x), lambda x, _: gate_reference.gate(x),
+        lambda x, _: gate(x), lambda x, _: gate_reference(x),
         [draw(2, 5, 96, dtype=dtype), draw(1)], [True, False], [True],
     )  # fmt: skip
 
@@ -136,7 +138,7 @@ def test_a_norm_that_trains_is_pytorchs(liger, monkeypatch):
     monkeypatch.setattr(norm_module, "MOST_WIDTH", 47)
     monkeypatch.setattr(gate_module, "MOST_WIDTH", 47)
     with torch.no_grad():
-        assert torch.equal(rms_norm(draw(3, 48), weight, EPS), norm_reference.rms_norm(draw(3, 48), weight, EPS))
+        assert torch.equal(rms_norm(draw(3, 48), weight, EPS), rms_norm_reference(draw(3, 48), weight, EPS))
         assert not adds_with_norm(draw(3, 48)) and gate(draw(3, 96)).shape == (3, 48)
         monkeypatch.undo()
         monkeypatch.setattr(backend, "liger_layers", lambda _: pytest.fail("not Liger's"))

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 from longdraft.kernels import linear_cross_entropy as kernel
-from longdraft.kernels.linear_cross_entropy import linear_cross_entropy, rows_per_chunk
-from longdraft.kernels.reference import linear_cross_entropy as reference
+from longdraft.kernels.linear_cross_entropy import chunk_losses, linear_cross_entropy, rows_per_chunk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALES = (0.37, -2.0, 5.0)
@@ -51,7 +50,7 @@ def ranks_of(hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, top_k: int)
 @pytest.mark.parametrize(("chunk_rows", "block_rows"), [(1, 1), (16, 1), (16, 7), (1000, 7), (1000, 1000)])
 def test_losses_gradients_and_ranks_equal_the_full_formula(sizes, chunk_rows, block_rows, monkeypatch):
     monkeypatch.setattr(kernel, "rows_per_chunk", lambda *_: chunk_rows)
-    monkeypatch.setattr(reference, "rows_per_block", lambda *_: block_rows)
+    monkeypatch.setattr(kernel, "rows_per_block", lambda *_: block_rows)
     hiddens, weight_VD, labels = examples(sizes, 24, 301)
     out = linear_cross_entropy(hiddens, weight_VD, labels, top_k=20)
     (out.loss_sums * torch.tensor(SCALES[: len(sizes)])).sum().backward()
@@ -153,7 +152,7 @@ def test_rank_counts_equal_topk_on_many_rows():
 def test_rank_of_equal_logits_is_by_token_id():
     logits_CV, before_C = torch.tensor([[1.0, 2.0, 2.0, 0.0]]).repeat(5, 1), torch.empty(5, dtype=torch.int32)
     labels_C = torch.tensor([1, 2, 0, 3, -100])
-    reference.chunk_losses(logits_CV, labels_C, torch.empty(5), before_C, -100, 3, False)
+    chunk_losses(logits_CV, labels_C, torch.empty(5), before_C, -100, 3, False)
     assert before_C.tolist() == [0, 1, 2, 3, 4]
 
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longdraft.kernels import linear_cross_entropy as chunks
-from longdraft.kernels.linear_distillation import TargetStates, linear_distillation
-from longdraft.kernels.reference import linear_distillation as reference
+from longdraft.kernels import linear_distillation as distillation
+from longdraft.kernels.linear_distillation import LOSSES, TargetStates, acceptance, linear_distillation
 
 OBJECTIVES = ["kl", "overlap", "acceptance"]
 D, V, STATES = 12, 50, 40
@@ -59,7 +59,7 @@ def full_formula(hidden, weight, labels, rows, states, taught, totals, objective
 @pytest.mark.parametrize(("sizes", "chunk", "block"), [([7], 100, 100), ([17, 1, 30], 8, 3), ([0, 5], 1, 1)], ids=str)
 def test_losses_and_gradients_equal_the_definitions(objective, text_weight, rest, sizes, chunk, block, monkeypatch):
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda *_: chunk)
-    monkeypatch.setattr(reference, "block_rows", lambda *_: block)
+    monkeypatch.setattr(distillation, "block_rows", lambda *_: block)
     hiddens, weight, labels, rows, target = example(sizes)
     if rest:
         target = target._replace(log_totals=(target.states @ weight.T).logsumexp(1) + 0.2)
@@ -89,7 +89,7 @@ def test_losses_and_gradients_equal_the_definitions(objective, text_weight, rest
 def test_acceptance_is_how_often_both_choose_the_same_under_the_same_noise():
     generator = torch.Generator().manual_seed(1)
     p, q = (torch.randn(1, 30, generator=generator).mul(1.5).softmax(1) for _ in range(2))
-    value = (-reference.acceptance(p.log(), q.log(), p, q)[0]).exp().item()
+    value = (-acceptance(p.log(), q.log(), p, q)[0]).exp().item()
     n = 200_000
     noise = -torch.empty(n, 30).exponential_(generator=generator).log()
     counted = ((p.log() + noise).argmax(1) == (q.log() + noise).argmax(1)).float().mean().item()
@@ -106,7 +106,7 @@ def test_distributions_far_apart_give_numbers(objective):
     target = torch.zeros(4, 9)
     target[0, 3], target[1, 5], target[2] = 200.0, 200.0, torch.arange(9).flip(0) * 40.0
     log_p, log_q = target.log_softmax(1), logits.log_softmax(1)
-    loss, gradient = reference.LOSSES[objective](log_p, log_q, log_p.exp(), log_q.exp())
+    loss, gradient = LOSSES[objective](log_p, log_q, log_p.exp(), log_q.exp())
     assert loss.isfinite().all() and gradient.isfinite().all()
     torch.testing.assert_close(loss[[0, 3]], torch.zeros(2), atol=1e-6, rtol=0)
     torch.testing.assert_close(gradient[0], torch.zeros(9), atol=1e-6, rtol=0)

@@ -7,10 +7,8 @@ import torch
 
 from longdraft.kernels import backend
 from longdraft.kernels import rotate as rotate_module
-from longdraft.kernels.cpu_impl.threads import decoding
-from longdraft.kernels.reference import rotate as reference
-from longdraft.kernels.reference.rotate import HeadNorms
-from longdraft.kernels.rotate import rotate, rotate_append
+from longdraft.kernels.cpu.threads import decoding
+from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, rotate_append_reference, rotate_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter truncates to bf16, where a GPU rounds.
@@ -23,7 +21,7 @@ HEADS = [(9, 3, 64), (4, 2, 20), (1, 1, 2), (8, 1, 128)]
 @pytest.fixture
 def triton(monkeypatch) -> list[str]:
     """Makes rotations use Triton's kernels; returns a list that grows with the calls."""
-    found, calls = import_module("longdraft.kernels.triton_impl.rotate"), []
+    found, calls = import_module("longdraft.kernels.triton.rotate"), []
 
     def kernels(name, device_type):
         calls.append(name)
@@ -86,7 +84,7 @@ def test_rotation_and_rows_are_the_references(triton, heads, lengths, n_rows, sh
     qk = rotate_append(qkv, cos, sin, *found, lengths_B, norms)
     assert triton == ["rotate"] and lengths_B.tolist() == lengths
     wanted = [cache.double() if dtype == torch.float32 else cache for cache in wanted]
-    want = exact(reference.rotate_append, qkv, cos, sin, *wanted, lengths_B, norms)
+    want = exact(rotate_append_reference, qkv, cos, sin, *wanted, lengths_B, norms)
     close(qk, want)
     for ours, theirs in zip(found, wanted, strict=True):  # NaN where nothing was written
         close(ours, theirs)
@@ -99,7 +97,7 @@ def test_rotation_and_rows_are_the_references(triton, heads, lengths, n_rows, sh
 def test_reference_is_rope_written_out():
     qkv, cos, sin, norms = drawn((4, 2, 20), [2, 0], 3, torch.float32)
     keys, values = caches((4, 2, 20), [2, 0], 3, torch.float32)
-    qk = reference.rotate_append(qkv, cos, sin, keys, values, torch.tensor([2, 0], device=DEVICE), norms)
+    qk = rotate_append_reference(qkv, cos, sin, keys, values, torch.tensor([2, 0], device=DEVICE), norms)
     for slot, row, head in ((0, 0, 0), (1, 2, 3), (0, 1, 4), (1, 0, 5)):
         x, weight = qkv[slot, row, head].double(), norms.q_d if head < 4 else norms.k_d
         x = x / (x.square().mean() + norms.eps).sqrt() * weight
@@ -140,7 +138,7 @@ def one_table(n_slots, width=64):
 @pytest.mark.parametrize("n_slots", [1, 2])
 def test_one_table_for_all_rows_of_a_slot(triton, n_slots):
     x, cos, sin = one_table(n_slots)
-    close(rotate(x, cos, sin), exact(reference.rotate, x, cos, sin))
+    close(rotate(x, cos, sin), exact(rotate_reference, x, cos, sin))
     assert triton == ["rotate"]
 
 
@@ -148,7 +146,7 @@ def test_one_table_for_all_rows_of_a_slot(triton, n_slots):
 def test_one_table_for_all_rows_of_a_slot_while_decoding_on_a_cpu(n_slots):
     x, cos, sin = (part.cpu() for part in one_table(n_slots))
     with decoding(True):
-        assert torch.equal(rotate(x.contiguous(), cos, sin), reference.rotate(x, cos, sin))
+        assert torch.equal(rotate(x.contiguous(), cos, sin), rotate_reference(x, cos, sin))
 
 
 def test_rows_behind_the_capacity_are_dropped(triton):

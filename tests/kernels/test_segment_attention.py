@@ -9,9 +9,8 @@ from torch import Tensor
 
 from longdraft.kernels import backend
 from longdraft.kernels import causal_attention as causal
-from longdraft.kernels.reference.segment_attention import read_keys
-from longdraft.kernels.reference.segment_attention import segment_attention as reference
-from longdraft.kernels.segment_attention import Segment, in_one_call, lay_end_to_end, segment_attention
+from longdraft.kernels.segment_attention import Segment, in_one_call, lay_end_to_end, read_keys, segment_attention
+from longdraft.kernels.segment_attention import segment_attention_reference as reference
 
 CPU = torch.device("cpu")
 # (query rows, key rows, segments): those of training, and awkward ones.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longdraft.kernels import backend, selection
-from longdraft.kernels.reference import selection as reference
+from longdraft.kernels.selection import chunk_means_reference, gather_rows_reference, key_scores_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # layers, rows, query heads, key heads, width
@@ -17,7 +17,7 @@ SHAPES = [(1, 1, 1, 1, 8), (2, 130, 4, 2, 16), (3, 67, 6, 1, 80), (2, 70, 8, 4, 
 def implementation(request, monkeypatch):
     """Selects the implementation; returns the device where it runs."""
     if request.param == "triton":
-        found = import_module("longdraft.kernels.triton_impl.selection")
+        found = import_module("longdraft.kernels.triton.selection")
         monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)
         return DEVICE
     return "cpu"
@@ -44,7 +44,7 @@ def test_scores(implementation, monkeypatch, shape):
     q, keys = queries(layers, heads, width), poisoned(layers, rows, n_kv, width, 1, implementation)
     scores = selection.key_scores(q.to(implementation), keys)
     assert scores.dtype == torch.float32 and scores.shape == (layers, n_kv, rows)
-    exact = reference.key_scores(q.double(), keys.cpu().double())
+    exact = key_scores_reference(q.double(), keys.cpu().double())
     torch.testing.assert_close(scores.cpu(), exact, rtol=2e-6, atol=2e-5)
 
 
@@ -76,7 +76,7 @@ def test_a_pass_over_the_keys_of_a_group_reads_each_once_for_all_heads(implement
 def test_the_best_keys_are_the_best_scores_in_order(implementation, count):
     q, keys = queries(2, 4, 16), poisoned(2, 130, 2, 16, 5, implementation)
     best = selection.top_keys(q.to(implementation), keys, count).cpu()
-    scores = reference.key_scores(q, keys.cpu())
+    scores = key_scores_reference(q, keys.cpu())
     assert best.shape == (2, 2, count) and best.dtype == torch.int64
     assert torch.equal(best, scores.sort(dim=2, descending=True).indices[..., :count])
 
@@ -91,7 +91,7 @@ def test_means_of_chunks(implementation, chunks, chunk, dtype):
     out = whole[:, 1, 3 : chunks + 3]
     selection.chunk_means(keys, chunk, out)
     want = torch.empty(2, chunks, 3, 24, dtype=dtype)
-    reference.chunk_means(keys.cpu(), chunk, want)
+    chunk_means_reference(keys.cpu(), chunk, want)
     loop = torch.stack([part.double().mean(1) for part in keys.cpu().split(chunk, dim=1)], 1)
     steps = {torch.float32: 1e-6, torch.float16: 2**-10}[dtype]  # half a unit in the last place, and a little
     torch.testing.assert_close(want.double(), loop, rtol=steps, atol=1e-6)
@@ -113,7 +113,7 @@ def test_gathered_rows_are_each_heads_own(implementation, shape, dtype):
     there = index.permute(2, 0, 1).contiguous().permute(1, 2, 0).to(implementation)
     selection.gather_rows(keys, values, there, *out)
     want = [torch.empty(layers, picked, n_kv, width, dtype=dtype) for _ in range(2)]
-    reference.gather_rows(keys.cpu(), values.cpu(), index, *want)
+    gather_rows_reference(keys.cpu(), values.cpu(), index, *want)
     for source, found, expected in zip((keys, values), out, want, strict=True):
         assert torch.equal(found.cpu(), expected)
         for r in (0, 1, picked - 1):

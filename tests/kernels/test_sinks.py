@@ -8,8 +8,9 @@ from torch import Tensor
 
 from longdraft.kernels import backend, chain_attention, segment_attention, tree_attention
 from longdraft.kernels.causal_attention import causal_attention
-from longdraft.kernels.reference import tree_attention as reference
 from longdraft.kernels.segment_attention import Segment
+from longdraft.kernels.tree_attention import log_sum_exp, tree_attention_reference
+from longdraft.kernels.tree_mask import attended_rows
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 16
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 4.0, -30.0, 0.0])
@@ -33,14 +34,14 @@ def expected(q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor, open_NM: Tensor) -> Te
 
 
 def lse_of(q, k, lengths, tree, window):
-    return reference.log_sum_exp(q, k, lengths, tree, window)
+    return log_sum_exp(q, k, lengths, tree, window)
 
 
 def triton_tree(q, keys, values, lengths, bits, depths, is_tree, window):
     """Stands in for Triton's kernel, for chains and for the trees of this file, which it reads back from their bits."""
     n_rows = q.shape[1]
     tree = (bits[:, :, :1] >> torch.arange(n_rows) & 1).bool() if is_tree else None
-    return reference.tree_attention(q, keys, values, lengths, tree, window), lse_of(q, keys, lengths, tree, window)
+    return tree_attention_reference(q, keys, values, lengths, tree, window), lse_of(q, keys, lengths, tree, window)
 
 
 def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse=False):
@@ -51,7 +52,7 @@ def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_
         before = torch.tensor([d - c - (b - a)])
         given = q[None, a:b], k[None, c:d], v[None, c:d], before
         lse = lse_of(q[None, a:b], k[None, c:d], before, None, window)
-        parts.append((reference.tree_attention(*given, None, window)[0], lse[0]))
+        parts.append((tree_attention_reference(*given, None, window)[0], lse[0]))
     outs, sums = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(sums).T
 
@@ -78,13 +79,13 @@ def test_behind_a_cache(implementation, trees, lengths, n_rows, is_tree, window)
     for slot, length in enumerate(lengths):
         written = length + n_rows
         tree = None if masks is None else masks[slot : slot + 1]
-        seen = reference.attended_rows(lengths_B[slot : slot + 1], n_rows, written, tree, window)[0]
+        seen = attended_rows(lengths_B[slot : slot + 1], n_rows, written, tree, window)[0]
         want = expected(q[slot], keys[slot, :written], values[slot, :written], seen)
         torch.testing.assert_close(found[slot], want, rtol=0, atol=2e-6)
 
 
 def causal(n_queries: int, n_keys: int, window: int | None) -> Tensor:
-    return reference.attended_rows(torch.tensor([n_keys - n_queries]), n_queries, n_keys, None, window)[0]
+    return attended_rows(torch.tensor([n_keys - n_queries]), n_queries, n_keys, None, window)[0]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -116,7 +117,7 @@ def test_of_segments(implementation, trees, window):
 def test_a_tree_of_many_nodes(trees, monkeypatch):
     def all_committed(q, keys, values, lengths):
         blind = torch.zeros(len(q), q.shape[1], q.shape[1], dtype=torch.bool)
-        return reference.tree_attention(q, keys, values, lengths, blind), lse_of(q, keys, lengths, blind, None)
+        return tree_attention_reference(q, keys, values, lengths, blind), lse_of(q, keys, lengths, blind, None)
 
     n_rows, length = 200, 70
     keys, values = trees.poisoned([length], n_rows, length + n_rows, KV_HEADS, WIDTH)
@@ -124,7 +125,7 @@ def test_a_tree_of_many_nodes(trees, monkeypatch):
     kernels = SimpleNamespace(cross_attention=all_committed)
     monkeypatch.setattr(backend, "triton_kernels", lambda *_: kernels)
     found = tree_attention.tree_attention(q, keys, values, torch.tensor([length]), mask, sinks_H=SINKS)
-    seen = reference.attended_rows(torch.tensor([length]), n_rows, length + n_rows, mask, None)[0]
+    seen = attended_rows(torch.tensor([length]), n_rows, length + n_rows, mask, None)[0]
     torch.testing.assert_close(found[0], expected(q[0], keys[0], values[0], seen), rtol=0, atol=2e-6)
 
 

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from longdraft.kernels import tree_attention as module
 from longdraft.kernels.causal_attention import causal_attention
-from longdraft.kernels.reference.tree_attention import log_sum_exp
-from longdraft.kernels.reference.tree_attention import tree_attention as reference
-from longdraft.kernels.tree_attention import PassPlan, tree_attention
+from longdraft.kernels.tree_attention import PassPlan, log_sum_exp, tree_attention
+from longdraft.kernels.tree_attention import tree_attention_reference as reference
 
 
 def draw(*shape: int, seed: int) -> Tensor:

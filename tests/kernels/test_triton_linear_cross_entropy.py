@@ -1,4 +1,4 @@
-"""kernels/triton_impl/linear_cross_entropy.py against the reference on hostile chunks, in Triton's interpreter or on a
+"""kernels/triton/linear_cross_entropy.py against the reference on hostile chunks, in Triton's interpreter or on a
 GPU; and the whole loss with this kernel against the full-logits formula."""
 
 import pytest
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import linear_cross_entropy as kernel
-from longdraft.kernels.reference import linear_cross_entropy as reference
-from longdraft.kernels.triton_impl import linear_cross_entropy as triton_impl
+from longdraft.kernels.linear_cross_entropy import chunk_losses
+from longdraft.kernels.triton import linear_cross_entropy as triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
@@ -35,8 +35,8 @@ def run(chunk_losses, logits: Tensor, labels: Tensor, ignore_index=-100, top_k=K
 
 def same(logits: Tensor, labels: Tensor, **options) -> None:
     """Triton gives what the reference gives; the gradient of rows without a label is arbitrary."""
-    wanted = run(reference.chunk_losses, logits, labels, **options)
-    found = run(triton_impl.chunk_losses, logits, labels, **options, device=DEVICE)
+    wanted = run(chunk_losses, logits, labels, **options)
+    found = run(triton.chunk_losses, logits, labels, **options, device=DEVICE)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=1e-6, equal_nan=True)
     assert torch.equal(found[1], wanted[1])
     kept = labels != options.get("ignore_index", -100)
@@ -53,20 +53,20 @@ def drawn(n_rows: int, n_words: int, dtype=torch.float32) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("n_words", [1, 3, 64, 127, 129, 300])
 def test_chunks_are_the_references(n_words, dtype, monkeypatch):
-    monkeypatch.setattr(triton_impl, "MOST_BLOCK", 64)
+    monkeypatch.setattr(triton, "MOST_BLOCK", 64)
     logits, labels = drawn(9, n_words, dtype)
     labels[1], labels[2], labels[4] = 0, n_words - 1, -100
     same(logits, labels)
     same(logits, labels, top_k=0)
     same(logits[:1], labels[:1], gradient=False)
-    assert torch.equal(run(triton_impl.chunk_losses, logits, labels, gradient=False, device=DEVICE)[2], logits)
+    assert torch.equal(run(triton.chunk_losses, logits, labels, gradient=False, device=DEVICE)[2], logits)
     labels[6] = -100
     same(logits, labels.clamp(min=0), ignore_index=0)
 
 
 @pytest.mark.parametrize("block", [64, 8192])
 def test_equal_infinite_and_large_logits(block, monkeypatch):
-    monkeypatch.setattr(triton_impl, "MOST_BLOCK", block)
+    monkeypatch.setattr(triton, "MOST_BLOCK", block)
     logits, labels = drawn(10, 150)
     labels[[0, 5, 6]] = 75
     logits[0] = 2.5  # all equal, the label in the middle
@@ -80,27 +80,27 @@ def test_equal_infinite_and_large_logits(block, monkeypatch):
     logits[8, 3] = INF
     logits[9, 140] = NAN
     same(logits, labels)
-    loss = run(triton_impl.chunk_losses, logits, labels, device=DEVICE)[0]
+    loss = run(triton.chunk_losses, logits, labels, device=DEVICE)[0]
     assert loss[3] == 0 and loss[4] == INF and loss[[0, 1, 2, 5, 6]].isfinite().all() and loss[7:].isnan().all()
 
 
 def test_ranks_of_ties_are_those_of_a_stable_sort(monkeypatch):
-    monkeypatch.setattr(triton_impl, "MOST_BLOCK", 64)
+    monkeypatch.setattr(triton, "MOST_BLOCK", 64)
     logits = torch.randint(3, (40, 100), generator=torch.Generator().manual_seed(0)).float()
     labels = torch.arange(40) * 100 // 40
-    before = run(triton_impl.chunk_losses, logits, labels, top_k=100, device=DEVICE)[1]
+    before = run(triton.chunk_losses, logits, labels, top_k=100, device=DEVICE)[1]
     order = logits.argsort(dim=1, descending=True, stable=True)
     assert torch.equal(before.long(), (order == labels[:, None]).int().argmax(1))
 
 
 def test_all_ignored_rows_are_not_read():
-    loss, before, _ = run(triton_impl.chunk_losses, torch.full((3, 70), NAN), torch.full((3,), -100), device=DEVICE)
+    loss, before, _ = run(triton.chunk_losses, torch.full((3, 70), NAN), torch.full((3,), -100), device=DEVICE)
     assert loss.tolist() == [0, 0, 0] and before.tolist() == [K] * 3
 
 
 def test_a_label_outside_the_vocabulary_gives_nan():
     logits, _ = drawn(3, 70)
-    loss = run(triton_impl.chunk_losses, logits, torch.tensor([70, -1, 69]), device=DEVICE)[0]
+    loss = run(triton.chunk_losses, logits, torch.tensor([70, -1, 69]), device=DEVICE)[0]
     assert loss[:2].isnan().all() and loss[2].isfinite()
 
 
@@ -127,7 +127,7 @@ def test_losses_and_gradients_are_as_close_as_plain_arithmetics(made, plain, siz
     """Losses within twice, gradients within three times the error of plain.py's formula in the same precision, both
     against fp64; plus one rounding of fp32, as plain.py's sum can be exact by chance."""
     monkeypatch.setattr(kernel, "rows_per_chunk", lambda *_: 10)  # chunks of two parts, and parts in two chunks
-    monkeypatch.setattr(triton_impl, "MOST_BLOCK", 128)
+    monkeypatch.setattr(triton, "MOST_BLOCK", 128)
     hiddens, weight_VD, labels = made.examples(sizes, 24, 301, dtype)
     out, grads = loss_and_gradients(made, hiddens, weight_VD, labels, dtype)
     for i, (hidden_MD, labels_M) in enumerate(zip(hiddens, labels, strict=True)):

@@ -1,4 +1,4 @@
-"""kernels/triton_impl/segment_attention.py against the reference on hostile segments, in Triton's interpreter or on a
+"""kernels/triton/segment_attention.py against the reference on hostile segments, in Triton's interpreter or on a
 GPU; and as the backward of kernels/segment_attention.py for frozen keys and values."""
 
 from itertools import pairwise
@@ -9,9 +9,15 @@ from torch import Tensor
 
 from longdraft.kernels import backend
 from longdraft.kernels import segment_attention as kernel
-from longdraft.kernels.reference import segment_attention as reference
-from longdraft.kernels.segment_attention import Segment, lay_end_to_end, with_frozen_keys
-from longdraft.kernels.triton_impl import segment_attention as triton_impl
+from longdraft.kernels.segment_attention import (
+    Segment,
+    lay_end_to_end,
+    query_gradient_reference,
+    read_keys,
+    segment_attention_reference,
+    with_frozen_keys,
+)
+from longdraft.kernels.triton import segment_attention as triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
@@ -29,7 +35,7 @@ SEGMENTS = {
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks per segment: the causal border and the window's are within, on and between them."""
-    monkeypatch.setattr(triton_impl, "blocks", lambda width: (16, 16))
+    monkeypatch.setattr(triton, "blocks", lambda width: (16, 16))
 
 
 def segments_of(name: str) -> tuple[Segment, ...]:
@@ -53,7 +59,7 @@ def drawn(segments, heads: tuple[int, int, int], dtype: torch.dtype, n: int = N)
 
 def log_sum_exps(q: Tensor, k: Tensor, segments, window) -> Tensor:
     """Natural log-sum-exps of every query in a segment, fp32 [H, P], with NaN in memory behind each head's."""
-    mask = reference.read_keys(len(q), len(k), segments, window)
+    mask = read_keys(len(q), len(k), segments, window)
     keys = k.double().where(mask.any(0)[:, None, None], 0.0).repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = torch.einsum("nhd,mhd->hnm", q.double(), keys) * q.shape[2] ** -0.5
     lses = scores.masked_fill(~mask, float("-inf")).logsumexp(-1)[:, mask.any(1)].float()
@@ -63,18 +69,18 @@ def log_sum_exps(q: Tensor, k: Tensor, segments, window) -> Tensor:
 def run(given: list[Tensor], segments, window) -> Tensor:
     q, k, v, grad = given
     layout = lay_end_to_end(segments, DEVICE)
-    out = reference.segment_attention(q, k, v, segments, window)
-    out[~reference.read_keys(len(q), len(k), segments, None).any(1)] = NAN
+    out = segment_attention_reference(q, k, v, segments, window)
+    out[~read_keys(len(q), len(k), segments, None).any(1)] = NAN
     rows = [x.to(DEVICE) for x in (q, k, v, out, log_sum_exps(q, k, segments, window), grad)]
-    found = triton_impl.query_gradient(*rows, layout.spans, layout.q_borders, layout.most_queries, window)
+    found = triton.query_gradient(*rows, layout.spans, layout.q_borders, layout.most_queries, window)
     assert found.dtype == q.dtype and found.shape == q.shape
     return found.cpu()
 
 
 def close_to_the_reference(given: list[Tensor], segments, window) -> None:
-    exact = reference.query_gradient(*given, segments, window)
+    exact = query_gradient_reference(*given, segments, window)
     torch.testing.assert_close(run(given, segments, window), exact, rtol=0, atol=3e-6)
-    blind = ~reference.read_keys(len(given[0]), len(given[1]), segments, None).any(1)
+    blind = ~read_keys(len(given[0]), len(given[1]), segments, None).any(1)
     assert not exact[blind].any() and (window == 1 or exact.any())
 
 
@@ -107,9 +113,9 @@ def test_error_in_half_precision(small_blocks, plain, name, window):
     """At most three times the error of plain.py with the same numbers, both against fp32."""
     segments = segments_of(name)
     given = drawn(segments, (1, 1, 24), torch.float16)
-    exact = reference.query_gradient(*(x.float() for x in given), segments, window)
+    exact = query_gradient_reference(*(x.float() for x in given), segments, window)
     q, k, v, grad = (x.nan_to_num() for x in given)
-    usual, *_ = plain.attention_gradients(q, k, v, reference.read_keys(N, N, segments, window), grad)
+    usual, *_ = plain.attention_gradients(q, k, v, read_keys(N, N, segments, window), grad)
     allowed = 3 * (usual.float() - exact).abs().max()
     assert (run(given, segments, window).float() - exact).abs().max() <= allowed
 
@@ -118,7 +124,7 @@ def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_
     """Stands in for a GPU's kernel for sequences of several lengths: plain PyTorch, with log-sum-exps."""
     spans = [pairwise(borders.tolist()) for borders in (q_borders, k_borders)]
     segments = [Segment(*q_span, *k_span) for q_span, k_span in zip(*spans, strict=True)]
-    out = reference.segment_attention(q, k, v, segments, window)
+    out = segment_attention_reference(q, k, v, segments, window)
     if not with_lse:
         return out
     assert not torch.is_grad_enabled()
@@ -132,8 +138,8 @@ def test_frozen_keys_leave_the_queries_their_gradient(small_blocks, name, window
     q, k, v, weights = (x.to(DEVICE) for x in drawn(segments, (2, 1, 24), torch.float32))
     for weight in (None, weights.nan_to_num()):
         ours, plain = (q.clone().requires_grad_() for _ in range(2))
-        out = with_frozen_keys(varlen, triton_impl.query_gradient, ours, k, v, segments, window)
-        expected = reference.segment_attention(plain, k, v, segments, window)
+        out = with_frozen_keys(varlen, triton.query_gradient, ours, k, v, segments, window)
+        expected = segment_attention_reference(plain, k, v, segments, window)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
         for result in (out, expected):
             (result.sum() if weight is None else (result * weight).sum()).backward()
@@ -144,8 +150,8 @@ def test_the_reference_is_the_gradient_of_the_references_output():
     segments = segments_of("subset")
     q, k, v, grad = drawn(segments, (4, 2, 24), torch.float32)
     leaf = q.clone().requires_grad_()
-    reference.segment_attention(leaf, k, v, segments, 40).backward(grad.nan_to_num())
-    torch.testing.assert_close(reference.query_gradient(q, k, v, grad, segments, 40), leaf.grad, rtol=0, atol=1e-6)
+    segment_attention_reference(leaf, k, v, segments, 40).backward(grad.nan_to_num())
+    torch.testing.assert_close(query_gradient_reference(q, k, v, grad, segments, 40), leaf.grad, rtol=0, atol=1e-6)
 
 
 def test_nothing_but_what_was_given_and_what_came_out_is_kept():
@@ -154,7 +160,7 @@ def test_nothing_but_what_was_given_and_what_came_out_is_kept():
     q, k, v, _ = (x.to(DEVICE) for x in drawn(segments, (4, 2, 24), torch.float32))
     q.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        out = with_frozen_keys(varlen, triton_impl.query_gradient, q, k, v, segments, None)
+        out = with_frozen_keys(varlen, triton.query_gradient, q, k, v, segments, None)
     places = {x.data_ptr() for x in kept}
     assert {x.data_ptr() for x in (q, k, v, out)} <= places and len(places) == 5
     assert max(x.numel() for x in kept) == q.numel()
@@ -166,10 +172,10 @@ def test_it_is_taken_where_the_queries_alone_learn(small_blocks, monkeypatch, le
     segments, taken = segments_of("subset"), []
     rows = [x.to(DEVICE) for x in drawn(segments, (1, 1, 24), torch.float32)[:3]]
     given = [x.clone().requires_grad_(name in learning) for x, name in zip(rows, "qkv", strict=True)]
-    gradient = triton_impl.query_gradient
-    monkeypatch.setattr(triton_impl, "query_gradient", lambda *a: taken.append(1) or gradient(*a))
+    gradient = triton.query_gradient
+    monkeypatch.setattr(triton, "query_gradient", lambda *a: taken.append(1) or gradient(*a))
     monkeypatch.setattr(backend, "varlen_attention_for", lambda _: varlen)
-    monkeypatch.setattr(backend, "triton_kernels", lambda name, device: triton_impl)
+    monkeypatch.setattr(backend, "triton_kernels", lambda name, device: triton)
     out = kernel.segment_attention(*given, segments, 7)
     assert out.requires_grad is bool(learning)
     if learning:

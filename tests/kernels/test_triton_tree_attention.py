@@ -1,13 +1,13 @@
-"""triton_impl/tree_attention.py against the reference on hostile shapes, in Triton's interpreter or on a GPU."""
+"""triton/tree_attention.py against the reference on hostile shapes, in Triton's interpreter or on a GPU."""
 
 import pytest
 import torch
 
-from longdraft.kernels.reference.cross_attention import cross_attention as cross_reference
-from longdraft.kernels.reference.tree_attention import MOST_ROWS, attended_rows, pack_tree
-from longdraft.kernels.reference.tree_attention import tree_attention as reference
-from longdraft.kernels.triton_impl import tree_attention as triton_impl
-from longdraft.kernels.triton_impl.tree_attention import blocks, choose_splits, cross_attention, tree_attention
+from longdraft.kernels.cross_attention import cross_attention_reference as cross_reference
+from longdraft.kernels.tree_attention import tree_attention_reference as reference
+from longdraft.kernels.tree_mask import MOST_ROWS, attended_rows, pack_tree
+from longdraft.kernels.triton import tree_attention as triton
+from longdraft.kernels.triton.tree_attention import blocks, choose_splits, cross_attention, tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def large_blocks(request, monkeypatch):
     """Makes the interpreter, whose time depends on the number of blocks, use half precision's blocks for fp32."""
     if DEVICE == "cpu" and "small_blocks" not in request.fixturenames:
-        monkeypatch.setattr(triton_impl, "blocks", lambda rows, width, _, memory: blocks(rows, width, 2, memory))
+        monkeypatch.setattr(triton, "blocks", lambda rows, width, _, memory: blocks(rows, width, 2, memory))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cpu_impl import rows
+from longdraft.kernels.cpu import rows
 from longdraft.models.kv_cache import KVCache
 
 LAYERS, SLOTS, CAPACITY = 2, 3, 12

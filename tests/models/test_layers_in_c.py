@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from longdraft.kernels.cpu_impl import threads
-from longdraft.kernels.cpu_impl.layers import LayerTable
+from longdraft.kernels.cpu import threads
+from longdraft.kernels.cpu.layers import LayerTable
 from longdraft.models import decoder
 from longdraft.models.footprint import c_layers_bytes
 from longdraft.models.passes import Pass

@@ -21,7 +21,7 @@ ALL = {"logits", "pre_norm", "post_norm", "last_kv", "queries"}
 def small_kernels(monkeypatch, shared):
     """A function that puts these kernels in place."""
     liger = shared("ligers.py").interpreted(monkeypatch)
-    triton = import_module("longdraft.kernels.triton_impl.rotate")
+    triton = import_module("longdraft.kernels.triton.rotate")
 
     def take() -> None:
         monkeypatch.setattr(backend, "liger_layers", lambda device_type: liger)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.cpu_impl.library import fields, make_call, pointer
+from longdraft.kernels.cpu import rows
+from longdraft.kernels.cpu.library import fields, make_call, pointer
 
 # Above this many tokens, of all slots together, a pass takes so long that Python's share does not matter.
 MOST_TOKENS = 32

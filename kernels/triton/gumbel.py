@@ -1,4 +1,4 @@
-"""kernels/gumbel.py in Triton, with the bits of the noise that triton_impl/choice.py adds.
+"""kernels/gumbel.py in Triton, with the bits of the noise that triton/choice.py adds.
 
 Shapes: B sequences, J positions, V vocabulary. Prefixes: i_ index, o_ offsets, p_ pointer.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longdraft.kernels.triton_impl.choice import gumbel
+from longdraft.kernels.triton.choice import gumbel
 
 BLOCK = 1024
 

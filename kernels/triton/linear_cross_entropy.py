@@ -67,7 +67,7 @@ def chunk_losses(
     top_k: int,
     gradient: bool,
 ) -> None:
-    """See `longdraft.kernels.reference.linear_cross_entropy.chunk_losses`. Counts are exact for any top_k, and a label
+    """See `longdraft.kernels.linear_cross_entropy.chunk_losses`. Counts are exact for any top_k, and a label
     outside the vocabulary gives a loss of NaN, without a read out of bounds."""
     n_rows, n_words = logits_CV.shape
     assert logits_CV.stride(1) == 1, "a row's logits must lie together"

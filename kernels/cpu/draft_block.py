@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cpu_impl import rows
-from longdraft.kernels.cpu_impl.library import fields, make_call, pointer
+from longdraft.kernels.cpu import rows
+from longdraft.kernels.cpu.library import fields, make_call, pointer
 
 
 class Matrices(NamedTuple):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longdraft.kernels.reference.rotate import HeadNorms
+from longdraft.kernels.rotate import HeadNorms
 
 TILE = 512  # numbers in a tile
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from longdraft.kernels.cpu_impl.library import library
+from longdraft.kernels.cpu.library import library
 
 # Whether this thread is inside `decoding`.
 is_decoding: ContextVar[bool] = ContextVar("is_decoding", default=False)

@@ -8,8 +8,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cpu_impl.library import fields, library, make_call, pointer
-from longdraft.kernels.cpu_impl.rows import SUFFIXES
+from longdraft.kernels.cpu.library import fields, library, make_call, pointer
+from longdraft.kernels.cpu.rows import SUFFIXES
 
 PART_WORDS = 2048  # of best_tokens.inc
 
@@ -37,7 +37,7 @@ class _Beam(ctypes.Structure):
 
 def negated_uniform(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tensor:
     """The Philox words of kernels/gumbel.py as numbers in (-1, 0), fp32 [B, J, V], with the bits of
-    kernels/reference/gumbel.py."""
+    kernels/gumbel.py."""
     batch, per = positions_BJ.shape
     seeds_B, positions_BJ = seeds_B.contiguous(), positions_BJ.contiguous()
     assert seeds_B.dtype == positions_BJ.dtype == torch.int64 and seeds_B.shape == (batch,)

@@ -130,7 +130,7 @@ def query_gradient(
 ) -> Tensor:
     """scale * sum over the keys of P * (dP - delta) * K: flash-attention 2 (arXiv 2307.08691), algorithm 2, line 15.
 
-    See `longdraft.kernels.reference.segment_attention.query_gradient`. Segments are read on the device alone.
+    See `longdraft.kernels.segment_attention.query_gradient_reference`. Segments are read on the device alone.
 
     Args:
         q_NHd, k_MKd, v_MKd, out_NHd, grad_NHd: the inputs of the forward pass, its output and the output's gradient, of

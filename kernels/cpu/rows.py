@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cpu_impl.library import fields, library, make_call, pointer
-from longdraft.kernels.cpu_impl.threads import is_decoding
+from longdraft.kernels.cpu.library import fields, library, make_call, pointer
+from longdraft.kernels.cpu.threads import is_decoding
 from longdraft.kernels.sinks import with_sinks
 
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of the C functions for each element type
