@@ -20,7 +20,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="for example train.steps=500")
     parser.add_argument("--stage", help="of a config with stages: start with this one (default: the first unfinished)")
     parser.add_argument("--from-draft", help="draft folder whose weights the training starts from")
-    parser.add_argument("--estimate", action="store_true", help="print the memory and operations it needs, and exit")
+    parser.add_argument("--estimate", action="store_true", help="print the memory, operations and hours it takes")
+    parser.add_argument(
+        "--tflops",
+        type=float,
+        help="10^12 operations a second of a rank, for the hours (default: those of the run so far)",
+    )
     return parser
 
 
@@ -97,7 +102,8 @@ def _estimate(args: argparse.Namespace, n_ranks: int | None, gpu: bool | None = 
     from longdraft.train.config_file import load_stages
     from longdraft.train.estimate import report
 
-    show(report(load_stages(args.config, args.overrides, args.stage, args.from_draft), n_ranks, gpu) + "\n")
+    stages = load_stages(args.config, args.overrides, args.stage, args.from_draft)
+    show(report(stages, n_ranks, gpu, args.tflops) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from longdraft.models.target import Target
 from longdraft.train import checkpoint
 from longdraft.train.config import DTYPES, Config
 from longdraft.train.deepspeed_engine import DraftEngine
-from longdraft.train.estimate_memory import estimate
 from longdraft.train.evaluate import Evaluator
+from longdraft.train.memory import estimate
 from longdraft.train.methods.base import Method
 from longdraft.train.methods.build import open_method
 from longdraft.train.ranks import Ranks

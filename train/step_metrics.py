@@ -11,7 +11,7 @@ import torch
 
 from longdraft.models.drafts.loss import RANKS
 from longdraft.train.agreement import await_agreement
-from longdraft.train.estimate_operations import Operations, operations
+from longdraft.train.estimate import Operations, operations
 from longdraft.train.run import Run
 from longdraft.train.step import StepResult
 
@@ -32,7 +32,7 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     `loss`: as it is minimised, by `objective`; None without labels. `part_loss`: the mean of each part in nats. `top1`,
     `top3`: the share of each part's labels that are the draft's first candidate, or among its first three; of a part
     without labels all are None. `{part}_share`: the share of the first rank's time in each of PARTS. `over_target`: the
-    step's time over that of its target's passes; estimate_operations.py says what it could be. Others: `_speed`.
+    step's time over that of its target's passes; estimate.py says what it could be. Others: `_speed`.
     """
     await_agreement(run)
     loss, n_parts = result.loss, len(run.method.part_names)
@@ -65,7 +65,10 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
 
 def counted(run: Run) -> Operations | None:
     """The operations of a token; None for a target whose operations are not counted."""
-    return operations(run.config, run.teacher.model.config) if run.config.target.loader == "longdraft" else None
+    config = run.config
+    if config.target.loader != "longdraft":
+        return None
+    return operations(config.draft, config.data, config.train.loss, run.teacher.model.config)
 
 
 def _speed(run: Run, result: StepResult, tokens: int) -> dict[str, float]:
@@ -89,7 +92,7 @@ def _speed(run: Run, result: StepResult, tokens: int) -> dict[str, float]:
 
 def where_time_goes(records: Collection[dict[str, Any]], r: float | None) -> str:
     """One line about logged steps, by medians. `r`: the time of a step over its target's passes if all operations were
-    equally fast (estimate_operations.py); None where it is not known."""
+    equally fast (estimate.py); None where it is not known."""
     seconds, ratio = (median(record[key] for record in records) for key in ("step_s", "over_target"))
     shares = {part: median(record[f"{part}_share"] for record in records) for part in PARTS}
     by_count = "" if r is None else f" ({r:.2f} by count of operations)"

@@ -17,11 +17,12 @@ from longdraft.models.hf import build_decoder, load_target, read_target_config
 from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import Batch
 from longdraft.train.config import Config, config_from_dict
-from longdraft.train.estimate_memory import Estimate, estimate, loss_chunk
-from longdraft.train.estimate_operations import mean_keys, operations
-from longdraft.train.estimate_zero import draft_states
+from longdraft.train.config_file import load_stages
+from longdraft.train.estimate import Operations, mean_keys, operations, report
+from longdraft.train.memory import Estimate, estimate, loss_chunk, zero_bytes
 from longdraft.train.methods.build import open_method
 from longdraft.train.teacher import ROW_CHUNK, Teacher
+from longdraft.train.tracking import METRICS
 
 GIB, MIB = 2**30, 2**20
 LLAMA = DecoderConfig(128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 131072, RopeConfig(128, 131072))
@@ -55,10 +56,6 @@ def smollm2() -> DecoderConfig:
 
 def total(found: Estimate) -> int:
     return found.peak[1]
-
-
-def moment(found: Estimate, name: str) -> int:
-    return sum(found.moments[name].values())
 
 
 def test_runs_on_smollm2_take_what_is_estimated(smollm2, tmp_path, start_ranks, finish_ranks):
@@ -121,7 +118,7 @@ def a_pass(config: Config, target: DecoderConfig) -> dict[str, tuple[int, int]]:
     distillation = micro_batch.distillation
     spans = distillation and distillation.spans
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        with torch.profiler.record_function("look"):
+        with torch.profiler.record_function("forward"):
             seen = teacher.forward(
                 micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, method.needs, spans
             )
@@ -130,7 +127,7 @@ def a_pass(config: Config, target: DecoderConfig) -> dict[str, tuple[int, int]]:
             loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, True, teaching)
         with torch.profiler.record_function("backward"):
             loss.sums.sum().backward()
-    return allocated(profile, ["look", "loss", "backward"])
+    return allocated(profile, ["forward", "loss", "backward"])
 
 
 PASSES = {
@@ -174,10 +171,10 @@ def test_passes_allocate_what_is_estimated(case):
     train = {"micro_batch": 1, "precision": "fp32"} | sections.get("train", {})
     config = a_config(**{**sections, "train": train | {"global_batch": train["micro_batch"]}})
     found, expected = a_pass(config, TINY), estimate(config, TINY, n_ranks=1, gpu=False)
-    assert moment(expected, "target's pass") == pytest.approx(found["look"][0], rel=0.03)
-    assert moment(expected, "draft's pass and loss") == pytest.approx(found["loss"][0], rel=0.03)
+    assert expected.moments["target's pass"] == pytest.approx(found["forward"][0], rel=0.1)
+    assert expected.moments["draft's pass and loss"] == pytest.approx(found["loss"][0], rel=0.1)
     # As if all activations stayed until the last gradient is computed.
-    assert found["backward"][0] <= moment(expected, "draft's backward pass") <= 1.45 * found["backward"][0]
+    assert found["backward"][0] <= expected.moments["draft's backward pass"] <= 1.45 * found["backward"][0]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +186,7 @@ def test_the_loss_allocates_what_is_estimated(n_rows, n_heads, dtype):
     found = loss_peak_memory(n_rows, 64, 49152, n_heads, dtype)
     size = dtype.itemsize
     chunk = loss_chunk(n_heads * n_rows, 64, 49152, size, gpu=False)
-    assert chunk + size * n_heads * n_rows * 64 == pytest.approx(found, rel=0.03)
+    assert chunk + size * n_heads * n_rows * 64 == pytest.approx(found, rel=0.1)
 
 
 STATES = list(product(("fp32", "bf16"), (1, 2, 3), (False, True), ("adamw",)))
@@ -210,7 +207,7 @@ def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_r
 def states_bytes(precision: str, stage: int, offload: bool, optimizer: str) -> int:
     """The most that one of two ranks holds of the draft in ranks_memory.py."""
     largest = 1024**2
-    found = draft_states(
+    found = zero_bytes(
         4 * largest + 1024, largest, bf16=precision == "bf16", stage=stage, offload=offload, n_ranks=2, gpu=False,
         adamuon=optimizer == "adamuon",
     )  # fmt: skip
@@ -221,17 +218,16 @@ def states_bytes(precision: str, stage: int, offload: bool, optimizer: str) -> i
 @pytest.mark.parametrize("name", TARGETS)
 def test_shards_of_a_target_divide(name):
     target = TARGETS[name]
-    size = {n: estimate(a_config(target={"zero_stage": 3}), target, n, gpu=True) for n in (1, 2, 4, 8)}
-    kept = {n: found.kept["target's weights"] for n, found in size.items()}
-    whole = estimate(a_config(), target, 8, gpu=True).kept["target's weights"]
+    found = {n: estimate(a_config(target={"zero_stage": 3}), target, n, gpu=True) for n in (1, 2, 4, 8)}
+    kept = {n: one.kept["target's weights"] for n, one in found.items()}
+    alone = estimate(a_config(), target, 8, gpu=True)
+    whole = alone.kept["target's weights"]
     assert kept[1] == whole and kept[1] > kept[2] > kept[4] > kept[8]
     ends = 2 * 2 * target.vocab_size * target.hidden_size + 2 * target.hidden_size  # embedding, head, norm
     assert kept[8] - ends == pytest.approx((whole - ends) / 8, abs=8)
     layer = (whole - ends) // target.n_layers
-    assert all(found.moments["target's pass"]["gathered layers"] == 2 * layer for found in size.values())
-    assert total(estimate(a_config(target={"zero_stage": 3}), target, 8, gpu=True)) < total(
-        estimate(a_config(), target, 8, gpu=True)
-    )
+    assert found[8].moments["target's pass"] - alone.moments["target's pass"] == 2 * layer  # the layers gathered
+    assert total(found[8]) < total(alone)
 
 
 def test_weights_are_those_of_the_models():
@@ -252,14 +248,14 @@ def test_offload_takes_the_optimizer_to_the_host(stage):
     assert moments == pytest.approx(12 * 251.7e6 / 8, rel=0.001)
     assert "masters and moments" not in away.kept and there.host == 0 and away.host > moments
     on_a_cpu = estimate(a_config(train={"zero_stage": stage, "offload_optimizer": True}), LLAMA, 8, gpu=False)
-    assert on_a_cpu.kept["optimizer"] == away.host and on_a_cpu.host == 0
+    assert on_a_cpu.kept["optimizer on the host"] == away.host and on_a_cpu.host == 0
 
 
 def test_stages_of_zero_share_out_more_and_more():
     """In bf16, at rest, without the buffer that holds all gradients."""
 
-    def kept(stage: int, n_ranks: int) -> int:
-        found = draft_states(10**8, 10**7, bf16=True, stage=stage, offload=False, n_ranks=n_ranks, gpu=True)
+    def kept(stage: int, n_ranks: int) -> float:
+        found = zero_bytes(10**8, 10**7, bf16=True, stage=stage, offload=False, n_ranks=n_ranks, gpu=True)
         return sum(found.kept.values()) - (4 * 10**8 if stage == 3 else 0)
 
     assert kept(1, 8) > kept(2, 8) > kept(3, 8)
@@ -269,98 +265,64 @@ def test_stages_of_zero_share_out_more_and_more():
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_more_tokens_take_more_and_fewer_queries_less(name, draft):
-    def found(**data: float) -> Estimate:
-        return estimate(a_config(draft=DRAFTS[draft], data=data), TARGETS[name], 8, gpu=True)
+    def found(**data: float) -> dict[str, int]:
+        return estimate(a_config(draft=DRAFTS[draft], data=data), TARGETS[name], 8, gpu=True).moments
 
     # Not just above ROW_CHUNK: a pass of several chunks keeps less of each token.
     lengths = [found(seq_len=length) for length in (256, 1024, 8192, 16384, 32768, 65536)]
-    for part in lengths[0].moments:
-        sizes = [moment(one, part) for one in lengths]
+    for part in lengths[0]:
+        sizes = [one[part] for one in lengths]
         assert sizes == sorted(set(sizes)), part
     shares = [found(seq_len=32768, query_share=share) for share in (1.0, 0.5, 0.25, 0.1)]
-    sizes = [moment(one, "draft's pass and loss") for one in shares]
+    sizes = [one["draft's pass and loss"] for one in shares]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.8 * sizes[0]
-    assert len({moment(one, "target's pass") for one in shares}) == 1  # the target reads all tokens
-
-
-def test_query_subsets_bound_a_long_row():
-    """64K tokens with Llama-3.1-8B: an eighth of the queries leaves, of the block's activations, what all tokens
-    need."""
-
-    def activations(share: float) -> int:
-        found = estimate(a_config(data={"seq_len": 65536, "query_share": share}), LLAMA, 8, gpu=True)
-        return found.moments["draft's pass and loss"]["draft's activations"]
-
-    assert activations(0.125) < 0.2 * activations(1.0)
+    assert len({one["target's pass"] for one in shares}) == 1  # the target reads all tokens
 
 
 def test_ranks_that_share_a_row_divide_it():
-    def found(degree: int) -> Estimate:
+    def found(degree: int) -> dict[str, int]:
         train = {"sequence_parallel": degree, "micro_batch": 1}
-        return estimate(a_config(data={"seq_len": 65536}, train=train), LLAMA, 8, gpu=True)
+        return estimate(a_config(data={"seq_len": 65536}, train=train), LLAMA, 8, gpu=True).moments
 
     alone, four = found(1), found(4)
-    assert four.moments["target's pass"]["hidden states"] * 4 == alone.moments["target's pass"]["hidden states"]
-    assert moment(four, "target's pass") < 0.4 * moment(alone, "target's pass")
-    keys = [one.moments["draft's pass and loss"]["last keys and values"] for one in (alone, four)]
-    assert keys[0] == keys[1] == 2 * 2 * 65536 * 8 * 128  # all tokens, on every rank
-    assert moment(four, "draft's pass and loss") < 0.5 * moment(alone, "draft's pass and loss")
+    keys = 2 * 2 * 65536 * 8 * 128  # the last layer's, of all tokens, on every rank
+    assert keys < four["target's pass"] < 0.4 * alone["target's pass"]
+    assert keys < four["draft's pass and loss"] < 0.5 * alone["draft's pass and loss"]
     with pytest.raises(ValueError, match=r"train\.sequence_parallel: 16 ranks cannot share the target's heads"):
         estimate(a_config(train={"sequence_parallel": 16, "micro_batch": 1}), LLAMA, 16, gpu=True)
 
 
 def test_gradients_between_passes_and_decoding_count():
-    one = estimate(a_config(train={"global_batch": 32}), LLAMA, 8, gpu=True)
-    two = estimate(a_config(train={"global_batch": 64}), LLAMA, 8, gpu=True)
-    part = "gradients so far"
-    assert part not in one.moments["target's pass"] and two.moments["target's pass"][part] > 0
-    decoding = {"every": 100, "contexts": [32768], "new_tokens": 64}
-    cache = estimate(a_config(decoding=decoding), LLAMA, 8, gpu=True).moments["decoding"]["KV cache"]
-    assert 32 * 2 * 2 * 8 * 128 * 32832 <= cache <= 1.02 * 32 * 2 * 2 * 8 * 128 * 32832
+    one, two = (estimate(a_config(train={"global_batch": n}), LLAMA, 8, gpu=True).moments for n in (32, 64))
+    assert two["target's pass"] - one["target's pass"] == pytest.approx(2 * 251.7e6, rel=0.001)
+    for gpu, rows in ((True, 2048), (False, 512)):
+        decoding = {"every": 100, "contexts": [32768], "new_tokens": 64}
+        found = estimate(a_config(decoding=decoding), LLAMA, 8, gpu).moments["decoding"]
+        cache = found - pass_bytes(LLAMA, rows, torch.bfloat16) - 2 * 251.7e6  # the engine's pass, and the draft's copy
+        assert 32 * 2 * 2 * 8 * 128 * 32832 <= cache <= 1.02 * 32 * 2 * 2 * 8 * 128 * 32832
 
 
 def test_flash_attentions_backward_pass_counts():
-    """The queries' gradient in fp32, and those of keys and values for each query head: 1 GiB at 32K rows, 4 at 128K."""
+    """With a narrow feed-forward: in deterministic order there are more copies of the queries' gradient in fp32."""
 
-    def found(seq_len: int, target: DecoderConfig = LLAMA, **train: object) -> Estimate:
-        return estimate(a_config(data={"seq_len": seq_len}, train={"micro_batch": 1} | train), target, 8, gpu=True)
+    def copies(share: float = 1.0, gpu: bool = True, **train: object) -> int:
+        narrow, sizes = replace(LLAMA, intermediate_size=2048), []
+        for deterministic in (False, True):
+            given = {"micro_batch": 1, "deterministic": deterministic} | train
+            config = a_config(data={"seq_len": 32768, "query_share": share}, train=given)
+            sizes.append(estimate(config, narrow, 8, gpu).moments["draft's backward pass"])
+        return sizes[1] - sizes[0]
 
-    name, parts = "backward pass of its attention", ("queries' gradient in fp32", "by head")
-    for seq_len, expected in ((32768, GIB), (131072, 4 * GIB)):
-        one = found(seq_len).moments[name]
-        assert sum(one[part] for part in parts) == expected
-        # q, k, v and the output have gradients too, and the feed-forward no longer keeps anything.
-        assert one["gradients of q, k, v"] == 2 * seq_len * (2 * 4096 + 2 * 1024)
-        kept = found(seq_len).moments["draft's pass and loss"]["draft's activations"] - one["draft's activations"]
-        assert kept == 2 * seq_len * 4 * 14336
-    # With a narrow feed-forward this is the peak.
-    narrow = found(32768, replace(LLAMA, intermediate_size=2048))
-    assert moment(narrow, name) > moment(narrow, "draft's backward pass")
-    assert "by head" not in found(32768, VICUNA).moments[name]
-    in_order = found(32768, deterministic=True).moments[name]
-    assert in_order[parts[0]] == 5 * found(32768).moments[name][parts[0]]  # 132 processors, 32 heads
-    few = a_config(data={"seq_len": 32768, "query_share": 0.25}, train={"micro_batch": 1})
-    assert estimate(few, LLAMA, 8, gpu=True).moments[name][parts[0]] == found(8192).moments[name][parts[0]]
-    shared = found(32768, sequence_parallel=4).moments[name]
-    assert all(4 * shared[part] == found(32768).moments[name][part] for part in parts)
-    for config, gpu in ((a_config(), False), (a_config(draft=DRAFTS["medusa"]), True)):
-        assert name not in estimate(config, LLAMA, 8, gpu).moments
-
-
-def test_decodings_passes_are_the_engines():
-    decoding = {"every": 100, "contexts": [32768], "new_tokens": 64}
-    for gpu, rows in ((True, 2048), (False, 512)):
-        found = estimate(a_config(decoding=decoding), LLAMA, 8, gpu).moments["decoding"]["passes"]
-        assert found == pass_bytes(LLAMA, rows, torch.bfloat16)
-    short = estimate(a_config(decoding=decoding | {"contexts": [1024]}), LLAMA, 8, gpu=True)
-    assert short.moments["decoding"]["passes"] < pass_bytes(LLAMA, 2048, torch.bfloat16)
+    assert copies() == 4 * (4 * 4096 * 32768)  # 132 processors, 32 heads: 5 copies
+    assert copies(share=0.25) == copies(sequence_parallel=4) == copies() // 4
+    assert copies(gpu=False) == 0
 
 
 def test_r(smollm2):
     """About 1.65 with SmolLM2's large vocabulary, about 1.25 with 8 billion parameters; less where less is computed."""
 
     def r(target: DecoderConfig, **sections: dict) -> float:
-        return operations(a_config(**sections), target).r
+        return counted(target, **sections).r
 
     assert r(smollm2, data={"seq_len": 64}) == pytest.approx(1.65, abs=0.03)
     assert r(LLAMA) == pytest.approx(1.25, abs=0.03)
@@ -371,27 +333,33 @@ def test_r(smollm2):
         assert r(target, draft=DRAFTS["linear_chain"] | {"n_heads": 1}) < r(target, draft=DRAFTS["linear_chain"])
 
 
+def counted(target: DecoderConfig, **sections: dict) -> Operations:
+    config = a_config(**sections)
+    return operations(config.draft, config.data, config.train.loss, target)
+
+
 def test_operations_by_hand():
     """Two layers. LongSpec reads only the projection of the second one, and no token's own key of the target."""
-    target = replace(TINY, n_layers=2)
-    found = operations(a_config(data={"seq_len": 4}, draft={"window": 1, "noise": 1}), target)
+    target, block = replace(TINY, n_layers=2), {"window": 1, "noise": 1}
+    found = counted(target, data={"seq_len": 4}, draft=block)
     d, heads, both, i, v = 96, 96, 160, 224, 640
-    layer = 2 * d * both + 2 * heads * d + 3 * 2 * d * i
-    assert found.target == (layer + 2 * d * both, 4 * heads * (1 + 2 + 3 + 4) / 4)
-    assert found.forward[0] == 2 * d * both + 3 * 2 * heads * d + 3 * 2 * d * i
-    assert found.forward[1] == pytest.approx(4 * heads * ((1 + 2 + 2 + 2) / 4 + (0 + 1 + 2 + 3) / 4))
-    assert found.head == (4 * d * v, 0)
-    block = {"window": 1, "noise": 1}
-    taught = operations(a_config(data={"seq_len": 4}, draft=block, train={"loss": "kl"}), target)
-    assert taught.target[0] == found.target[0] + 2 * heads * d + 3 * 2 * d * i
-    assert taught.target[1] == 2 * found.target[1] and taught.head == (6 * d * v, 0)
+    finish = 2 * heads * d + 3 * 2 * d * i + 4 * heads * (1 + 2 + 3 + 4) / 4
+    assert found.target == 2 * 2 * d * both + finish
+    products = 2 * d * both + 3 * 2 * heads * d + 3 * 2 * d * i
+    attention = 4 * heads * ((1 + 2 + 2 + 2) / 4 + (0 + 1 + 2 + 3) / 4)
+    assert found.forward == pytest.approx(products + attention)
+    assert found.backward == pytest.approx(2 * products + 2.5 * attention)
+    assert (found.head, found.labels) == (4 * d * v, 1)
+    taught = counted(target, data={"seq_len": 4}, draft=block, train={"loss": "kl"})
+    assert taught.target == found.target + finish and taught.head == 6 * d * v
     assert (taught.forward, taught.backward) == (found.forward, found.backward)
     assert mean_keys(4, None) == 2.5 and mean_keys(4, 2) == 1.75 and mean_keys(4, 9) == 2.5
-    longer = operations(a_config(data={"seq_len": 8}), target)
-    assert longer.target[0] == found.target[0] and longer.target[1] > found.target[1]  # attention grows with length
+    longer = counted(target, data={"seq_len": 8}, draft=block)
+    assert longer.target - found.target == 4 * heads * 2  # attention grows with length
+    assert found.of_step(8, 3) == 8 * (found.target + found.forward + found.backward) + 3 * found.head
 
 
-def test_the_command_prints_a_table_for_each_stage(target_folder, capsys):
+def test_the_command_prints_what_each_stage_takes(target_folder, capsys):
     config = str(Path(__file__).resolve().parents[2] / "configs" / "longspec" / "smollm2.yaml")
     command = [config, "--estimate", f"target.path={target_folder}", "draft.draft_vocab_size=50"]
     assert start(command) == 2  # as training would say
@@ -402,14 +370,36 @@ def test_the_command_prints_a_table_for_each_stage(target_folder, capsys):
     for name in ("short", "long", "sft", "mixed", "more", "further", "again", "onward"):
         assert printed.count(f"Stage {name}: ") == 1
     assert printed.count("at most") == printed.count("r, a step over the target's pass") == 8
+    assert "hours" not in printed
     kind = "GPU" if torch.cuda.is_available() else "CPU process"
     assert f"on 1 {kind}; a pass of 1 x 4,096 tokens, 1 a step" in printed
-    assert start([*command, "--num-gpus", "8", "--stage", "sft", "train.global_batch=16"]) == 0
-    printed = capsys.readouterr().out
-    assert "Stage short" not in printed and "on 8 GPUs; a pass of 1 x 2,048 tokens, 2 a step" in printed
-    assert start([*command, "--num-gpus", "5", "--stage", "sft", "train.global_batch=16"]) == 0
-    said = "on 5 GPUs; a pass of 1 x 2,048 tokens, 4 a step, on each; 4 of 20 passes are empty, as 16 rows a step do"
-    assert said in capsys.readouterr().out
+    for n_ranks, said in (
+        ("8", "on 8 GPUs; a pass of 1 x 2,048 tokens, 2 a step"),
+        ("5", "on 5 GPUs; a pass of 1 x 2,048 tokens, 4 a step, on each; 4 of 20 passes are empty, as 16 rows a step"),
+    ):
+        assert start([*command, "--num-gpus", n_ranks, "--stage", "sft", "train.global_batch=16"]) == 0
+        printed = capsys.readouterr().out
+        assert "Stage short" not in printed and said in printed
+
+
+def test_hours_are_of_a_rate_that_is_given_or_was_measured(config_file, tmp_path):
+    stages = load_stages(config_file, ["train.steps=100", f"train.run_dir={tmp_path}"])
+    (stage,) = stages
+    target, data = read_target_config(stage.config.target.path), stage.config.data
+    found = operations(stage.config.draft, data, "cross_entropy", target)
+    n_tokens = 8 * data.seq_len
+    hours = 100 * found.of_step(n_tokens, n_tokens * found.labels) / (1e6 * 2) / 3600
+
+    def of(n_ranks: int, tflops: float | None) -> str:
+        return report(stages, n_ranks, gpu=False, tflops=tflops).splitlines()[-1]
+
+    assert of(2, 1e-6).startswith(f"{hours:,.2f} hours for 100 steps at 1e-06 TFLOP/s")
+    assert "hours" not in of(2, None)
+    records = [{"step": i, "tflops_per_rank": rate} for i, rate in enumerate((1e-9, 1e-6, 2e-6), start=1)]
+    (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert of(2, None).startswith(f"{hours:,.2f} hours for 100 steps")
+    with pytest.raises(ValueError, match=r"^tflops: "):
+        of(2, 0.0)
 
 
 def test_a_targets_shape_is_read_without_its_weights(target_folder):

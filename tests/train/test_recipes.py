@@ -12,7 +12,7 @@ from longdraft.models.footprint import weight_count
 from longdraft.models.hf import read_target_config
 from longdraft.models.rope import RopeConfig
 from longdraft.train.config_file import load_config, load_stages
-from longdraft.train.estimate_memory import estimate
+from longdraft.train.memory import estimate
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "longspec"
 # Longest rows, and how far Anchor-Offset positions go: never beyond the target's own.

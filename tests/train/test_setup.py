@@ -9,7 +9,7 @@ import torch
 from longdraft.models.hf import LOADERS, read_target_config
 from longdraft.train import ranks, setup
 from longdraft.train.config_file import load_config
-from longdraft.train.estimate_memory import estimate
+from longdraft.train.memory import estimate
 
 GPU = torch.device("cuda:1")
 PLACE = f"cuda:1 of {socket.gethostname()}"
