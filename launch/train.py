@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from longdraft.launch.console import note, run_command, show
-from longdraft.train.stop import SIGNALS, stop_signals
+from longdraft.models.files import STOP_SIGNALS, signals_noted
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if os.environ.get("RANK", "0") == "0":
                 _estimate(args, int(os.environ.get("WORLD_SIZE", "0")) or None)
             return 0
-        with stop_signals() as stop:
+        with signals_noted() as stop:
             # Imported here so that the signal handler is in place during the seconds that this takes.
             from longdraft.train.config_file import load_stages
             from longdraft.train.launcher import settle_device
@@ -83,7 +83,7 @@ def start(argv: Sequence[str] | None = None) -> int:
             return 0
         options = [f"--stage={args.stage}"] if args.stage is not None else []
         options += [f"--from-draft={args.from_draft}"] if args.from_draft is not None else []
-        with stop_signals() as stop:  # already here: looking for GPUs imports torch, which takes seconds
+        with signals_noted() as stop:  # already here: looking for GPUs imports torch, which takes seconds
             from longdraft.train.config_file import load_stages
             from longdraft.train.launcher import launch_with_deepspeed, rank_devices, settle_device
 
@@ -108,6 +108,6 @@ def _estimate(args: argparse.Namespace, n_ranks: int | None, gpu: bool | None = 
 
 if __name__ == "__main__":
     status = main()
-    for number in SIGNALS:  # a second signal, from `longdraft train` after the system's, must not disturb the exit
+    for number in STOP_SIGNALS:  # a second signal, from `longdraft train` after the system's, must not disturb the exit
         signal.signal(number, signal.SIG_IGN)
     sys.exit(status)

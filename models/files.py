@@ -1,4 +1,5 @@
-"""Files that are whole or absent, locks between processes, folders of resumable work, and errors that name the file.
+"""Files that are whole or absent, locks between processes, folders of resumable work, signals that are noted instead of
+ending the process, and errors that name the file.
 
 Every folder may import this file: it loads neither torch nor anything of ours.
 """
@@ -8,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors of locking on a file system without locks: Lustre without its option flock, NFS without lockd.
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+# Signals that ask a process to stop.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # The beginning of the text that Git LFS leaves in place of a file that it has not fetched.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -146,6 +150,20 @@ def locked(path: Path, field: str, busy: str, wait: float = 0) -> Iterator[None]
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def signals_noted(numbers: Sequence[int] = STOP_SIGNALS) -> Iterator[list[int]]:
+    """Inside, these signals are appended to the list instead of ending the process. A SIGHUP that is ignored, as under
+    nohup, stays ignored. Only the main thread may enter."""
+    noted: list[int] = []
+    caught = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda n, _: noted.append(n)) for number in caught}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 PLAN, PROGRESS = "plan.json", "progress"

@@ -6,12 +6,12 @@ still saving after 30 s and exit with 1; this one waits for them, and exits with
 
 from types import SimpleNamespace
 
-from longdraft.train.stop import SIGNALS, stop_signals
+from longdraft.models.files import STOP_SIGNALS, signals_noted
 
 if __name__ == "__main__":
-    with stop_signals():  # before the import, which takes seconds; the ranks do not inherit it
+    with signals_noted():  # before the import, which takes seconds; the ranks do not inherit it
         from deepspeed.launcher import launch
 
-        names = {number.name: number for number in SIGNALS}
+        names = {number.name: number for number in STOP_SIGNALS}
         launch.__dict__["signal"] = SimpleNamespace(**names, signal=lambda *_: None)
         launch.main()

@@ -1,33 +1,22 @@
-"""DeepSpeed around the draft: its settings, the optimizer, one step, files to resume from. The frozen target stays
-outside the engine.
-
-Not here: what a step computes (step.py), checkpoint folders (checkpoint.py), other numbers of ranks (elastic.py).
-"""
+"""DeepSpeed around the draft: its settings, the optimizer and its state, one step. The frozen target stays outside the
+engine. What a step computes: step.py; checkpoints: saving.py."""
 
 import math
 from collections.abc import Mapping
-from contextlib import chdir, redirect_stdout
+from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from longdraft.train.adamuon import AdaMuon
+from longdraft.train.checkpoint import MASTER, MOMENTS
 from longdraft.train.config import DTYPES, Config, OptimizerSection
 from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator
 
 # isort: split
 import deepspeed
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_local_fp32_param,
-    safe_set_full_fp32_param,
-    safe_set_local_fp32_param,
-)
 
 # The largest number of values in DeepSpeed's buffer for sums over ranks.
 MAX_BUCKET = 500_000_000
@@ -80,6 +69,15 @@ def parameter_groups(draft: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
+class Share(NamedTuple):
+    """A rank's part of a parameter: the entries of the flattened parameter from `start` on. `states`: fp32 tensors [S]
+    by kind, MASTER or one of MOMENTS; views of what the optimizer reads and moves."""
+
+    name: str
+    start: int
+    states: dict[str, Tensor]
+
+
 class DraftEngine:
     """A draft under ZeRO with its optimizer, clipping and gradient accumulation.
 
@@ -108,11 +106,18 @@ class DraftEngine:
         self.draft = draft
         self._left_out: Tensor | None = None
         self._hooks = [parameter.register_hook(self._zero_if_left_out) for parameter in draft.parameters()]
-        self._files = _Files()
-        self.deepspeed.checkpoint_engine = self._files
-        # DeepSpeed copies a script beside a checkpoint that merges sharded weights, as `weights` does. On a full disk
-        # that would fail on the first rank alone, while the others wait; no setting turns it off.
-        self.deepspeed._copy_recovery_script = lambda save_path: None
+        self._begin_states()
+
+    def _begin_states(self) -> None:
+        """Make the optimizer's state as it is before the first step, so that a checkpoint can be read into it."""
+        zero: Any = self.deepspeed.optimizer
+        sharded = self.config.train.zero_stage == 3
+        flats = zero.fp32_partitioned_groups_flat if sharded else [g["params"][0] for g in self.optimizer.param_groups]
+        for flat in flats:
+            # A fused AdamW reads the count where the weights lie, AdaMuon on the host.
+            place = flat.device if self.optimizer.defaults.get("fused") else "cpu"
+            state = {moment: torch.zeros_like(flat, requires_grad=False) for moment in MOMENTS}
+            self.optimizer.state[flat] = {"step": torch.zeros((), dtype=torch.float32, device=place), **state}
 
     def begin_step(self, step: int) -> float:
         """Set and return the step's learning rate."""
@@ -165,58 +170,47 @@ class DraftEngine:
         with deepspeed.zero.GatheredParameters(list(self.draft.parameters()), enabled=sharded):
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.draft.state_dict().items()}
 
-    def masters(self) -> dict[str, Tensor]:
-        """The fp32 master weights of a bf16 draft, on the CPU of the first rank; all ranks must call it. Empty on other
-        ranks, and for an fp32 draft, whose weights are its masters."""
-        masters = {}
-        for name, weight in self.draft.named_parameters() if self.config.train.precision == "bf16" else ():
-            master = safe_get_full_fp32_param(weight)
-            assert master is not None, "DeepSpeed keeps no fp32 master of a weight"
-            if self.ranks.first:
-                masters[name] = master.to("cpu", copy=True)
-        return masters
+    def shares(self) -> list[Share]:
+        """This rank's part of each parameter that it has a part of."""
+        found = []
+        for name, parameter in self.draft.named_parameters():
+            flat, offset, start, size = self._own_part(parameter)
+            if size > 0:
+                states = {MASTER: flat.detach()} | {moment: self.optimizer.state[flat][moment] for moment in MOMENTS}
+                found.append(Share(name, start, {kind: x.narrow(0, offset, size) for kind, x in states.items()}))
+        return found
+
+    def _own_part(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int]:
+        """Where this rank's part of a parameter lies: the tensor that the optimizer moves, the part's place in it, its
+        place in the flattened parameter, and its number of entries, without padding."""
+        zero: Any = self.deepspeed.optimizer
+        if self.config.train.zero_stage == 3:  # an equal share of each parameter, padded on the last ranks
+            group, offset, padded = zero.grad_position[zero.get_param_id(parameter)]
+            n: int = parameter.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
+            start = self.ranks.rank * padded
+            return zero.fp32_partitioned_groups_flat[group], offset, start, min(padded, n - start)
+        part: Any = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+        if part is None:
+            return torch.empty(0), 0, 0, 0
+        (flat,) = self.optimizer.param_groups[part.param_group_index]["params"]
+        return flat, part.hp_fragment_address.start, part.lp_fragment_address.start, part.hp_fragment_address.numel
+
+    def optimizer_steps(self) -> int:
+        """How many steps the optimizer took; steps that were left out do not count."""
+        return int(next(iter(self.optimizer.state.values()))["step"])
+
+    def set_optimizer_steps(self, n: int) -> None:
+        for state in self.optimizer.state.values():
+            state["step"].fill_(n)
+
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace weights and buffers, as `weights` returns them; all ranks call it, with the same tensors."""
+        sharded = self.config.train.zero_stage == 3
+        with deepspeed.zero.GatheredParameters(list(self.draft.parameters()), modifier_rank=0, enabled=sharded):
+            self.draft.load_state_dict(weights)
 
     def set_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Replace the masters, which were made from bf16 weights, by these fp32 weights; nothing for an fp32 draft."""
-        for name, weight in self.draft.named_parameters() if self.config.train.precision == "bf16" else ():
-            value = masters[name].to(self.ranks.device)
-            if self.config.train.zero_stage == 3:  # each rank has a share of every weight, padded on the last ranks
-                size = safe_get_local_fp32_param(weight).numel()
-                padded = F.pad(value.flatten(), (0, size * self.ranks.world_size - value.numel()))
-                safe_set_local_fp32_param(weight, padded[self.ranks.rank * size :][:size])
-            else:
-                safe_set_full_fp32_param(weight, value)
-
-    def write(self, folder: Path) -> list[Path]:
-        """Write DeepSpeed's files to resume from into this folder; all ranks call it. Returns the files of this rank.
-        An error is raised at the end: raised inside DeepSpeed, it would leave the other ranks in a barrier."""
-        self._files.error, self._files.written = None, []
-        self.deepspeed.save_checkpoint(
-            str(folder.parent), tag=folder.name, client_state={}, save_latest=False, exclude_frozen_parameters=True
-        )
-        if self._files.error is not None:
-            raise self._files.error
-        return self._files.written
-
-    def read(self, folder: Path) -> None:
-        """Read the files that `write` made on the same number of ranks."""
-        with chdir(folder.parent):  # DeepSpeed takes the path as a pattern, and a folder's name may hold * or [
-            loaded, _ = self.deepspeed.load_checkpoint(".", tag=folder.name)
-        assert loaded is not None, f"DeepSpeed found nothing in {folder}"
-
-
-class _Files(TorchCheckpointEngine):
-    """How DeepSpeed writes files: the first error is kept instead of raised, and the files written are recorded."""
-
-    def __init__(self):
-        super().__init__()
-        self.zipfile_serialization = True
-        self.error: BaseException | None = None
-        self.written: list[Path] = []
-
-    def save(self, state_dict: Any, path: str) -> None:
-        try:
-            super().save(state_dict, path)
-            self.written.append(Path(path))
-        except (OSError, RuntimeError) as error:
-            self.error = self.error or error
+        """Replace the masters, which were made from the weights, by these fp32 weights."""
+        for share in self.shares():
+            own = share.states[MASTER]
+            own.copy_(masters[share.name].flatten()[share.start :][: len(own)])

@@ -18,7 +18,7 @@ from contextlib import suppress
 import psutil
 
 from longdraft.models.device import VISIBLE, check_device, default_device, n_gpus
-from longdraft.train.stop import SIGNALS, stop_signals
+from longdraft.models.files import STOP_SIGNALS, signals_noted
 
 POLL_S = 0.2
 # The launcher starts every rank with this argument.
@@ -63,7 +63,7 @@ def rank_devices(num_gpus: int | None, device: str) -> list[str]:
 
 def launch_with_deepspeed(argv: Sequence[str], devices: Sequence[str]) -> int:
     """Run ARGV under DeepSpeed's launcher, with one rank for each device, and return its exit status. A signal to stop
-    (SIGNALS) is passed to the ranks alone, once to each.
+    (STOP_SIGNALS) is passed to the ranks alone, once to each.
 
     Why not `deepspeed --num_gpus` or `--include`, which start the same launcher: the first ignores
     CUDA_VISIBLE_DEVICES, and neither knows UUIDs.
@@ -78,7 +78,7 @@ def launch_with_deepspeed(argv: Sequence[str], devices: Sequence[str]) -> int:
     command += [f"--master_port={free_port()}"]  # DeepSpeed's default is fixed: a second run would fail
     # Else the import of DeepSpeed looks for a GPU, and warns where there is none.
     on_cpu = {"DS_ACCELERATOR": "cpu"} if devices[0] == "-1" else {}
-    with stop_signals() as received:
+    with signals_noted() as received:
         # A session of its own, so that Ctrl-C in the terminal does not reach launcher and ranks directly.
         child = subprocess.Popen([*command, *argv], start_new_session=True, env=os.environ | on_cpu)
         signalled: set[int] = set()
@@ -87,11 +87,11 @@ def launch_with_deepspeed(argv: Sequence[str], devices: Sequence[str]) -> int:
                 for rank in _ranks(child.pid):
                     if rank.pid not in signalled:
                         signalled.add(rank.pid)
-                        rank.send_signal(SIGNALS[0])
+                        rank.send_signal(STOP_SIGNALS[0])
             time.sleep(POLL_S)
     if child.returncode < 0:  # nothing is left to end the ranks, which are in its session
         with suppress(ProcessLookupError):
-            os.killpg(child.pid, SIGNALS[0])
+            os.killpg(child.pid, STOP_SIGNALS[0])
     _explain(child.returncode)
     return child.returncode
 

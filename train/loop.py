@@ -23,7 +23,6 @@ from longdraft.train.export import export
 from longdraft.train.plots import draw_decoding
 from longdraft.train.ranks import Ranks, failures_named
 from longdraft.train.run import Run
-from longdraft.train.run_lock import locked
 from longdraft.train.setup import describe, open_run, open_target
 from longdraft.train.step import StepResult, train_step
 from longdraft.train.step_metrics import counted, measure, where_time_goes
@@ -32,8 +31,8 @@ from longdraft.train.validation import validate
 
 
 def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()) -> None:
-    """Train the stages that are not done yet, until all are or something is in `stop` (train/stop.py) on any rank; all
-    ranks call it.
+    """Train the stages that are not done yet, until all are or something is in `stop` (`signals_noted`) on any rank;
+    all ranks call it.
 
     Raises:
         ValueError: a config does not fit the ranks, the data, the target or the run already in its folder.
@@ -110,7 +109,7 @@ def _overview(stages: Sequence[Stage]) -> str:
 def train(
     config: Config, ranks: Ranks, target: Target | None = None, stop: Sequence[int] = (), stage: str | None = None
 ) -> bool:
-    """Train until the run's steps are done or something is in `stop` (train/stop.py) on any rank; all ranks call it.
+    """Train until the run's steps are done or something is in `stop` (`signals_noted`) on any rank; all ranks call it.
 
     Args:
         target: the run's, where it is already loaded.
@@ -126,13 +125,14 @@ def train(
     rows = ShardSet(Path(config.data.path) / "train")
     config = config.resolved(len(rows))
     n_steps = config.train.n_steps
-    with failures_named(ranks), locked(config.train.run_dir, ranks):
+    with failures_named(ranks), saving.locked_run(config.train.run_dir, ranks):
         found = saving.find(config.train.run_dir, ranks)
         if found is not None:
             resuming.check_continues(found[1], config, rows)
             if found[1]["step"] >= n_steps and not _owes_decoding(found[1], config):
                 ranks.log(f"Training is done already: {n_steps} steps, checkpoint in {found[0]}")
                 return True
+            resuming.check_format(found)
         run = _open(config, ranks, target, found, stop, stage)
         saved = found[0] if found and run.step < n_steps else None
         if run.step == n_steps:

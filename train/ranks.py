@@ -12,13 +12,12 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -30,7 +29,6 @@ from tqdm import tqdm
 from longdraft.models.device import start
 from longdraft.models.files import DISK_FULL
 from longdraft.train.launcher import free_port
-from longdraft.train.state_file import wrong_files
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else its import warns, in every rank, that it found no GPU
@@ -49,8 +47,6 @@ GOES_ON = "from the newest checkpoint, or from the beginning where there is none
 # A rank that fails because another one did waits this long. DeepSpeed's launcher polls once a second and names any rank
 # that has ended by then: in this time it has seen the one that failed first.
 SEEN_S = 2.0
-# How long NFS may cache a folder's entries.
-LAG_S = 60.0
 T = TypeVar("T")
 
 
@@ -130,14 +126,6 @@ class Ranks:
         """One line, the same on all ranks, with what went wrong on which of them; empty where nothing did."""
         errors = self.gather(None if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None)
-
-    def unseen(self, folder: Path, sizes: Mapping[str, int], patience_s: float = LAG_S) -> str:
-        """One line, the same on all ranks, with the files of a folder that a rank does not see in full; empty where all
-        see them. Waits for a network file system, which may cache a folder for a while."""
-        deadline = time.monotonic() + patience_s
-        while (missing := wrong_files(folder, sizes)) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        return self.failures(FileNotFoundError(", ".join(missing)) if missing else None)
 
     def place_on_machine(self) -> tuple[int, int]:
         """This rank's index among the ranks of its machine, and their number."""
@@ -241,6 +229,8 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
     so. The other ranks of a machine log theirs here, since only the first one prints what ends it."""
     try:
         yield
+    except TrainingError:
+        raise
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
         full = getattr(error, "errno", None) in DISK_FULL or any(f"os error {number}" in reason for number in DISK_FULL)

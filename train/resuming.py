@@ -1,20 +1,20 @@
 """Whether a run may go on from what is saved: whatever decides its result must be as it was when the run began.
 
-A run may move, together with the draft that it began with and with its rows. Not here: finding and reading checkpoints
-(checkpoint.py, saving.py).
+A run may move, together with the draft that it began with and with its rows.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from longdraft.data_prep.shards import ShardSet
-from longdraft.train.checkpoint import START, WEIGHTS, Found, saved_config
+from longdraft.train.checkpoint import FORMAT, START, WEIGHTS, Found, saved_config
 from longdraft.train.config import Config, to_flat_dict
 
 # Fields and sections that may change when a run is resumed. Any other would change the result.
@@ -52,6 +52,15 @@ def check_continues(state: dict[str, Any], config: Config, rows: ShardSet) -> No
         )
 
 
+def check_format(found: Found) -> None:
+    """Raises ValueError where a former version saved the checkpoint: the state of its optimizer cannot be read."""
+    if found[1]["format"] != FORMAT:
+        raise ValueError(
+            f"train.run_dir: {found[0]} was saved by a former version, which alone can go on from it; export it and "
+            "begin another run with draft.start_from, or give another folder"
+        )
+
+
 def check_same_target(state: dict[str, Any], weights: str | None, config: Config) -> None:
     """Raises ValueError where the target's weights, by their hash, are not those that the saved run began with."""
     old = state["extra"].get("target_weights")
@@ -63,19 +72,16 @@ def check_same_target(state: dict[str, Any], weights: str | None, config: Config
 
 
 def is_same_start(saved: str | None, saved_run: str, now: str | None, run: str) -> bool:
-    """Whether two values of draft.start_from name one folder, however it is spelt: the same place or, where both were
-    moved, the same place relative to the run's folder.
+    """Whether two values of draft.start_from name one folder: the same place, however it is spelt, or the same place
+    seen from beside the run's folder, as where both were moved.
 
     Args:
         saved: the value of a run in `saved_run`. now: that of the same run in `run`.
     """
     if saved is None or now is None:
         return saved == now
-    place, beside = Path(saved).absolute(), Path(saved_run).absolute().parent
-    places = [place.resolve()]
-    if place.is_relative_to(beside):
-        places.append((Path(run).absolute().parent / place.relative_to(beside)).resolve())
-    return Path(now).resolve() in places
+    beside = [os.path.relpath(start, Path(of).absolute().parent) for start, of in ((saved, saved_run), (now, run))]
+    return Path(saved).resolve() == Path(now).resolve() or beside[0] == beside[1]
 
 
 def check_same_start(start: Mapping[str, Any], run_dir: str | Path) -> None:
@@ -100,11 +106,7 @@ def check_same_start(start: Mapping[str, Any], run_dir: str | Path) -> None:
 
 def check_same_vocabulary(found: Found, token_ids: Tensor | None, config: Config) -> None:
     """Raises ValueError where a restricted vocabulary has other tokens than the saved draft's."""
-    if token_ids is None:
-        return
-    with safe_open(found[0] / WEIGHTS, "pt") as saved:
-        old = saved.get_tensor("token_ids")
-    if not torch.equal(old, token_ids.cpu()):
+    if token_ids is not None and not torch.equal(load_file(found[0] / WEIGHTS)["token_ids"], token_ids.cpu()):
         source = f"draft.start_from: {config.draft.start_from}" if config.draft.start_from else "draft.draft_vocab_size"
         raise ValueError(
             f"{source} gives other tokens for the draft than the run in {config.train.run_dir} began with; put back "

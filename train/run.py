@@ -40,7 +40,7 @@ class Run:
     `target_weights`: the hash of the target's weights (models/fingerprint.py). `decoding`: None where the config does
     not ask for it. `step`: steps done. `skipped`: passes and steps that were left out because their loss or gradient
     was not a number. `heldout`: the latest validation. `start`: what draft.start_from let the run begin with
-    (checkpoint.START). `stop`: the run ends once there is something in it on any rank (stop.py).
+    (checkpoint.START). `stop`: the run ends once there is something in it on any rank.
     `tracker` and a visible `bar` exist on the first rank alone. `recent`: the last logged records.
 
     Between two steps, `agreement` waits for what the ranks agree on after a step and returns it: [passes left out,

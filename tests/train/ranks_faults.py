@@ -3,33 +3,35 @@ fixture `start_ranks`.
 
 {"train": [override, ...]} trains. With "out": training must fail, and the error goes to `out`-<rank>. With "stop": n,
 rank 1's `stop` has something in it from the n-th look on. With "overflow": step, rank 1's gradient of that step is
-infinite, its loss is not. {"limit": {rank: bytes}}: that rank can write no larger file; the others can. {"find":
-[run_dir by rank], "patience", "out"}. {"few": [override, ...], "out"}: an engine whose smallest group leaves rank 1
-nothing. {"copy": [from, to]}: copies a run's folder, without the checkpoints in "without". {"flip": [file]}: flips a
-bit in each. {"swap": [old, new]}: puts new in place of old. {"done": path} makes a file, {"wait": path} waits for one.
-{"main": [override, ...]}: the rest is the command's, with another "config" where it is given.
+infinite, its loss is not. With "kill": a moment of KILLS, the process kills itself then. {"limit": {rank: bytes}}: that
+rank can write no larger file; the others can. {"find": [run_dir by rank], "out"}. {"resave": [override, ...], "to":
+folder}: loads the run's newest checkpoint and saves it into another folder; with "negative_zeros" the first entry of
+each tensor is -0.0 by then. {"copy": [from, to]}: copies a run's folder, without the checkpoints in "without". {"flip":
+[file]}: flips a bit in each. {"swap": [old, new]}: puts new in place of old. {"main": [override, ...]}: the rest is the
+command's, with another "config" where it is given.
 """
 
 import json
+import os
 import resource
 import shutil
+import signal
 import sys
-import time
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from longdraft.launch.train import main
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
-from longdraft.train import elastic, saving
+from longdraft.train import checkpoint, saving
 from longdraft.train.config import DTYPES
 from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.loop import train
 from longdraft.train.ranks import TrainingError, join_ranks, leave_ranks
+from longdraft.train.setup import open_run
 
 
 @lru_cache(maxsize=2)
@@ -73,22 +75,59 @@ def overflowing(backward, step: int):
     return wrapped
 
 
+def die(*given, **named):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def half_written(tensors, path):
+    path.write_bytes(b"\0" * 100)
+    die()
+
+
+def half_removed(path, **given):
+    for file in Path(path).glob("*.safetensors"):
+        file.unlink()
+        die()
+
+
+# Moments of a run, as what is replaced there: (owner, name, replacement). All but the first are of a save.
+KILLS = {
+    "backward": (DraftEngine, "backward", die),
+    "temporary folder made": (saving, "write_tensors", die),
+    "file half written": (saving, "write_tensors", half_written),
+    "without its state file": (checkpoint, "seal", die),
+    "not renamed": (saving, "_put_in_place", die),
+    "former one not removed": (saving, "_set_aside", die),
+    "former one half removed": (saving.shutil, "rmtree", half_removed),
+}
+
+
 def run(action):
     config = load_config(sys.argv[1], action["train"])
     backward = DraftEngine.backward
     stop = Later(action["stop"]) if "stop" in action and ranks.rank == 1 else []
     if "overflow" in action and ranks.rank == 1:
         DraftEngine.backward = overflowing(backward, action["overflow"])
+    if "kill" in action:
+        setattr(*KILLS[action["kill"]])
     try:
         train(config, ranks, target(config.target.path, config.train.precision), stop)
     finally:
         DraftEngine.backward = backward
 
 
-def few(overrides):
-    draft = nn.Linear(4, 1)
-    engine = DraftEngine(load_config(sys.argv[1], overrides), draft, ranks)
-    elastic.load(engine, Path("nowhere"), 3)
+def resave(action):
+    config = load_config(sys.argv[1], action["resave"])
+    opened = open_run(config, ranks, target(config.target.path, config.train.precision))
+    found = saving.find(config.train.run_dir, ranks)
+    assert found is not None
+    saving.load(opened.engine, *found)
+    if action.get("negative_zeros"):
+        for share in opened.engine.shares():
+            for tensor in share.states.values():
+                tensor[0] = -0.0
+    saving.save(opened.engine, action["to"], found[1]["step"], found[1]["extra"], keep=1)
+    opened.engine.close()
 
 
 def limit(by_rank):
@@ -111,22 +150,17 @@ def alone(action):
         old, new = action["swap"]
         shutil.rmtree(old)
         Path(new).rename(old)
-    elif "done" in action:
-        Path(action["done"]).touch()
-    elif "wait" in action:
-        while not Path(action["wait"]).exists():
-            time.sleep(0.02)
 
 
 def perform(action):
     if "train" in action:
         return run(action)
+    if "resave" in action:
+        return resave(action)
     if "limit" in action:
         return limit(action["limit"])
-    if "few" in action:
-        return few(action["few"])
     if "find" in action:
-        found = saving.find(action["find"][ranks.rank], ranks, action["patience"])
+        found = saving.find(action["find"][ranks.rank], ranks)
         return found and str(found[0])
     if "main" in action:
         sys.exit(main([action.get("config", sys.argv[1]), *action["main"]]))

@@ -1,5 +1,7 @@
-"""Runs stopped at one number of ranks and resumed at another: the same rows and losses, in real processes."""
+"""Checkpoints of each ZeRO stage, precision and optimizer: a killed run goes on to the bytes of an unbroken one, and
+any number of ranks reads the same bits. Real processes."""
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,106 +10,145 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longdraft.train import checkpoint, saving
+from longdraft.train.checkpoint import MASTER, MOMENTS
 from longdraft.train.tracking import read_metrics
 
-STEPS = 6
-# Matrices that decay, norms that do not.
+STEPS = 4
+PLAN = [f"train.steps={STEPS}", "train.save_every=2", "optimizer.weight_decay=1.0",
+    "optimizer.warmup_steps=1", f"heldout.every={STEPS}", "heldout.rows=2",
+]  # fmt: skip
+LONGSPEC = ["draft.method=longspec", "draft.window=6", "draft.draft_vocab_size=80"]
 CASES = {
     "fp32-1": ["train.zero_stage=1"],
-    "longspec-2": ["train.zero_stage=2", "draft.method=longspec", "draft.window=6", "draft.draft_vocab_size=80"],
+    "longspec-2": ["train.zero_stage=2", *LONGSPEC],
     "fp32-3": ["train.zero_stage=3"],
-    "offload-2": ["train.zero_stage=2", "train.offload_optimizer=true"],
     "bf16-1": ["train.zero_stage=1", "train.precision=bf16"],
+    "bf16-2": ["train.zero_stage=2", "train.precision=bf16"],
+    "longspec-bf16-3": ["train.zero_stage=3", "train.precision=bf16", *LONGSPEC],
     "muon-2": ["train.zero_stage=2", "optimizer.name=adamuon"],
-    "bf16-muon-1": ["train.zero_stage=1", "train.precision=bf16", "optimizer.name=adamuon"],
+    "muon-bf16-1": ["train.zero_stage=1", "train.precision=bf16", "optimizer.name=adamuon"],
+    "offload-2": ["train.zero_stage=2", "train.offload_optimizer=true"],
+    "offload-bf16-3": ["train.zero_stage=3", "train.precision=bf16", "train.offload_optimizer=true"],
 }
-PLAN = [f"train.steps={STEPS}", "train.save_every=2", "train.keep_checkpoints=9", "optimizer.weight_decay=1.0",
-    f"heldout.every={STEPS}", "heldout.rows=2",
-]  # fmt: skip
-# Where a run resumes: the step, the number of ranks that saved it, and that of those that go on. Three ranks do not
-# divide a step's four passes.
-BREAKS = {"once": (2, 2, 1), "again": (4, 1, 2), "more": (2, 2, 3), "fewer": (4, 3, 2)}
-OLD = {"once": "unbroken", "again": "once", "more": "unbroken", "fewer": "more"}
-UNEVEN = ("fp32-1", "longspec-2", "fp32-3", "muon-2")  # cases that are also resumed there
-BROKEN = [(case, name) for name in BREAKS for case in (CASES if name in ("once", "again") else UNEVEN)]
+# The moment at which each case's run is killed (ranks_faults.py); with a save's, it is that of the last step.
+KILLED = {
+    "fp32-1": "temporary folder made",
+    "longspec-2": "file half written",
+    "longspec-bf16-3": "backward",
+    "muon-bf16-1": "without its state file",
+    "bf16-2": "not renamed",
+    "fp32-3": "former one not removed",
+    "offload-bf16-3": "former one half removed",
+    "muon-2": "backward",
+    "bf16-1": "backward",
+}
+# Of a run by two ranks: three and five divide neither the sizes nor a step's four passes.
+GOES_ON = {"fp32-1": 1, "longspec-2": 5, "fp32-3": 3, "offload-2": 1, "bf16-1": 3, "muon-2": 3, "muon-bf16-1": 1}
+
+
+CHAIN = (2, 1, 3, 5, 2)  # numbers of ranks that read what the one before saved
+KINDS = (MASTER, *MOMENTS)
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+NEGATIVE_ZERO = -(2**31)  # as an int32 of the same bits
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, start_ranks, finish_ranks) -> Path:
-    """{case}-unbroken: two ranks; {case}-{break}: resumed from the old run's checkpoint; said-{ranks}: what was
-    printed; few-{rank}: how an engine fails."""
+    """Of each case: `{case}`, unbroken, by two ranks; `{case}-killed`, gone on with after a kill in its second half;
+    `{case}-other`, its second half by another number of ranks; `{case}-{i}`: what the unbroken one saved, saved again
+    by the i-th of CHAIN, the first of which puts -0.0 into it."""
     folder = tmp_path_factory.mktemp("elastic [x+1]")  # a name that is also a pattern
 
-    def train(name: str, case: str) -> list[dict]:
-        return [{"train": [*PLAN, *CASES[case], f"train.run_dir={folder / name}"]},
-                {"done": str(folder / f"{name} done")}]  # fmt: skip
+    def train(name: str, case: str) -> dict:
+        return {"train": [*PLAN, *CASES[case], f"train.run_dir={folder / name}"]}
 
-    def go_on(case: str, name: str) -> list[dict]:
-        """Resume with the checkpoints of the old run up to the break."""
-        old = OLD[name]
-        behind = [f"step_{step:06d}" for step in range(BREAKS[name][0] + 2, STEPS + 1, 2)]
-        copied = {"copy": [str(folder / f"{case}-{old}"), str(folder / f"{case}-{name}")], "without": behind}
-        return [{"wait": str(folder / f"{case}-{old} done")}, copied, *train(f"{case}-{name}", case)]
+    def half(case: str, name: str) -> dict:
+        return {"copy": [str(folder / case), str(folder / name)], "without": [f"step_{STEPS:06d}"]}
 
-    actions: dict[int, list[dict]] = {1: [], 2: [{"few": CASES["fp32-1"], "out": str(folder / "few")}], 3: []}
-    for case in CASES:
-        actions[2] += train(f"{case}-unbroken", case)
-    for case, name in BROKEN:
-        actions[BREAKS[name][2]] += go_on(case, name)
-    started = {n_ranks: start_ranks(n_ranks, own, "ranks_faults.py") for n_ranks, own in actions.items()}
-    for n_ranks, processes in started.items():
-        (folder / f"said-{n_ranks}").write_text(finish_ranks(processes))
+    def saved_again(i: int) -> list[dict]:
+        names = [(f"{case}-{i - 1}" if i else case, f"{case}-{i}", case) for case in CASES]
+        return [
+            {"resave": train(old, case)["train"], "to": str(folder / new), "negative_zeros": i == 0}
+            for old, new, case in names
+        ]
+
+    finish_ranks(start_ranks(2, [*(train(case, case) for case in CASES), *saved_again(0)], "ranks_faults.py"))
+    for case, moment in KILLED.items():
+        killed = train(f"{case}-killed", case) | {"kill": moment}
+        killed["train"] += ["train.keep_checkpoints=1"]
+        ranks = start_ranks(2, [half(case, f"{case}-killed"), killed], "ranks_faults.py")
+        said = [rank.communicate(timeout=100)[0] for rank in ranks]
+        assert ranks[0].returncode == -signal.SIGKILL and ranks[1].returncode != 0, said
+    for i, n_ranks in enumerate(CHAIN[1:], start=1):
+        actions = saved_again(i)
+        for case in (case for case, n in GOES_ON.items() if n == n_ranks):
+            actions += [half(case, f"{case}-other"), train(f"{case}-other", case)]
+        if n_ranks == 2:
+            actions += [train(f"{case}-killed", case) for case in KILLED]
+        finish_ranks(start_ranks(n_ranks, actions, "ranks_faults.py"))
     return folder
 
 
-def losses(run: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in read_metrics(run) if "loss" in record}
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
+def newest(run: Path) -> checkpoint.Found:
     found = checkpoint.newest(run)
-    assert found is not None and found[1]["step"] == STEPS
-    return load_file(found[0] / checkpoint.WEIGHTS)
+    assert found is not None and found[1]["step"] == found[1]["optimizer_steps"] == STEPS
+    return found
 
 
-@pytest.mark.parametrize(("case", "name"), BROKEN)
-def test_losses_go_on_as_if_unbroken(folder, case, name):
-    """fp32: equal to an unbroken run's up to rounding, and so are the weights, weight decay and AdamW's count of steps
-    included. (The gradient of the bias of LongSpec's keys is almost nothing but rounding, which AdamW scales up.) bf16:
-    as close as runs of one and of two ranks are."""
-    broken, unbroken = folder / f"{case}-{name}", folder / f"{case}-unbroken"
-    got, expected = losses(broken), losses(unbroken)
-    assert list(got) == list(expected) == list(range(1, STEPS + 1)), "a step was lost or repeated"
-    bf16 = case.startswith("bf16")
-    for step, loss in expected.items():
-        tolerance = 0 if step <= BREAKS["once"][0] else 5e-3 if bf16 else 1e-5
-        assert got[step] == pytest.approx(loss, rel=tolerance, abs=0), f"step {step}"
-    if case in ("fp32-1", "fp32-3", "offload-2", "muon-2"):
-        for key, weight in weights(unbroken).items():
-            error = ((weights(broken)[key] - weight).norm() / weight.norm()).item()
-            assert error <= 1e-5, f"{key}: relative error {error}"
+def files(run: Path) -> dict[str, bytes]:
+    """The newest checkpoint's tensors."""
+    return {path.name: path.read_bytes() for path in newest(run)[0].glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("name", BREAKS)
-def test_it_says_so_and_leaves_nothing(folder, name):
-    step, before, after = BREAKS[name]
-    said = (folder / f"said-{after}").read_text()
-    for case in (case for case, other in BROKEN if other == name):
-        checkpoints = folder / f"{case}-{name}" / "checkpoints"
-        assert f"{checkpoints}/step_{step:06d} was saved by {before} ranks; it is converted for {after}" in said
-        names = sorted(path.name for path in checkpoints.iterdir())  # nor DeepSpeed's script beside them
-        assert names == [f"step_{step:06d}" for step in range(2, STEPS + 1, 2)], names
-        found = checkpoint.newest(folder / f"{case}-{name}")
-        assert found is not None and found[1]["world_size"] == after
-    # Every rank's files are there, as in a checkpoint of a run that was never converted.
-    files = [checkpoint.newest(folder / f"fp32-3-{run}") for run in ("unbroken", "again")]
-    assert files[0] is not None and files[1] is not None and files[0][1]["files"] == files[1][1]["files"]
+def bits(run: Path) -> dict[str, torch.Tensor]:
+    """Weights, fp32 weights and moments of the newest checkpoint, each whole, as integers of the same bits."""
+    folder, state = newest(run)
+    saved, draft = checkpoint.SavedShares(folder, state), load_file(folder / checkpoint.WEIGHTS)
+    names = {name: master.numel() for name, master in saved.masters().items()}
+    whole = {f"{kind} {name}": saved.read(name, kind, 0, n) for name, n in names.items() for kind in KINDS}
+    return {name: x.flatten().view(INTEGERS[x.itemsize]) for name, x in (whole | draft).items()}
 
 
-def test_what_cannot_be_shared_out_is_refused_by_name(folder):
-    message = "among 2 ranks some would hold no part of the draft's small parameters; go on with fewer ranks"
-    for rank in range(2):
-        assert message in (folder / f"few-{rank}").read_text()
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(run) if "loss" in record]
+
+
+@pytest.mark.parametrize("case", KILLED)
+def test_a_killed_run_goes_on_to_the_same_bytes(folder, case):
+    expected = files(folder / case)
+    assert expected.keys() == {"optimizer-00000.safetensors", "optimizer-00001.safetensors", checkpoint.WEIGHTS}
+    assert files(folder / f"{case}-killed") == expected
+    assert losses(folder / f"{case}-killed") == losses(folder / case) and len(losses(folder / case)) == STEPS
+    left = {path.name for path in (folder / f"{case}-killed" / "checkpoints").iterdir()}
+    assert (f"step_{STEPS:06d}" in left and not any(name.startswith("tmp-") for name in left)) or "former" in KILLED[
+        case
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_number_of_ranks_reads_the_same_bits(folder, case):
+    """What two ranks saved, after it was saved by one, three and five; a -0.0 among them is none of +0.0."""
+    trained, first = bits(folder / case), bits(folder / f"{case}-0")
+    for name, expected in first.items():
+        changed = (expected != trained[name]).nonzero().flatten()
+        if name.startswith(KINDS):
+            assert expected[0] == NEGATIVE_ZERO and len(changed) <= len(CHAIN), name
+            assert (expected[changed] == NEGATIVE_ZERO).all(), name
+        else:
+            assert len(changed) == 0, name
+        for i in range(1, len(CHAIN)):
+            assert torch.equal(bits(folder / f"{case}-{i}")[name], expected), f"{name}, by {CHAIN[i]} ranks"
+    assert files(folder / f"{case}-{len(CHAIN) - 1}") == files(folder / f"{case}-0")
+
+
+@pytest.mark.parametrize("case", GOES_ON)
+def test_losses_go_on_by_another_number_of_ranks(folder, case):
+    """fp32: equal to an unbroken run's up to rounding. bf16: as close as runs of one and of two ranks are."""
+    got, expected = losses(folder / f"{case}-other"), losses(folder / case)
+    half = STEPS // 2
+    assert got[:half] == expected[:half] and len(got) == STEPS
+    assert got[half:] == pytest.approx(expected[half:], rel=5e-3 if "bf16" in case else 1e-5, abs=0)
+    assert newest(folder / f"{case}-other")[1]["world_size"] == GOES_ON[case]
 
 
 @pytest.mark.parametrize(("saved_by", "threads"), [(1, 3), (2, 5)])
@@ -117,7 +158,8 @@ def test_threads_are_kept_by_as_many_ranks_alone(tmp_path, monkeypatch, saved_by
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
     monkeypatch.setattr(torch, "set_num_threads", now.append)
     save_file({"weight": torch.ones(2)}, tmp_path / checkpoint.WEIGHTS)
-    one = SimpleNamespace(world_size=1, device=torch.device("cpu"), log=print, from_first=lambda work: work())
-    engine = SimpleNamespace(ranks=one, read=lambda folder: None, weights=lambda: {"weight": torch.ones(2)})
-    saving.load(engine, tmp_path, {"world_size": saved_by, "threads": 3, "step": 0})  # pyright: ignore[reportArgumentType]
+    one = SimpleNamespace(world_size=1, device=torch.device("cpu"), log=print)
+    engine = SimpleNamespace(ranks=one, set_weights=len, shares=list, set_optimizer_steps=str)
+    state = {"world_size": saved_by, "threads": 3, "optimizer_steps": 0, "files": {}}
+    saving.load(engine, tmp_path, state)  # pyright: ignore[reportArgumentType]
     assert now[-1] == threads

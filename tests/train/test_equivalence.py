@@ -16,7 +16,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import read_info
 from longdraft.models.hf import load_target
 from longdraft.train.batches import read_batch, step_rows
-from longdraft.train.checkpoint import MASTERS, START, WEIGHTS, masters_of, newest
+from longdraft.train.checkpoint import START, WEIGHTS, SavedShares, masters_of, newest
 from longdraft.train.config_file import load_config
 from longdraft.train.methods.build import open_method
 from longdraft.train.resuming import check_same_vocabulary
@@ -142,13 +142,13 @@ def test_a_run_hands_its_fp32_masters_on(runs, n_ranks, precision, stage):
     """Bit for bit, although the exported draft has them rounded to bf16."""
     given, started = newest(runs / f"bf16-{n_ranks}-1"), newest(runs / f"handed-{n_ranks}-{precision}-{stage}")
     assert given is not None and started is not None and started[1]["step"] == 1
-    masters = load_file(given[0] / MASTERS)
-    begun = load_file(started[0] / (MASTERS if precision == "bf16" else WEIGHTS))
+    masters, begun = (SavedShares(*found).masters() for found in (given, started))
     exported = load_file(runs / f"bf16-{n_ranks}-1" / "draft" / "model.safetensors")
     assert begun.keys() == masters.keys() == exported.keys()
     for name, master in masters.items():
         assert master.dtype == torch.float32 and torch.equal(begun[name], master), name
-        assert torch.equal(exported[name], master.bfloat16()) and not torch.equal(exported[name].float(), master), name
+        weight = exported[name].flatten()
+        assert torch.equal(weight, master.bfloat16()) and not torch.equal(weight.float(), master), name
 
 
 def test_why_no_masters_are_found_is_said(runs, tmp_path):
@@ -166,13 +166,13 @@ def test_why_no_masters_are_found_is_said(runs, tmp_path):
 
     assert why() == why(step=None) == ""
     assert why(step=10) == f"it is of step 10, and {folder} of step 20"
-    assert why({name: weight + 1 for name, weight in draft.items()}) == f"{folder / MASTERS} has other weights"
+    assert why({name: weight + 1 for name, weight in draft.items()}) == f"{folder} has other weights"
     assert why(draft_folder=tmp_path / "elsewhere" / "draft") == "no checkpoint of its run lies beside it"
-    assert why(draft_folder=runs / "fp32-1-1" / "draft").endswith(f"step_000020 has no {MASTERS}")
-    content = bytearray((folder / MASTERS).read_bytes())
+    file = folder / "optimizer-00000.safetensors"
+    content = bytearray(file.read_bytes())
     content[-1] ^= 1
-    (folder / MASTERS).write_bytes(content)
-    assert why() == f"{folder} is damaged ({MASTERS} is not as it was saved)"
+    file.write_bytes(content)
+    assert why() == f"{folder} is damaged ({file.name} is not as it was saved)"
 
 
 def test_a_run_that_begins_again_begins_with_the_same_weights(runs, config_file, train_command, tmp_path):

@@ -17,9 +17,9 @@ from longdraft.launch import quickstart
 from longdraft.launch.train import main
 from longdraft.launch.train import start as start_command
 from longdraft.models import device
+from longdraft.models.files import signals_noted
 from longdraft.train import launcher
 from longdraft.train.launcher import launch_with_deepspeed, rank_devices
-from longdraft.train.stop import stop_signals
 
 # A rank that records what it was given. The first one fails once the others have recorded, since they are then ended.
 RANK = """
@@ -147,7 +147,7 @@ def test_a_signal_before_the_ranks_are_there(config_file, monkeypatch, capsys, n
 def test_under_nohup_a_closed_terminal_stops_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stop_signals() as stop:
+        with signals_noted() as stop:
             signal.raise_signal(signal.SIGHUP)
         assert stop == [] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
