@@ -132,13 +132,13 @@ def _metrics(run: Path) -> list[dict]:
 
 def _write_to_run(run: Path, text: str, result: dict, metrics: list[dict]) -> bool:
     """Write the report to a training run's folder. Returns False, with a note, if that fails."""
-    from longdraft.benchmarks.drafters.text_report import draw
+    from longdraft.benchmarks.drafters.pictures import draw_report
     from longdraft.models.files import write_atomically
 
     figures = json.dumps(result, indent=1) + "\n"
     try:
         write_atomically(run / "bench.json", lambda path: path.write_text(figures))
-        write_atomically(run / "report.png", lambda path: draw(result, metrics, path))
+        write_atomically(run / "report.png", lambda path: draw_report(result, metrics, path))
         write_atomically(run / "report.txt", lambda path: path.write_text(text + "\n"))
     except OSError as error:
         note(f"longdraft bench: --run: {run} cannot be written: {error.strerror}; the figures come without")

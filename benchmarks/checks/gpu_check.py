@@ -1,9 +1,7 @@
 """Runs the stages of launch/gpu_check.sh, which prepares their environment, and collects them in one JSON file.
 
 Every stage is a process of its own with a time limit, which grows by the time that earlier stages left over. A stage
-that fails does not stop the others; one that lacks a package is not run, and has neither passed nor failed. Not here:
-what our own stages do (gpu_stages.py, gpu_training.py), the tests (tests/gpu, tests/kernels) and the measurements of
-kernels (run.py).
+that fails does not stop the others; one that lacks a package is not run, and has neither passed nor failed.
 """
 
 import argparse
@@ -41,10 +39,6 @@ FEW = {
     "Triton tests": "keep_rows or gumbel",
     "runtime tests": "processor or rope or filled",
 }
-PROGRAMS = {
-    "training": "checks/gpu_training.py",
-    "kernel benchmarks": "kernels/run.py",
-}  # the others are stages of gpu_stages.py
 # Packages that a stage needs and an image for GPUs may lack.
 NEEDS = {"training": ("deepspeed", "omegaconf", "pyarrow", "psutil"), "Triton tests": ("liger_kernel",)}
 # Factor of the limits on a CPU, which may be busy with other work.
@@ -57,7 +51,6 @@ TAIL = 4000  # characters of output that are kept
 # Shapes of the kernel benchmarks if only the script is checked.
 TINY = (
     "--profile", "tiny", "--contexts", "100", "--nodes", "1", "5", "--rows", "50",
-    "--prompt-tokens", "20", "--new-tokens", "8",
 )  # fmt: skip
 
 
@@ -108,24 +101,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(name: str, args: argparse.Namespace, limit: int) -> list[str]:
     """The command of a stage that may take `limit` seconds and writes its figures to OUT/NAME.json, _ for spaces."""
     python, checking = sys.executable, device() == "cpu"
-    out, budget = ["--out", str(args.out)], ["--budget", str(max(1, limit - LAST_SHAPE))]
+    options = ["--out", str(args.out), "--budget", str(max(1, limit - LAST_SHAPE))]
     if name == "wheels":
-        wheels = [str(wheel) for wheel in sorted(args.wheels.glob("*.whl"))]
-        options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(args.site)]
-        return [python, "-m", "pip", "install", "--quiet", *options, *wheels]
+        wheels = map(str, sorted(args.wheels.glob("*.whl")))
+        where = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(args.site)]
+        return [python, "-m", "pip", "install", "--quiet", *where, *wheels]
     if name in FEW:
         on_gpu = {"kernel tests": "test_gpu_kernels.py", "runtime tests": "test_gpu_runtime.py"}
         files = [ROOT / "tests" / "gpu" / on_gpu[name]] if name in on_gpu else triton_tests()
         workers = [f"-n{min(MOST_WORKERS, os.cpu_count() or 1)}"] if find_spec("xdist") else []
-        options = ["-q", "--maxfail=20", "-p", "no:cacheprovider", "--durations=5", *workers]
-        return [python, "-m", "pytest", *options, *(["-k", FEW[name]] if checking else []), *map(str, files)]
-    program = [python, str(ROOT / "benchmarks" / PROGRAMS.get(name, "checks/gpu_stages.py")), *out]
-    if name == "training":
-        return [*program, *budget, *(["--methods", *args.methods] if args.methods else [])]
+        shown = ["-q", "--maxfail=20", "-p", "no:cacheprovider", "--durations=5", *workers]
+        return [python, "-m", "pytest", *shown, *(["-k", FEW[name]] if checking else []), *map(str, files)]
     if name == "kernel benchmarks":
-        shapes = ["--device", device(), "--quick", *(TINY if checking else [])]
-        return [*program, *budget, *shapes, "--name", "kernel_benchmarks"]
-    return [*program, name]
+        shapes = ["--device", device(), "--quick", *(TINY if checking else []), "--name", "kernel_benchmarks"]
+        return [python, str(ROOT / "benchmarks/kernels/run.py"), *options, *shapes]
+    methods = ["--methods", *args.methods] if args.methods else []
+    return [python, str(ROOT / "benchmarks/checks/gpu_stages.py"), name, *options, *methods]
 
 
 def triton_tests() -> list[Path]:

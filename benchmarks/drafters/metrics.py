@@ -203,3 +203,10 @@ def run_figures(entries: Mapping[str, Sequence[Entry]]) -> dict[str, dict]:
             }
         )
     return found
+
+
+def lay_out(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[list[str]]:
+    """Pad each cell to the width of its column, left-aligned in the columns `left`, right-aligned elsewhere."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if i in left else str.rjust for i in range(len(widths))]
+    return [[side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows]

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 from typing import Any
 
-from longdraft.benchmarks.drafters.metrics import lengths, rounded, totals
+from longdraft.benchmarks.drafters.metrics import lay_out, lengths, rounded, totals
 from longdraft.benchmarks.drafters.record import Answer, Record
 from longdraft.benchmarks.drafters.suites import SUITES, Suite
-from longdraft.benchmarks.kernels.report import lay_out
 from longdraft.infer.presets import PRESETS, preset_for
 
 PROMPT = "as many as a prompt's tokens"  # stands for that number in a paper's options

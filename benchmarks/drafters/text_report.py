@@ -1,13 +1,11 @@
-"""Shows the result of `longdraft bench`, and its training run's metrics, as a text table and as a picture.
+"""Shows the result of `longdraft bench`, and its training run's metrics, as a text table."""
 
-Not here: any measurement.
-"""
-
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 from longdraft.benchmarks.drafters import papers
+from longdraft.benchmarks.drafters.metrics import lay_out
 from longdraft.benchmarks.drafters.prompts import named_with_tokens
-from longdraft.benchmarks.kernels.report import drawn_panels, lay_out
 
 
 def table(result: dict, metrics: list[dict]) -> str:
@@ -105,7 +103,7 @@ def _verdicts(result: dict) -> list[str]:
     """A line each for exactness, the cost of width, flips, transformers, and each drafter that does not pay."""
     lines = []
     if "exact" in result:
-        lines.append(f"exact: {_exactness(result)}")
+        lines.append(f"exact: {exactness(result)}")
     for context, curve in result["width_curves_ms"].items():
         shown = ", ".join(f"{width}: {ms / curve['1']:.2f}" for width, ms in curve.items())
         lines.append(f"a pass behind {context} tokens, {curve['1']:.1f} ms for one row; by rows: {shown}")
@@ -126,8 +124,8 @@ def _flips(flips: dict, dtype: str) -> str:
     return f"{dtype} flips: {chosen} differ between passes of 1 and {flips['width']} rows{gap}{error}"
 
 
-def _exactness(result: dict) -> str:
-    """Whether exactness was proved, in which form, and otherwise how many tokens flipped."""
+def exactness(result: Mapping[str, Any]) -> str:
+    """Whether exactness was proved, in which form, and otherwise how many tokens flipped. result: of `prove`."""
     if result["exact"]:
         return f"yes ({result['exact_checked']})"
     if result["proof"]["form"] == "off":
@@ -153,82 +151,16 @@ def _reasons(run: dict) -> list[str]:
     return lines
 
 
-def _heldout(metrics: list[dict]) -> list[dict]:
-    """The validations that found labels in every part."""
+def validations(metrics: list[dict]) -> list[dict]:
+    """The records of a training run's validations that found labels in every part."""
     return [record for record in metrics if record.get("heldout_rank_rates")]
 
 
 def _training(metrics: list[dict]) -> list[str]:
-    heldout = _heldout(metrics)
-    if not heldout:
+    if not (validated := validations(metrics)):
         return []
-    last = heldout[-1]
+    last = validated[-1]
     shares = ", ".join(
         f"head {i} {rates[0]:.1%} / {sum(rates):.1%}" for i, rates in enumerate(last["heldout_rank_rates"], start=1)
     )
     return [f"after {last['step']} steps, held-out: loss {last['heldout_loss']:.2f}; top-1 / top-3 {shares}"]
-
-
-def draw(result: dict, metrics: list[dict], path: str | Path) -> None:
-    """Draw loss, agreement by head, the width curve and the speeds as one PNG."""
-    training, heldout = [record for record in metrics if record.get("loss") is not None], _heldout(metrics)
-    title = f"{result['target']}: speculative decoding against plain decoding"
-    with drawn_panels(path, 2, (11, 7.5), title, 13) as ((loss, agreement), (curve, speed)):
-        _draw_loss(loss, training, heldout)
-        _draw_agreement(agreement, training, heldout)
-        _draw_curve(curve, result)
-        _draw_speed(speed, result)
-
-
-def _draw_loss(axes, training: list[dict], heldout: list[dict]) -> None:
-    """Draw what training minimises, and the held-out text's cross-entropy on a second axis unless it is the same."""
-    minimised = " then ".join(dict.fromkeys(r.get("objective", "as minimised") for r in training)) or "cross_entropy"
-    axes.set(title="Loss", xlabel="step", ylabel=f"{minimised}, nats")
-    lines = axes.plot([r["step"] for r in training], [r["loss"] for r in training], "0.6", lw=1, label="training")
-    if minimised != "cross_entropy":
-        axes.set_ylabel(f"training: {minimised}, nats", color="0.4")
-        axes = axes.twinx()
-        axes.set_ylabel("held-out: cross-entropy of the text, nats", color="C0")
-    steps, losses = [r["step"] for r in heldout], [r["heldout_loss"] for r in heldout]
-    lines += axes.plot(steps, losses, "C0o-", ms=4, label="held-out")
-    axes.legend(handles=lines)
-
-
-def _draw_agreement(axes, training: list[dict], heldout: list[dict]) -> None:
-    axes.set(title="Held-out agreement with the text", xlabel="step", ylabel="share of positions")
-    if not heldout:
-        return
-    steps = [record["step"] for record in heldout]
-    for head in range(len(heldout[0]["heldout_rank_rates"])):
-        rates = [record["heldout_rank_rates"][head] for record in heldout]
-        axes.plot(steps, [r[0] for r in rates], "o-", ms=4, color=f"C{head}", label=f"head {head + 1}, top-1")
-        axes.plot(steps, [sum(r) for r in rates], "s--", ms=4, color=f"C{head}", label=f"head {head + 1}, top-3")
-    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
-    axes.legend(fontsize=8, ncols=3, loc="upper left")
-
-
-def _draw_curve(axes, result: dict) -> None:
-    axes.set(title=f"One target pass, {result['dtype']}", xlabel="rows of the pass", ylabel="ms", xscale="log")
-    for context, curve in result["width_curves_ms"].items():
-        widths = {int(width): ms for width, ms in curve.items()}
-        axes.plot(list(widths), list(widths.values()), "o-", ms=4, label=f"behind {context} tokens")
-        axes.set_xticks(list(widths), [str(width) for width in widths])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.legend()
-
-
-def _draw_speed(axes, result: dict) -> None:
-    run = result["runs"][0]
-    drafters = run["drafters"]
-    names, speeds = list(drafters), [one["tokens_per_second"] for one in drafters.values()]
-    steps = {name: f"\n{one['tokens_per_step']:.2f} a step" for name, one in drafters.items()}
-    if "transformers_tokens_per_second" in result:
-        names, speeds = ["transformers", *names], [result["transformers_tokens_per_second"], *speeds]
-    bars = axes.bar(names, speeds, color=["0.7" if name in ("transformers", "plain") else "C0" for name in names])
-    labels = [f"{speed:.1f}{steps.get(name, '')}" for name, speed in zip(names, speeds, strict=True)]
-    axes.bar_label(bars, labels, padding=3, fontsize=8)
-    axes.set_xticks(range(len(names)), [name.replace("+", "\n+ ") for name in names], fontsize=8)
-    exact = f", exact: {'yes' if result['exact'] else 'not proved'}" if "exact" in result else ""
-    title = f"Decoding, {_title(run)}{exact}"
-    axes.set(title=title, ylabel=f"tokens/s, {result['dtype']}", ylim=(0, 1.25 * max(speeds)))

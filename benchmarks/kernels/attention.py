@@ -1,4 +1,4 @@
-"""Tree attention of one layer over a long cache: our implementations beside those of others.
+"""Tree attention of one layer over a long cache: our implementation beside those of others.
 
 What all layers of a pass share (masks, bits, block masks, the host's copy of the lengths) is computed before the clock
 starts, for every candidate. Each peer is set up as well as possible: grouped heads are folded into the query rows if
@@ -7,7 +7,6 @@ Shapes: N query tokens of the pass, S committed rows, C capacity, H query heads,
 Q = G * N, d head width.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longdraft.benchmarks.kernels.candidates import OURS, Build, Run, Unavailable, race, refused, too_far
+from longdraft.benchmarks.kernels.candidates import OURS, Build, Run, Unavailable, race, too_far
 from longdraft.benchmarks.kernels.profiles import Profile
-from longdraft.benchmarks.kernels.timing import Bench, free_bytes
+from longdraft.benchmarks.kernels.timing import Bench
 from longdraft.kernels import tree_attention as ours
-from longdraft.kernels.backend import has_flash_attn, triton_kernels
-from longdraft.kernels.cpu import rows
+from longdraft.kernels.backend import has_flash_attn
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
-from longdraft.kernels.tree_mask import pack_tree
 
 SMALL = 1037  # committed rows of the compared case, if the timed case's reference does not fit into memory
 SPARE = 23  # rows of capacity after the pass
@@ -46,12 +43,8 @@ class Case:
         return self.q_1NHd.shape[1]
 
     @property
-    def n_kv_heads(self) -> int:
-        return self.keys_1CKd.shape[2]
-
-    @property
     def groups(self) -> int:
-        return self.q_1NHd.shape[2] // self.n_kv_heads
+        return self.q_1NHd.shape[2] // self.keys_1CKd.shape[2]
 
     @property
     def lengths_1(self) -> Tensor:
@@ -76,7 +69,7 @@ class Case:
 
     def folded(self) -> Tensor:
         """Queries [1, K, Q, d]: row g * N + n of key head k is row n of query head k * G + g."""
-        q_1NKGd = self.q_1NHd.unflatten(2, (self.n_kv_heads, self.groups))
+        q_1NKGd = self.q_1NHd.unflatten(2, (-1, self.groups))
         return q_1NKGd.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
     def unfolded(self, x_1KQd: Tensor) -> Tensor:
@@ -114,31 +107,10 @@ def make_case(bench: Bench, profile: Profile, context: int, nodes: int, compared
     return case
 
 
-def _public(case: Case) -> Run:
+def _ours(case: Case) -> Run:
     lengths, tree = case.lengths_1, case.tree_mask_1NN
     plan = ours.PassPlan(lengths, case.n_query_tokens, tree)
     return lambda: ours.tree_attention(case.q_1NHd, case.keys_1CKd, case.values_1CKd, lengths, tree, None, plan)
-
-
-def _triton(case: Case) -> Run:
-    if not case.q_1NHd.is_cuda:
-        raise Unavailable("Triton needs a CUDA device; its interpreter on a CPU is for tests alone")
-    kernels = triton_kernels("tree_attention", "cuda")
-    if kernels is None:
-        raise Unavailable("triton is not installed")
-    lengths, tree = case.lengths_1, case.tree_mask_1NN
-    plan = ours.PassPlan(lengths, case.n_query_tokens, tree)
-    arguments = case.q_1NHd, case.keys_1CKd, case.values_1CKd, lengths, *plan.tree, tree is not None
-    return lambda: kernels.tree_attention(*arguments)[0]
-
-
-def _c(case: Case) -> Run:
-    if case.q_1NHd.is_cuda:
-        raise Unavailable("the C kernels are for CPUs")
-    if not rows.can_attend(case.q_1NHd):
-        raise Unavailable(f"no C compiler, or {case.q_1NHd.dtype} and this head width are not the C kernels'")
-    arguments = case.q_1NHd, case.keys_1CKd, case.values_1CKd, case.lengths_1, case.tree_mask_1NN, None
-    return lambda: rows.attention_rows(*arguments)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,6 +126,8 @@ def _sdpa(case: Case) -> Run:
 
 
 def _flex(case: Case) -> Run:
+    if not case.q_1NHd.is_cuda:
+        raise Unavailable("left out on a CPU, where compiling it takes longer than all else")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     q, k, v = case.heads_first()
@@ -176,85 +150,55 @@ def _flex(case: Case) -> Run:
     return run
 
 
-def _own_rows(case: Case) -> Callable[[], tuple[Tensor, Tensor]]:
-    """() -> (output [1, N, H, d], log-sum-exp [1, N, H]) of attention over the pass's own rows: our Triton kernel on a
-    GPU, as in LongSpec's program, and elsewhere a dense product in fp32."""
-    stop = case.length + case.n_query_tokens
-    k, v = case.keys_1CKd[:, case.length : stop], case.values_1CKd[:, case.length : stop]
-    kernels = triton_kernels("tree_attention", k.device.type)
-    if kernels is not None:
-        bits_depths = pack_tree(case.tree_mask_1NN, 1, case.n_query_tokens, k.device)
-        nothing = torch.zeros_like(case.lengths_1)
-        is_tree = case.tree_mask_1NN is not None
-        return lambda: kernels.tree_attention(case.q_1NHd, k, v, nothing, *bits_depths, is_tree)
-    bias = _additive(case.own_mask(), torch.float32).repeat(case.groups, 1)
+def _with_own_rows(
+    q_KQd: Tensor, k_KNd: Tensor, v_KNd: Tensor, bias_QN: Tensor, old_KQd: Tensor, old_lse_KQ: Tensor
+) -> Tensor:
+    """Merge attention over the prefix with attention over the pass's own rows, in fp32; returns old's dtype."""
+    scores = q_KQd.float() @ k_KNd.float().mT * q_KQd.shape[-1] ** -0.5 + bias_QN
+    lse = scores.logsumexp(-1, keepdim=True)
+    own_KQd = (scores - lse).exp() @ v_KNd.float()
+    return torch.lerp(old_KQd.float(), own_KQd, torch.sigmoid(lse - old_lse_KQ[..., None])).to(old_KQd.dtype)
 
-    def run() -> tuple[Tensor, Tensor]:
-        q_KQd, k_KNd, v_KNd = case.folded()[0].float(), k[0].transpose(0, 1).float(), v[0].transpose(0, 1).float()
-        scores = q_KQd @ k_KNd.mT * k.shape[-1] ** -0.5 + bias
-        lse = scores.logsumexp(-1, keepdim=True)
-        return case.unfolded(((scores - lse).exp() @ v_KNd)[None]), case.unfolded(lse[None])[..., 0]
+
+def _flash(case: Case) -> Run:
+    """A flash kernel over the prefix (flash-attn's, else PyTorch's), merged with attention over the tree."""
+    _, k, v = case.heads_first()
+    if k.is_cuda and k.dtype == torch.float32:
+        raise Unavailable("flash kernels take fp16 and bf16 on a GPU")
+    (old_k, k), (old_v, v) = ((x[:, :, : case.length], x[0, :, case.length :]) for x in (k, v))
+    bias = _additive(case.own_mask(), torch.float32).repeat(case.groups, 1)
+    merge = torch.compile(_with_own_rows, dynamic=False) if k.is_cuda else _with_own_rows
+    if has_flash_attn() and k.is_cuda:
+        from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
+
+        lengths = case.lengths_1.int()
+
+        def prefix(q_1KQd: Tensor) -> tuple[Tensor, Tensor]:
+            q_1QKd, cache = q_1KQd.transpose(1, 2), (case.keys_1CKd, case.values_1CKd)
+            out, lse_1KQ = flash_attn_with_kvcache(q_1QKd, *cache, cache_seqlens=lengths, return_softmax_lse=True)
+            return out.transpose(1, 2), lse_1KQ
+    else:
+        aten = torch.ops.aten
+        on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+        kernel = aten._scaled_dot_product_flash_attention if k.is_cuda else on_cpu
+
+        def prefix(q_1KQd: Tensor) -> tuple[Tensor, Tensor]:
+            return kernel(q_1KQd, old_k, old_v)[:2]
+
+    def run() -> Tensor:
+        q_1KQd = case.folded()
+        old, lse = prefix(q_1KQd)
+        return case.unfolded(merge(q_1KQd[0], k, v, bias, old[0], lse[0])[None])
 
     return run
 
 
-def _merge(old: Tensor, old_lse: Tensor, new: Tensor, new_lse: Tensor) -> Tensor:
-    """Merge attention outputs over different keys [1, N, H, d] by their log-sum-exps [1, N, H], in old's dtype."""
-    weight = torch.sigmoid(new_lse.float() - old_lse.float())[..., None]
-    return torch.lerp(old.float(), new.float(), weight).to(old.dtype)
-
-
-def _merged(case: Case, prefix: Callable[[], tuple[Tensor, Tensor]]) -> Run:
-    """Attention over the prefix, given as () -> (output, log-sum-exp), merged with attention over the tree."""
-    tree = _own_rows(case)
-    merge = torch.compile(_merge, dynamic=False) if case.q_1NHd.is_cuda else _merge
-    return lambda: merge(*prefix(), *tree())
-
-
-def _flash_attn(case: Case) -> Run:
-    if not case.q_1NHd.is_cuda:
-        raise Unavailable("flash-attn needs a CUDA device")
-    if not has_flash_attn():
-        raise Unavailable("flash-attn is not installed; PyTorch's flash backend stands for it")
-    from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
-
-    qkv, lengths = (case.q_1NHd, case.keys_1CKd, case.values_1CKd), case.lengths_1.int()
-
-    def prefix() -> tuple[Tensor, Tensor]:
-        old, lse_1HN = flash_attn_with_kvcache(*qkv, cache_seqlens=lengths, return_softmax_lse=True)
-        return old, lse_1HN.transpose(1, 2)
-
-    return _merged(case, prefix)
-
-
-def _torch_flash(case: Case) -> Run:
-    _, k, v = (x[:, :, : case.length] for x in case.heads_first())
-    if k.is_cuda and k.dtype == torch.float32:
-        raise Unavailable("PyTorch's flash backend takes fp16 and bf16 on a GPU")
-    aten = torch.ops.aten
-    flash = aten._scaled_dot_product_flash_attention if k.is_cuda else aten._scaled_dot_product_flash_attention_for_cpu
-
-    def prefix() -> tuple[Tensor, Tensor]:
-        old_1KQd, lse_1KQ = flash(case.folded(), k, v)[:2]
-        return case.unfolded(old_1KQd), case.unfolded(lse_1KQ[..., None])[..., 0]
-
-    return _merged(case, prefix)
-
-
-FLEX = "FlexAttention, block mask"
 IMPLEMENTATIONS: dict[str, Build] = {
-    OURS: _public,
-    f"{OURS}, Triton": _triton,
-    f"{OURS}, C": _c,
+    OURS: _ours,
     "SDPA, dense mask": _sdpa,
-    FLEX: _flex,  # before the others that compile, because it clears what was compiled
-    "flash-attn prefix + tree": _flash_attn,
-    "PyTorch flash prefix + tree": _torch_flash,
+    "FlexAttention, block mask": _flex,  # before the other that compiles, because it clears what was compiled
+    "flash prefix + tree": _flash,
 }
-
-
-def _left_out(case: Case) -> Run:
-    raise Unavailable("left out of --quick on a CPU, where compiling it takes longer than all else")
 
 
 def verdict(name: str, case: Any, out: Tensor) -> str | None:
@@ -264,36 +208,20 @@ def verdict(name: str, case: Any, out: Tensor) -> str | None:
 
 
 def measure(
-    bench: Bench,
-    profile: Profile,
-    contexts: list[int],
-    nodes: list[int],
-    implementations: Mapping[str, Build] = IMPLEMENTATIONS,
+    bench: Bench, profile: Profile, contexts: list[int], nodes: list[int], builds: dict[str, Build] = IMPLEMENTATIONS
 ) -> list[dict]:
     """Return a row of every implementation for each context and number of rows of a pass."""
-    if bench.quick and bench.device.type == "cpu":
-        implementations = {name: _left_out if name == FLEX else build for name, build in implementations.items()}
     found = []
     for context in contexts:
-        for n_query_tokens in nodes:
-            bench.log(f"attention, {profile.name}: {n_query_tokens} rows behind {context}")
-            shape = {"benchmark": "attention", "profile": profile.name, "context": context, "nodes": n_query_tokens}
-            found += _measure(bench, profile, shape, implementations)
+        for n in nodes:
+            work = profile.attention_work(context, n, bench.dtype.itemsize, int(random_tree(n).sum()))
+            # The reference holds scores, masked scores and weights of all pairs, and K and V, in fp32.
+            compared = 4 * 4 * profile.n_heads * n * context + 6 * work.bytes < bench.free_bytes
+
+            def cases(context=context, n=n, compared=compared) -> list[Case]:
+                small = [] if compared else [make_case(bench, profile, SMALL, n, True)]
+                return [*small, make_case(bench, profile, context, n, compared)]
+
+            shape = {"benchmark": "attention", "profile": profile.name, "context": context, "nodes": n}
+            found += race(bench, shape, builds, cases, verdict, work)
     return found
-
-
-def _measure(bench: Bench, profile: Profile, shape: dict, implementations: Mapping[str, Build]) -> list[dict]:
-    context, nodes = shape["context"], shape["nodes"]
-    if bench.left < 0:
-        return refused(shape, implementations, bench.spent)
-    work = profile.attention_work(context, nodes, bench.itemsize, int(random_tree(nodes).sum()))
-    free = free_bytes(bench.device)
-    if 2 * work.bytes > free:
-        reason = f"K and V take {work.bytes / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
-        return refused(shape, implementations, reason)
-    # The reference holds scores, masked scores and weights of all pairs, and K and V, in fp32.
-    compared = 4 * 4 * profile.n_heads * nodes * context + 6 * work.bytes < free
-    cases = [make_case(bench, profile, context, nodes, compared)]
-    if not compared:
-        cases.insert(0, make_case(bench, profile, SMALL, nodes, True))
-    return race(bench, shape, implementations, cases, verdict, work)

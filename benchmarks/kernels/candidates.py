@@ -1,18 +1,18 @@
 """Candidates: several implementations of the same thing. One is timed only if its output is right.
 
 A candidate's error against the fp32 reference may be at most twice (for gradients three times) that of plain PyTorch in
-the same precision on the same numbers. Nothing is left out silently: each candidate gets a row for each shape, whose
-`status` is "ok", "wrong", "failed" (ours raised), "not available" (a peer cannot run here) or "not measured".
+the same precision on the same numbers. Each candidate gets a row for each shape, whose `status` is "ok", "wrong",
+"failed" (ours raised), "not available" (a peer cannot run here) or "not measured" (the budget is spent).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from longdraft.benchmarks.drafters.timing import peak_bytes
 from longdraft.benchmarks.kernels.profiles import Work
-from longdraft.benchmarks.kernels.timing import Bench, Times
+from longdraft.benchmarks.kernels.timing import Bench
 
 OURS = "longdraft"
 # What PyTorch, compilers and other libraries raise for a shape, dtype or device that they do not support. Triton's
@@ -53,7 +53,7 @@ def race(
     bench: Bench,
     shape: Mapping[str, Any],
     builds: Mapping[str, Build],
-    cases: Sequence[Any],
+    cases: Callable[[], Sequence[Any]],
     verdict: Verdict,
     work: Work,
     memory: bool = False,
@@ -62,67 +62,38 @@ def race(
 
     Args:
         builds: by name; a name that begins with OURS is ours.
-        cases: each has a reference as its `exact`, or None; the last case is timed.
+        cases: makes the cases, unless the budget is spent. A case's `exact` is its reference or None; the last one is
+            timed.
         memory: also measure the peak of allocated bytes.
     """
-    rows, ready = [], {}
+    rows = {name: {**shape, "implementation": name} for name in builds}
+    bench.log(", ".join(f"{key} {value}" for key, value in shape.items()))
+    made = cases() if bench.left > 0 else ()
+    ready: dict[str, Run] = {}
     for name, build in builds.items():
-        outcome, run = admit(bench, name, build, cases, verdict)
-        rows.append({**shape, "implementation": name, **outcome})
-        if run is not None:
-            ready[name] = run
-            if memory:
-                rows[-1]["peak_bytes"] = peak_bytes(run, bench.device)
-    times = bench.in_turns(ready)
-    for row in rows:
-        if row["implementation"] in times:
-            row |= figures(bench, times[row["implementation"]], work)
-    ratios(rows)
-    return rows
-
-
-def refused(shape: Mapping[str, Any], names: Iterable[str], reason: str) -> list[dict]:
-    """Return a row for every candidate of a shape that is not measured."""
-    return [{**shape, "implementation": name, "status": "not measured", "reason": reason} for name in names]
-
-
-def figures(bench: Bench, times: Times, work: Work) -> dict:
-    """Times in ms, and their relation to this machine's ceilings; `over_floor` is the time relative to moving the bytes
-    once."""
-    bytes_per_second, flops_per_second = work.bytes / times.median, work.flops / times.median
-    return {
-        "ms": 1e3 * times.median,
-        "least_ms": 1e3 * times.least,
-        "spread": times.spread,
-        "turns": times.turns,
-        "bytes": work.bytes,
-        "flops": work.flops,
-        "bytes_per_second": bytes_per_second,
-        "flops_per_second": flops_per_second,
-        "share_of_copy": bytes_per_second / bench.ceilings.copy,
-        "share_of_products": flops_per_second / bench.ceilings.products(bench.dtype),
-        "over_floor": times.median / (work.bytes / bench.ceilings.memory),
-    }
-
-
-def admit(
-    bench: Bench, name: str, build: Build, cases: Sequence[Any], verdict: Verdict
-) -> tuple[dict[str, str], Run | None]:
-    """Return the row's entries for a candidate, and the function to time, or None if it is not to be timed."""
-    status, reason, run = _examine(bench, name, build, cases, verdict)
-    if run is not None:
-        return {"status": status}, run
-    bench.log(f"  {name}: {status}: {reason}")
-    return {"status": status, "reason": reason}, None
+        row = rows[name]
+        row["status"], reason, run = _examine(bench, name, build, made, verdict)
+        if run is None:
+            row["reason"] = reason
+            bench.log(f"  {name}: {row['status']}: {reason}")
+            continue
+        ready[name] = run
+        if memory:
+            row["peak_bytes"] = peak_bytes(run, bench.device)
+    for name, seconds in bench.in_turns(ready).items():
+        rows[name] |= figures(bench, seconds, work)
+    compare(list(rows.values()))
+    return list(rows.values())
 
 
 def _examine(
     bench: Bench, name: str, build: Build, cases: Sequence[Any], verdict: Verdict
 ) -> tuple[str, str, Run | None]:
+    """(Status, reason, the function to time or None)."""
     run = None
     try:
         if bench.left < 0:
-            return "not measured", bench.spent, None
+            return "not measured", f"the budget of {bench.budget:.0f} s was spent", None
         for case in cases:
             run = build(case)
             out = run()
@@ -133,17 +104,24 @@ def _examine(
     except Exception as error:
         if not (isinstance(error, _ERRORS) or type(error).__module__.startswith("triton")):
             raise
-        return "failed" if name.startswith(OURS) else "not available", _first_line(error), None
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        return "failed" if name.startswith(OURS) else "not available", f"{type(error).__name__}: {line}"[:300], None
     return "ok", "", run
 
 
-def _first_line(error: Exception) -> str:
-    """The first line of an error's message that is not empty, shortened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+def figures(bench: Bench, seconds: float, work: Work) -> dict[str, float]:
+    """The time in ms, and its relation to this machine's ceilings."""
+    bytes_per_second, flops_per_second = work.bytes / seconds, work.flops / seconds
+    return {
+        "ms": 1e3 * seconds,
+        "bytes_per_second": bytes_per_second,
+        "flops_per_second": flops_per_second,
+        "share_of_copy": bytes_per_second / bench.ceilings.copy,
+        "share_of_products": flops_per_second / bench.ceilings.products(bench.dtype),
+    }
 
 
-def ratios(rows: Sequence[dict]) -> None:
+def compare(rows: Sequence[dict]) -> None:
     """Add to the timed rows of one shape their time relative to that of OURS."""
     ours = next((row["ms"] for row in rows if row["implementation"] == OURS and "ms" in row), None)
     for row in rows:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longdraft.benchmarks.kernels.candidates import OURS, Build, Run, Unavailable, race, refused, too_far
+from longdraft.benchmarks.kernels.candidates import OURS, Build, Run, Unavailable, race, too_far
 from longdraft.benchmarks.kernels.profiles import Profile
 from longdraft.benchmarks.kernels.timing import Bench
 from longdraft.kernels.linear import emulates_bf16
@@ -74,22 +74,14 @@ def _plain(case: Case) -> Run:
     return run
 
 
-def _ours(implementation: str) -> Build:
-    def build(case: Case) -> Run:
-        if implementation == "triton" and not case.weight_VD.is_cuda:
-            raise Unavailable("Triton needs a CUDA device; its interpreter on a CPU is for tests alone")
+def _ours(case: Case) -> Run:
+    def run() -> tuple[Tensor, Tensor]:
+        leaves = case.leaves()
+        found = linear_cross_entropy(leaves, case.weight_VD, case.labels, ignore_index=IGNORED)
+        found.loss_sums.sum().backward()
+        return _collect(list(found.loss_sums), leaves)
 
-        def run() -> tuple[Tensor, Tensor]:
-            leaves = case.leaves()
-            found = linear_cross_entropy(
-                leaves, case.weight_VD, case.labels, ignore_index=IGNORED, implementation=implementation
-            )
-            found.loss_sums.sum().backward()
-            return _collect(list(found.loss_sums), leaves)
-
-        return run
-
-    return build
+    return run
 
 
 def _liger(case: Case) -> Run:
@@ -111,13 +103,7 @@ def _liger(case: Case) -> Run:
     return run
 
 
-IMPLEMENTATIONS: dict[str, Build] = {
-    OURS: _ours("auto"),
-    f"{OURS}, Triton": _ours("triton"),
-    f"{OURS}, PyTorch": _ours("torch"),
-    "Liger, head by head": _liger,
-    "PyTorch, head by head": _plain,
-}
+IMPLEMENTATIONS: dict[str, Build] = {OURS: _ours, "Liger, head by head": _liger, "PyTorch, head by head": _plain}
 
 
 def verdict(_: str, case: Any, found: tuple[Tensor, Tensor]) -> str | None:
@@ -127,18 +113,17 @@ def verdict(_: str, case: Any, found: tuple[Tensor, Tensor]) -> str | None:
     return f"loss: {loss}" if loss else gradient and f"gradient: {gradient}"
 
 
-def measure(
-    bench: Bench, profile: Profile, n_rows: int, implementations: Mapping[str, Build] = IMPLEMENTATIONS
-) -> list[dict]:
+def measure(bench: Bench, profile: Profile, n_rows: int, builds: Mapping[str, Build] = IMPLEMENTATIONS) -> list[dict]:
     """Return a row for each implementation, with its peak memory. A CPU that emulates bf16 is measured in fp32, because
     one would train in that."""
     if bench.device.type == "cpu" and emulates_bf16():
         bench = replace(bench, dtype=torch.float32)
     dtype = str(bench.dtype).removeprefix("torch.")
     shape = {"benchmark": "loss", "profile": profile.name, "rows": n_rows, "heads": HEADS, "dtype": dtype}
-    bench.log(f"loss, {profile.name}: {HEADS} heads, {n_rows} rows")
-    if bench.left < 0:
-        return refused(shape, implementations, bench.spent)
-    cases = [make_case(bench, profile, min(SMALL_ROWS, n_rows), True), make_case(bench, profile, n_rows, False)]
-    work = profile.loss_work(n_rows, HEADS, bench.itemsize)
-    return race(bench, shape, implementations, cases, verdict, work, memory=True)
+    work = profile.loss_work(n_rows, HEADS, bench.dtype.itemsize)
+
+    def cases() -> list[Case]:
+        small = make_case(bench, profile, min(SMALL_ROWS, n_rows), True)
+        return [small, make_case(bench, profile, n_rows, False)]
+
+    return race(bench, shape, builds, cases, verdict, work, memory=True)

@@ -89,13 +89,6 @@ class Profile:
         flops = 2 * nodes * (n_layers * layer + self.embedding_parameters) + n_layers * attention.flops
         return Work((weights + cached + nodes * self.hidden_size) * itemsize, flops)
 
-    def prefill_work(self, tokens: int, itemsize: int, n_layers: int) -> Work:
-        """A prompt up to the logits after its last token: all layers for every token, the LM head for one."""
-        one = self.step_work(tokens - 1, 1, itemsize, n_layers)
-        layers, attention = 2 * n_layers * self.layer_parameters, self.attention_work(0, tokens, itemsize)
-        flops = tokens * layers + n_layers * attention.flops + 2 * self.embedding_parameters
-        return Work(one.bytes + (tokens - 1) * self.hidden_size * itemsize, flops)
-
     def loss_work(self, rows: int, heads: int, itemsize: int) -> Work:
         """Loss and hidden gradients of `heads` heads on one LM head: a product each for logits and gradients; the head
         is read once, hidden states are read, gradients written."""

@@ -3,20 +3,21 @@
 The decoder has a profile's shape, random weights and a cache of random rows, which cost as much as real ones. If it
 would not fit into memory it has fewer layers, and `layers` says how many. The pass computes the logits of all rows;
 drafting, choosing and accepting are not part of it. It is launched kernel by kernel, and on a GPU also as a CUDA graph.
-Shapes: N query tokens, S committed rows, D hidden width, V vocabulary.
+Shapes: N query tokens, V vocabulary.
 """
 
 import copy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longdraft.benchmarks.kernels.attention import random_tree
-from longdraft.benchmarks.kernels.candidates import OURS, Build, Run, Unavailable, admit, figures, refused, too_far
+from longdraft.benchmarks.kernels.candidates import OURS, Build, Run, Unavailable, race, too_far
 from longdraft.benchmarks.kernels.profiles import Profile
-from longdraft.benchmarks.kernels.timing import CEILING_SIZES, Bench, free_bytes
+from longdraft.benchmarks.kernels.timing import Bench
 from longdraft.infer.graphs import cuda_graphs
 from longdraft.kernels.cpu.threads import decoding
 from longdraft.models.decoder import Decoder
@@ -58,13 +59,17 @@ def random_decoder(bench: Bench, profile: Profile, n_layers: int, max_positions:
     return model
 
 
+def _tokens(model: Decoder, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    tokens_1N = torch.randint(model.config.vocab_size, (1, count), generator=generator)
+    return tokens_1N.to(model.embed_tokens.weight.device)
+
+
 def make_case(bench: Bench, model: Decoder, cache: KVCache, nodes: int) -> Case:
     """A tree pass after the cache's rows, with nothing to compare."""
     tree = random_tree(nodes).to(bench.device)[None]
-    generator = torch.Generator().manual_seed(nodes)
-    tokens = torch.randint(model.config.vocab_size, (1, nodes), generator=generator).to(bench.device)
     positions = int(cache.lengths[0]) + tree.sum(-1) - 1
-    return Case(model, cache, tokens, positions, None if nodes == 1 else tree, [])
+    return Case(model, cache, _tokens(model, nodes), positions, None if nodes == 1 else tree, [])
 
 
 @torch.no_grad()
@@ -72,9 +77,7 @@ def make_small_case(bench: Bench, profile: Profile, nodes: int) -> Case:
     """The same heads, widths and tree in a model of few layers, with a cache that it filled itself, to compare."""
     capacity = SMALL_CONTEXT + nodes
     model = random_decoder(bench, profile, min(SMALL_LAYERS, profile.n_layers), capacity)
-    generator = torch.Generator().manual_seed(0)
-    context = torch.randint(profile.vocab_size, (1, SMALL_CONTEXT), generator=generator).to(bench.device)
-    cache = model.new_cache(1, capacity)
+    context, cache = _tokens(model, SMALL_CONTEXT), model.new_cache(1, capacity)
     model(Pass(context, cache=cache, needs={"last_kv"}))
     cache.commit(None, torch.tensor([SMALL_CONTEXT], device=bench.device))
     case = make_case(bench, model, cache, nodes)
@@ -97,7 +100,7 @@ def _alone(model: Decoder, case: Case, context: Tensor) -> Tensor:
 
 def _launches(case: Case) -> Run:
     def run() -> Tensor:
-        with decoding(case.tokens_1N.device.type == "cpu"):  # as the engine's passes
+        with torch.no_grad(), decoding(case.tokens_1N.device.type == "cpu"):  # as the engine's passes
             output = case.model(
                 Pass(case.tokens_1N, cache=case.cache, positions_BT=case.positions_1N, tree_mask_BTT=case.tree_mask_1NN)
             )
@@ -120,7 +123,6 @@ def _graph(case: Case) -> Run:
     return run
 
 
-READ = "a read"  # by torch.sum, in the same turns, so that a slow hour of the machine affects it as well
 WAYS: dict[str, Build] = {f"{OURS}, plain launches": _launches, f"{OURS}, CUDA graph": _graph}
 
 
@@ -132,74 +134,46 @@ def verdict(_: str, case: Any, logits_1NV: Tensor) -> str | None:
 def measure(
     bench: Bench, profile: Profile, contexts: list[int], nodes: list[int], ways: dict[str, Build] = WAYS
 ) -> list[dict]:
-    """Return a row for each context, number of rows of the pass (always also 1) and way of launching; all ways and
-    numbers of rows of one context take turns."""
+    """Return a row for each context, number of rows of the pass (always also 1) and way of launching."""
     nodes = sorted({1, *nodes})
-    base = {"benchmark": "step", "profile": profile.name, "layers_of_model": profile.n_layers}
-    if (reason := too_large(bench, profile, bench.itemsize + 4)) is not None:
-        places = [{**base, "nodes": n, "context": context} for n in nodes for context in contexts]
-        return [row for place in places for row in refused(place, ways, reason)]
-    shapes = []
-    for n in nodes:
-        bench.log(f"step, {profile.name}: a pass of {n} rows against plain passes, in a model of {SMALL_LAYERS} layers")
-        small = make_small_case(bench, profile, n) if bench.left > 0 else None
-        for way, build in ways.items():
-            shapes.append({**base, "nodes": n, "implementation": way} | admit(bench, way, build, [small], verdict)[0])
-    if all(shape["status"] != "ok" for shape in shapes):
-        return [{**shape, "context": context} for context in contexts for shape in shapes]
-    n_layers = layers_that_fit(bench, profile, max(contexts) + max(nodes))
-    model = random_decoder(bench, profile, n_layers, max(contexts) + max(nodes))
+    capacity = max(contexts) + max(nodes)
+    layers = layers_that_fit(bench, profile, capacity)
+    small = cache(lambda n: make_small_case(bench, profile, n))
+    model = cache(lambda: random_decoder(bench, profile, layers, capacity))
+    filled = cache(lambda context: _filled_cache(model(), context, context + max(nodes)))
     found = []
     for context in contexts:
-        bench.log(f"step, {profile.name}: {n_layers} of {profile.n_layers} layers behind {context}")
-        rows = [{**shape, "context": context, "layers": n_layers} for shape in shapes]
-        _fill_in(rows, bench, profile, model, context, ways)
+        rows = []
+        for n in nodes:
+            shape = {"benchmark": "step", "profile": profile.name, "context": context, "nodes": n, "layers": layers}
+            work = profile.step_work(context, n, bench.dtype.itemsize, layers)
+
+            def cases(context=context, n=n) -> list[Case]:
+                return [small(n), make_case(bench, model(), filled(context), n)]
+
+            rows += race(bench, shape, ways, cases, verdict, work)
+        one = {row["implementation"]: row["ms"] for row in rows if row["nodes"] == 1 and "ms" in row}
+        for row in rows:
+            if "ms" in row and row["implementation"] in one:
+                row["over_one_row"] = row["ms"] / one[row["implementation"]]
+        filled.cache_clear()
         found += rows
     return found
 
 
-def too_large(bench: Bench, profile: Profile, parameter_bytes: float) -> str | None:
-    """Why the small model for the comparison does not fit into memory; None if it does."""
-    need, free = parameter_bytes * profile.parameters(SMALL_LAYERS), free_bytes(bench.device)
-    if need < 0.8 * free:
-        return None
-    return f"comparing takes {need / 2**30:.1f} GiB for {SMALL_LAYERS} layers, {free / 2**30:.1f} are free"
+def _filled_cache(model: Decoder, context: int, capacity: int) -> KVCache:
+    """A cache of random rows."""
+    made = model.new_cache(1, capacity)
+    made.keys.normal_()
+    made.values.normal_()
+    made.commit(None, torch.tensor([context], device=made.keys.device))
+    return made
 
 
-def layers_that_fit(bench: Bench, profile: Profile, capacity: int, copies: int = 1) -> int:
-    """The number of layers whose weights and cache fit `copies` times into the free memory; at least one."""
-    room = 0.7 * free_bytes(bench.device)
+def layers_that_fit(bench: Bench, profile: Profile, capacity: int) -> int:
+    """The number of layers whose weights and cache fit into the free memory; at least one."""
+    room = 0.7 * bench.free_bytes
     room = room if bench.device.type == "cuda" else min(room, MOST_ON_A_CPU)
-    room /= copies
     cached = 2 * capacity * profile.n_kv_heads * profile.head_dim
-    fit = int((room / bench.itemsize - profile.parameters(0)) // (profile.layer_parameters + cached))
+    fit = int((room / bench.dtype.itemsize - profile.parameters(0)) // (profile.layer_parameters + cached))
     return max(1, min(profile.n_layers, fit))
-
-
-def _fill_in(
-    rows: list[dict], bench: Bench, profile: Profile, model: Decoder, context: int, ways: dict[str, Build]
-) -> None:
-    """Time the passes of one context and add the figures to its rows."""
-    cache = model.new_cache(1, context + max(row["nodes"] for row in rows))
-    cache.keys.normal_()
-    cache.values.normal_()
-    cache.commit(None, torch.tensor([context], device=bench.device))
-    ready: dict[str, Run] = {}
-    for row in rows:
-        way, n = row["implementation"], row["nodes"]
-        if row["status"] == "ok":
-            outcome, run = admit(bench, way, ways[way], [make_case(bench, model, cache, n)], verdict)
-            row |= outcome
-            if run is not None:
-                ready[f"{way}, {n}"] = run
-    if not ready:
-        return
-    source = torch.ones(CEILING_SIZES[bench.device.type][bench.quick][0] // 4, device=bench.device)
-    times = bench.in_turns({**ready, READ: source.sum})
-    for row in rows:
-        way, n = row["implementation"], row["nodes"]
-        if (found := times.get(f"{way}, {n}")) is not None:
-            row |= figures(bench, found, profile.step_work(context, n, bench.itemsize, row["layers"]))
-            row["over_read"] = found.median / (row["bytes"] * times[READ].median / source.nbytes)
-            if (one := times.get(f"{way}, 1")) is not None:
-                row["over_one_row"] = found.median / one.median

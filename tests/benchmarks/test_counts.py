@@ -58,16 +58,6 @@ def test_a_step_by_hand():
     assert work.flops == 2 * 2 * (2 * layer + 120) + 2 * 624
 
 
-def test_a_prompts_work_is_its_tokens_layers_and_one_row_of_logits():
-    work = SMALL.prefill_work(tokens=7, itemsize=2, n_layers=2)
-    last = SMALL.step_work(context=6, nodes=1, itemsize=2, n_layers=2)
-    pairs = sum(range(1, 8))  # of a chain of seven
-    assert work.flops == 7 * 2 * 2 * SMALL.layer_parameters + 2 * 4 * 3 * 4 * pairs + 2 * 120
-    assert work.bytes == last.bytes + 6 * 12 * 2
-    alone = SMALL.prefill_work(tokens=1, itemsize=2, n_layers=2)
-    assert alone == SMALL.step_work(context=0, nodes=1, itemsize=2, n_layers=2)
-
-
 def test_the_loss_by_hand():
     """3 heads of 7 rows: logits and gradient, 2 FLOP each of 10 x 12; head once, states in and gradients out."""
     work = SMALL.loss_work(rows=7, heads=3, itemsize=4)

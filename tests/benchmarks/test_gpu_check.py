@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from longdraft.benchmarks.checks import gpu_check, gpu_stages, gpu_training
+from longdraft.benchmarks.checks import gpu_check, gpu_stages
 from longdraft.train.config import DRAFT_SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,14 +45,14 @@ def test_exactness_is_in_fp32_and_speed_in_bf16(tmp_path, monkeypatch):
 
 
 def test_every_method_is_trained():
-    assert set(gpu_training.METHODS) == set(DRAFT_SECTIONS)
-    assert {number.name for _, _, number in gpu_training.METHODS.values()} == {"SIGKILL", "SIGTERM"}
-    assert {*gpu_check.PROGRAMS, *gpu_check.FEW, *gpu_check.NEEDS} <= set(gpu_check.LIMITS)
+    assert set(gpu_stages.METHODS) == set(DRAFT_SECTIONS)
+    assert {number.name for _, _, number in gpu_stages.METHODS.values()} == {"SIGKILL", "SIGTERM"}
+    assert {*gpu_check.FEW, *gpu_check.NEEDS} <= set(gpu_check.LIMITS)
 
 
 def test_training_without_time_is_a_failure_that_says_so(tmp_path, monkeypatch, capsys):
     """And nothing goes on behind its back."""
     monkeypatch.setenv("LONGDRAFT_TEST_DEVICE", "cpu")
-    arguments = ["--out", str(tmp_path), "--budget", "0", "--methods", "medusa"]
-    assert gpu_training.main(arguments) == 1
+    arguments = ["training", "--out", str(tmp_path), "--budget", "0", "--methods", "medusa"]
+    assert gpu_stages.main(arguments) == 1
     assert "medusa: no time was left for it, at step 0" in capsys.readouterr().out
