@@ -45,7 +45,7 @@ class Engine:
         target: from `load_target`.
         drafter: a name from `infer/drafters/build.py`, or a Drafter, which only one engine at a time can decode with.
         draft: the trained draft of a named drafter: a draft folder or a loaded module.
-        nodes: how many of the proposed nodes a step verifies: "auto" learns what pays (infer/policy.py), a number is
+        nodes: how many of the proposed nodes a step verifies: "auto" learns what pays (infer/budget.py), a number is
             the most, None is all. Only speed depends on it.
         slots: sequences decoded together; None is one per prompt, at most 8, and 8 for `serve`. More prompts wait for a
             free slot.

@@ -2,7 +2,7 @@
 
 The Runner takes steps on the cache and the state that the owner of the slots has given it: the engine's SlotPool
 (infer/slot_pool.py), or a drafter that decodes on a cache of its own (infer/drafters/triforce.py). It records and
-replays a step's work where that pays (infer/graphs.py), and has the clock by which infer/policy.py decides what pays.
+replays a step's work where that pays (infer/graphs.py), and has the clock by which infer/budget.py decides what pays.
 Shapes: B slots, N tree nodes.
 """
 
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult, accept
+from longdraft.infer.budget import Policy, widths_up_to
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.graphs import graphs_for
 from longdraft.infer.logprobs import TokenLogprob, path_logprobs, read_logprobs
-from longdraft.infer.policy import Policy, widths_up_to
-from longdraft.infer.prune import prune
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
@@ -119,7 +118,7 @@ class Runner:
             automatic,
             drafter.class_stages,
             fixed_depth=self.lag > 0 or self.graphs.recording,
-            slots_add_up=self.on_cpu,
+            on_host=self.on_cpu,
             draft_pass_budget=drafter.draft_pass_budget,
         )
         self._began: tuple[float, float] | None = None  # time and work when the first step since the last read began
@@ -141,7 +140,7 @@ class Runner:
             working = self._working_slots()
             self.policy.start_step(working.stop - working.start if working else cache.batch)
             proposed, draft_pass = self._propose()
-            tree, expected = prune(proposed, self.policy, state.active)
+            tree, expected = self.policy.prune(proposed, state.active)
             self._passed = drafted = time.perf_counter()
             drafting, needs = (draft_begin, Moment(self.device, self.work_clock)), self.drafter.needs
             inputs = tree.tokens, tree.parents, *(() if tree.width == 1 else (tree.ancestors, tree.depths))
@@ -173,7 +172,7 @@ class Runner:
                 expected=expected,
                 draft_pass=draft_pass,
                 drafting=drafting,
-                stages=self.policy.depth.run,
+                stages=self.policy.run,
                 draft_seconds=drafted - begin,
                 target_seconds=self._passed - drafted,
                 commit_seconds=done - self._passed,
@@ -220,11 +219,9 @@ class Runner:
         state = self.state
         if self.max_nodes == 0 or self.policy.rests:
             return TokenTree.roots(state.roots), None
-        if self.policy.automatic:
-            self.policy.depth.begin()
         if (trial := self.policy.draft_pass) is not None:
-            trial.plan(max(map(len, state.committed), default=0))
-        tree = self.drafter.propose(state, self.max_nodes)
+            trial.start_step(max(map(len, state.committed), default=0))
+        tree = self.drafter.propose(state, self.policy.budget(self.max_nodes, state.active))
         if tree.width > self.max_nodes + 1:
             raise ValueError(f"drafter: it proposed {tree.width - 1} nodes; at most {self.max_nodes} are allowed")
         if self.lag == 0 and not torch.equal(tree.tokens[:, 0], state.roots):

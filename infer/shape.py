@@ -1,4 +1,4 @@
-"""Static tree shapes: which combinations of ranks are nodes. How many of them pay off is decided in infer/policy.py.
+"""Static tree shapes: which combinations of ranks are nodes. How many of them pay off is decided in infer/budget.py.
 
 A node is named by the path of ranks that leads to it: (0,) is the best candidate of level 1, and (0, 2) the third best
 candidate of level 2 below it. Shapes: B slots, I levels, K ranks, N nodes with the root.

@@ -123,8 +123,6 @@ class SlotPool:
             sampling=SlotSampling([IDLE] * batch, self.device),
             committed=[[] for _ in range(batch)],
             graphs=runner.graphs,
-            policy=runner.policy if runner.policy.automatic else None,
-            draft_pass=runner.policy.draft_pass,
         )
         runner.cache, self._kept = cache, kept  # only now that everything was allocated
 

@@ -9,12 +9,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from longdraft.infer.draft_pass_trial import DraftPassTrial
 from longdraft.infer.graphs import Graphs
 from longdraft.infer.history import History
-from longdraft.infer.policy import Policy
 from longdraft.infer.slot_sampling import SlotSampling
-from longdraft.infer.tree import Lists, TokenTree
 
 T = TypeVar("T")
 
@@ -31,9 +28,6 @@ class SlotState:
         sampling: the slots' parameters, and the noise of their positions.
         committed: for each slot the prompt and all new tokens, on the host; on a GPU it may lag one step behind.
         graphs: records the work that `run` queues.
-        policy: decides how many stages a proposal has; None runs all of them.
-        first_class: the first of the drafter's own classes among the policy's.
-        draft_pass: the trial of the draft pass, where there is one (infer/draft_pass_trial.py).
         logprobs: whether a slot's request asks for log-probabilities.
     """
 
@@ -44,9 +38,6 @@ class SlotState:
     sampling: SlotSampling
     committed: list[list[int]]
     graphs: Graphs = field(default_factory=Graphs)
-    policy: Policy | None = None
-    first_class: int = 0
-    draft_pass: DraftPassTrial | None = None
     logprobs: bool = False
 
     def of_slots(self, slots: slice) -> "SlotState":
@@ -88,24 +79,6 @@ class SlotState:
         """`count`, a size that steers the work of a step. Where work is recorded, which is done for each size by
         itself, it is rounded up to a power of two."""
         return 1 << (count - 1).bit_length() if count and self.graphs.recording else count
-
-    def stages(self, most: int) -> int:
-        """How many of `most` stages this proposal may have at most; for `DeviceDrafter.plan`."""
-        return most if self.policy is None else self.policy.depth.limit(most)
-
-    def goes_on(self, tree: TokenTree) -> bool:
-        """Whether one more stage pays after `tree`, which the drafter has proposed so far (infer/depth.py)."""
-        policy = self.policy
-        return policy is None or policy.depth.goes_on(tree, policy.rates, self.active, self.first_class)
-
-    @property
-    def asks_first(self) -> bool:
-        """Whether `begins` is to be asked before a drafter with stages runs the first one."""
-        return self.policy is not None and self.policy.depth.asks_first
-
-    def begins(self, others: Lists) -> bool:
-        """Whether a drafter with stages is to propose anything beside the nodes of other drafters."""
-        return self.policy is None or self.policy.depth.begins(others, self.active)
 
     def ranking(self, logits: Tensor, offset: int, token_ids: Tensor | None = None) -> Tensor:
         """Scores that rank candidates for the token `offset` behind the root, in fp32 or the logits' dtype.

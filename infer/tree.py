@@ -63,6 +63,10 @@ class Lists(NamedTuple):
     parents: list[list[int]]
     classes: list[list[int]] | None
 
+    def classes_of(self, slot: int) -> Sequence[int]:
+        """The classes of a slot's nodes."""
+        return range(len(self.parents[slot])) if self.classes is None else self.classes[slot]
+
 
 @dataclass(frozen=True)
 class TokenTree:
@@ -71,7 +75,7 @@ class TokenTree:
     Attributes:
         tokens: int64 [B, N].
         parents: int64 [B, N]; -1 for the root, -2 for padding, else an index smaller than the node's own.
-        classes: int64 [B, N] or None: the class of a node, whose rate the policy learns (infer/policy.py). With it a
+        classes: int64 [B, N] or None: the class of a node, whose rate the policy learns (infer/budget.py). With it a
             drafter tells what it knows about a node's chances. None: a node's class is its index.
     Siblings carry different tokens, so no prefix is verified twice and the accepted path is never ambiguous.
 

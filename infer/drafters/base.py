@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.budget import Budget
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
@@ -43,7 +44,7 @@ class Drafter:
         max_depth: the deepest level that it ever proposes.
         trunk: the first `trunk` nodes of its last tree form one path, and every other node descends from it.
         draft_pass_budget: tokens of context beyond which a draft pass may pay; the policy then tries it out
-            (`SlotState.draft_pass`). None if there is nothing to try out.
+            (`Budget.draft_pass`). None if there is nothing to try out.
     """
 
     needs: frozenset[str] = frozenset()
@@ -88,7 +89,7 @@ class Drafter:
     @property
     def class_stages(self) -> Sequence[int]:
         """For each class, the stage of the proposal that adds its nodes; 0 for the root's class. A drafter that runs a
-        pass for each level has a stage for each, and asks `SlotState.goes_on` between two; others have one stage."""
+        pass for each level has a stage for each, and asks `Budget.goes_on` between two; others have one stage."""
         return [0, *[1] * (self.n_classes - 1)]
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
@@ -103,8 +104,8 @@ class Drafter:
                 never the case in the last call.
         """
 
-    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
-        """Propose at most `max_nodes` nodes below each root, the most promising ones first as far as it can tell."""
+    def propose(self, state: SlotState, budget: Budget) -> TokenTree:
+        """Propose at most `budget.max_nodes` nodes below each root, the most promising first as far as it can tell."""
         raise NotImplementedError
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
@@ -141,9 +142,9 @@ class DeviceDrafter(Drafter):
 
     Order of calls in a step. The runner calls `propose` and `on_step`; these call the other three:
 
-        propose(state, max_nodes)
-            plan(state, max_nodes)      on the host: decides everything that steers `grow`
-            grow(state, plan)           on the device: the tree
+        propose(state, budget)
+            plan(state, budget)         on the host: decides everything that steers `grow`
+            grow(state, budget, plan)   on the device: the tree
         the runner prunes the tree, the target verifies it, the accepted path is committed
         on_step(state, tree, accepted, output)
             update(...)                 on the device: learns; left out if the output lacks a field of `learns_from`
@@ -159,11 +160,11 @@ class DeviceDrafter(Drafter):
     num_query_tokens = 1
 
     @torch.no_grad()
-    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
-        plan = self.plan(state, max_nodes)
+    def propose(self, state: SlotState, budget: Budget) -> TokenTree:
+        plan = self.plan(state, budget)
 
         def grow_and_index(state: SlotState) -> TokenTree:
-            tree = self.grow(state, plan)
+            tree = self.grow(state, budget, plan)
             if state.graphs.recording:  # pruning and verification ask for these, so they are recorded with the tree
                 _ = tree.ancestors, tree.depths
             return tree
@@ -171,12 +172,12 @@ class DeviceDrafter(Drafter):
         owners = self, *self.buffers()
         return state.run(("propose", plan), owners, grow_and_index, widest=self.num_query_tokens)
 
-    def plan(self, state: SlotState, max_nodes: int) -> Hashable:
+    def plan(self, state: SlotState, budget: Budget) -> Hashable:
         """Decide on the host, before `grow`, all that steers it: `grow` is recorded for each plan separately."""
-        return max_nodes
+        return budget.max_nodes
 
-    def grow(self, state: SlotState, plan: Any) -> TokenTree:
-        """Build the tree on the device."""
+    def grow(self, state: SlotState, budget: Budget, plan: Any) -> TokenTree:
+        """Build the tree on the device. Of `budget` it asks only `goes_on`, which always holds where it is recorded."""
         raise NotImplementedError
 
     @torch.no_grad()

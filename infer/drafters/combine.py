@@ -4,16 +4,15 @@ Each drafter keeps its own state and sees every verified tree, whoever proposed 
 drafter proposed it first, in which of its classes, and whether another one proposed it too. So the policy learns how
 good each drafter is and what their agreement is worth, and prunes by that. The union is made on the host; on a GPU a
 step reads everything that its drafters need there at once. On a CPU the look-ups come first, and a draft that proposes
-in stages runs only if it pays beside them (infer/depth.py). Shapes: B slots, N nodes.
+in stages runs only if it pays beside them (infer/budget.py). Shapes: B slots, N nodes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.depth import NO_STAGE
+from longdraft.infer.budget import NO_STAGE, Budget
 from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.drafters.host import HostDrafter
 from longdraft.infer.slot_state import SlotState
@@ -111,14 +110,16 @@ class Combined(Drafter):
     def draft_pass_budget(self) -> int | None:
         return next((one.draft_pass_budget for one in self.drafters if one.draft_pass_budget is not None), None)
 
-    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+    def propose(self, state: SlotState, budget: Budget) -> TokenTree:
+        max_nodes = budget.max_nodes
         limits = [min(max_nodes, drafter.max_nodes) for drafter in self.drafters]
-        proposals = self._look_ups_first(state, limits)
-        stages_pay = not proposals or state.begins(_as_lists(self._unite(proposals, state.roots.tolist(), max_nodes)))
-        trees, first_class = dict[int, TokenTree](), state.first_class
+        staged = budget.asks_first and any(map(_staged, self.drafters))
+        proposals = self._look_ups_first(state, limits) if staged else dict[int, Lists]()
+        stages_pay = not proposals or budget.begins(_as_lists(self._unite(proposals, state.roots.tolist(), max_nodes)))
+        trees, first_class = dict[int, TokenTree](), 0
         for i, drafter in enumerate(self.drafters):
             if not isinstance(drafter, HostDrafter) and (stages_pay or not _staged(drafter)):
-                trees[i] = drafter.propose(replace(state, first_class=first_class), limits[i])
+                trees[i] = drafter.propose(state, budget.part(limits[i], first_class))
             first_class += drafter.n_classes
         others = ((i, drafter) for i, drafter in enumerate(self.drafters) if i not in proposals)
         look_ups = {i: drafter for i, drafter in others if isinstance(drafter, HostDrafter)}
@@ -139,9 +140,7 @@ class Combined(Drafter):
         return TokenTree.from_tries(self._unite(proposals, roots, max_nodes), state.roots.device)
 
     def _look_ups_first(self, state: SlotState, limits: Sequence[int]) -> dict[int, Lists]:
-        """The look-ups' proposals, by index of the drafter, if these decide whether a staged drafter runs; else {}."""
-        if not (state.asks_first and any(map(_staged, self.drafters))):
-            return {}
+        """The look-ups' proposals, by index of the drafter, which decide whether a staged drafter runs."""
         return {
             i: _as_lists(drafter.tries(state, drafter.device_rows(state).tolist(), limits[i]))
             for i, drafter in enumerate(self.drafters)

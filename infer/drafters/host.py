@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree, Trie
@@ -121,5 +122,6 @@ class HostDrafter(Drafter, Generic[T]):
         return most
 
     @torch.no_grad()
-    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
-        return TokenTree.from_tries(self.tries(state, self.device_rows(state).tolist(), max_nodes), state.roots.device)
+    def propose(self, state: SlotState, budget: Budget) -> TokenTree:
+        tries = self.tries(state, self.device_rows(state).tolist(), budget.max_nodes)
+        return TokenTree.from_tries(tries, state.roots.device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.budget import Budget
 from longdraft.infer.caches.longspec import DraftPasses, draft_passes, draft_rows
 from longdraft.infer.drafters.base import DeviceDrafter, Request
 from longdraft.infer.options import check_draft, check_integer_or, copied_head, level_widths
@@ -98,11 +99,11 @@ class LongSpecDrafter(DeviceDrafter):
         window = draft_rows(self.draft, self._target, self._head_ED, batch, capacity, self._tree_rows)
         return {"draft window": window, **copied_head(self.draft, self._head_ED)}
 
-    def plan(self, state: SlotState, max_nodes: int) -> tuple[int, ...]:
+    def plan(self, state: SlotState, budget: Budget) -> tuple[int, ...]:
         """How many positions before the roots the draft must read, at most, and the widths of the levels."""
         assert self._passes is not None
-        widths = _fit(self.widths, max_nodes)
-        widths = widths[: state.stages(len(widths))]
+        widths = _fit(self.widths, budget.max_nodes)
+        widths = widths[: budget.stages(len(widths))]
         self.num_query_tokens = self._queries(max(widths, default=1))
         return self._passes.plan(state, len(widths)), *widths
 
@@ -110,7 +111,7 @@ class LongSpecDrafter(DeviceDrafter):
         """How many nodes of a level of this width are extended."""
         return min(width, self.extended)
 
-    def grow(self, state: SlotState, plan: tuple[int, ...]) -> TokenTree:
+    def grow(self, state: SlotState, budget: Budget, plan: tuple[int, ...]) -> TokenTree:
         n_unread, *widths = plan
         assert self._passes is not None
         self._passes.begin(state, n_unread)
@@ -131,7 +132,7 @@ class LongSpecDrafter(DeviceDrafter):
             first = nodes_3BN.shape[2]
             nodes_3BN = torch.cat((nodes_3BN, level.nodes_3BW), 2)
             tree = TokenTree(*nodes_3BN)
-            if stage < len(widths) and not state.goes_on(tree):
+            if stage < len(widths) and not budget.goes_on(tree):
                 break
         return tree
 

@@ -1,5 +1,6 @@
 """Plain decoding: a drafter that proposes only the root, so that the baseline runs in the same loop as every method."""
 
+from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
@@ -11,5 +12,5 @@ class Plain(Drafter):
     max_nodes = 0
     max_depth = 0
 
-    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+    def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         return TokenTree.roots(state.roots)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.budget import Budget
 from longdraft.infer.caches.ring import StreamingCache, check_streaming
 from longdraft.infer.drafters.base import DeviceDrafter, Request
 from longdraft.infer.options import integer
@@ -146,10 +147,10 @@ class SmallModelDrafter(DeviceDrafter):
         self.small.model(Pass(tokens_T[None], slot_cache, positions_1T, needs=frozenset({"last_kv"})))
         slot_cache.commit(None, torch.full_like(slot_cache.lengths, len(tokens_T)))
 
-    def plan(self, state: SlotState, max_nodes: int) -> tuple[int, int, int]:
+    def plan(self, state: SlotState, budget: Budget) -> tuple[int, int, int]:
         """How many tokens to draft, the most tokens that a slot must read before that, and the most rows appended to
         the cache since it was settled."""
-        count = state.stages(min(self.gamma, max_nodes))
+        count = budget.stages(min(self.gamma, budget.max_nodes))
         # Reading `_lacked` hardly waits: the rewind was queued before anything of this step. A slot whose prompt is
         # half read does not count: it lacks the rest of the prompt, which may never come.
         lacks = [] if self._lacked is None else self._lacked.lists()[0]
@@ -161,7 +162,7 @@ class SmallModelDrafter(DeviceDrafter):
         self._appended = behind % self._widest + count
         return count, behind, appended
 
-    def grow(self, state: SlotState, plan: tuple[int, int, int]) -> TokenTree:
+    def grow(self, state: SlotState, budget: Budget, plan: tuple[int, int, int]) -> TokenTree:
         count, behind, appended = plan
         self._drop_disagreeing(state)
         logits_BV = self._catch_up(state, behind, appended)
@@ -171,7 +172,7 @@ class SmallModelDrafter(DeviceDrafter):
                 logits_BV = self._pass(chain[-1][:, None], state.positions + offset - 1, state.active.long())
             chain.append(state.ranking(logits_BV, offset).argmax(-1))
             tree = TokenTree.from_chain(state.roots, torch.stack(chain, 1))
-            if offset < count and not state.goes_on(tree):
+            if offset < count and not budget.goes_on(tree):
                 break
         self._drafted[:, : len(chain) - 1] = torch.stack(chain, 1)[:, :-1]
         self._drafted[:, len(chain) - 1 :] = -1

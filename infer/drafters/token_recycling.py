@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import DeviceDrafter, Request
 from longdraft.infer.options import boolean, integer
 from longdraft.infer.shape import TreeShape
@@ -163,11 +164,11 @@ class TokenRecycling(DeviceDrafter):
         self._ids_VK[tokens_M, : ids_MK.shape[1]] = ids_MK.int()
         self._logits_VK[tokens_M, : ids_MK.shape[1]] = logits_MK.half()
 
-    def plan(self, state: SlotState, max_nodes: int) -> int:
+    def plan(self, state: SlotState, budget: Budget) -> int:
         self.needs = frozenset({"logits"})
-        return max_nodes
+        return budget.max_nodes
 
-    def grow(self, state: SlotState, plan: int) -> TokenTree:
+    def grow(self, state: SlotState, budget: Budget, plan: int) -> TokenTree:
         """The tree of the candidates that the table holds after the roots, at most `plan` nodes."""
         roots_B, batch = state.roots, len(state.roots)
         tokens_BN = torch.empty(batch, 1 + self.max_nodes, dtype=torch.int64, device=self._device)

@@ -3,7 +3,7 @@
 Without a draft pass the heads read the state just before the root, at p - 1 for a root at p (infer/drafters/heads.py):
 head i proposes the token at p + i, and the levels are [3, 3, 3]. With a draft pass the target runs over the root on a
 selected cache (infer/caches/partial.py): its own logits propose the token at p + 1, head i that at p + 1 + i, and the
-levels are [1, 3, 3, 3]. infer/draft_pass_trial.py measures whether the pass pays. The heads are in
+levels are [1, 3, 3, 3]. infer/costs.py measures whether the pass pays. The heads are in
 models/drafts/tokenswift.py, the n-grams that join them in infer/drafters/ngrams.py.
 Shapes: B slots, D hidden, I levels, K ranks.
 """
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.budget import Budget
 from longdraft.infer.caches.partial import SelectedCache, TopTokens, selected_rows
 from longdraft.infer.caches.ring import RingCache, refuse_windows
 from longdraft.infer.drafters.base import Drafter, Request
@@ -148,9 +149,9 @@ class TokenSwiftDrafter(HeadsDrafter):
     def _ask_for_queries(self, wanted: bool) -> None:
         self.needs = self.draft.needs | {"queries"} if wanted else self.draft.needs
 
-    def plan(self, state: SlotState, max_nodes: int) -> tuple[int, SelectedCache | None]:
+    def plan(self, state: SlotState, budget: Budget) -> tuple[int, SelectedCache | None]:
         """The number of nodes, and the selected cache for the draft pass; None for a proposal without one."""
-        trial = state.draft_pass
+        trial = budget.draft_pass
         wanted = self._pass_possible and (self._draft_pass == "always" or (trial is not None and trial.with_pass))
         if wanted and not self._tracking:
             self._selected_cache().select_anew()
@@ -160,13 +161,13 @@ class TokenSwiftDrafter(HeadsDrafter):
         if trial is not None and takes_pass:
             trial.taken = True
         self.trunk = int(takes_pass)
-        return max_nodes, self._selected_cache() if takes_pass else None
+        return budget.max_nodes, self._selected_cache() if takes_pass else None
 
-    def grow(self, state: SlotState, plan: tuple[int, SelectedCache | None]) -> TokenTree:
+    def grow(self, state: SlotState, budget: Budget, plan: tuple[int, SelectedCache | None]) -> TokenTree:
         """The heads' tree below each root; with a draft pass, below the token that the target itself proposes."""
         max_nodes, selected = plan
         if selected is None:
-            return super().grow(state, max_nodes)
+            return super().grow(state, budget, max_nodes)
         shape, needs = self._pass_shape.first(max_nodes), self.draft.needs | {"logits"}
         output = self.target.model(Pass(state.roots[:, None], selected, state.positions[:, None], needs=needs))
         hidden_B1D = self.state_of(output)

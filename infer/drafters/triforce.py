@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.budget import Budget
 from longdraft.infer.caches.partial import Recent, SelectedCache, TopChunks, selected_rows
 from longdraft.infer.caches.ring import RingCache, refuse_windows
 from longdraft.infer.drafters.base import Drafter, Request
@@ -190,9 +191,9 @@ class TriForceDrafter(Drafter):
             self._cache.build_from_prompt(slot, output.queries if self._policy.scored else None, end)
 
     @torch.no_grad()
-    def propose(self, state: SlotState, max_nodes: int) -> TokenTree:
+    def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         assert self._cache is not None
-        self._offered = count = min(self.chain, max_nodes)
+        self._offered = count = min(self.chain, budget.max_nodes)
         self._set_needs(bool(self._wanted) or self._cache.needs_queries)
         begin_B, late = state.positions.clone(), [self._late(state)]
         self._runner.state = inner = self._inner_state(state)

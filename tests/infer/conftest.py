@@ -30,10 +30,10 @@ class Proposer(Drafter):
     def on_prefill(self, slot, prompt, start, end, output):
         assert output.last_kv is not None
 
-    def propose(self, state, max_nodes):
+    def propose(self, state, budget):
         roots = state.roots.tolist()
         paths = [
-            self.paths(self.requests[slot], tokens, max_nodes) if active else []
+            self.paths(self.requests[slot], tokens, budget.max_nodes) if active else []
             for slot, (tokens, active) in enumerate(zip(state.committed, state.active.tolist(), strict=True))
         ]
         return TokenTree.from_paths(roots, paths)

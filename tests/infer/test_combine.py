@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.combine import MOST_NODES, Combined
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
@@ -31,9 +32,9 @@ class Fixed(Drafter):
     def __init__(self, paths, classes=None, max_nodes=24):
         self.paths, self.classes, self.max_nodes, self.rewound = paths, classes, max_nodes, None
 
-    def propose(self, state, max_nodes):
+    def propose(self, state, budget):
         tree = TokenTree.from_paths(state.roots.tolist(), self.paths)
-        width = min(tree.width, 1 + max_nodes)
+        width = min(tree.width, 1 + budget.max_nodes)
         classes = None if self.classes is None else torch.tensor(self.classes)[:, :width]
         return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], classes)
 
@@ -60,11 +61,11 @@ def test_drafters_may_be_dataclasses():
         tokens: tuple[int, ...]
         max_nodes = max_depth = 4
 
-        def propose(self, state, max_nodes):
+        def propose(self, state, budget):
             return TokenTree.from_paths(state.roots.tolist(), [[self.tokens]] * len(state.roots))
 
     alike, other = [Own((1, 2)), Own((1, 2))], Fixed([[[3]], [[]]])
-    tree = Combined([*alike, other]).propose(state_of([8, 9]), 9)
+    tree = Combined([*alike, other]).propose(state_of([8, 9]), Budget(9))
     assert as_sets(tree) == [{(1,), (1, 2), (3,)}, {(1,), (1, 2)}]
     assert tree.classes[1, 1:3].tolist() == [35 + 1, 35 + 5 + 2]  # what one proposed first, the other did too
 
@@ -74,8 +75,10 @@ def test_drafters_may_be_dataclasses():
 def test_the_union_of_all_paths_as_far_as_there_is_room(proposals, max_nodes):
     drafters = [Fixed(paths) for paths in proposals]
     state, combined = state_of([8, 9]), Combined(drafters)
-    whole, tree = combined.propose(state, combined.max_nodes), combined.propose(state, max_nodes)
-    wanted = [set().union(*sets) for sets in zip(*(as_sets(d.propose(state, 24)) for d in drafters), strict=True)]
+    whole, tree = (combined.propose(state, Budget(most)) for most in (combined.max_nodes, max_nodes))
+    wanted = [
+        set().union(*sets) for sets in zip(*(as_sets(d.propose(state, Budget(24))) for d in drafters), strict=True)
+    ]
     assert as_sets(whole) == wanted
     assert tree.tokens[:, 0].tolist() == [8, 9]
     for found, all_paths, paths in zip(as_sets(tree), wanted, tree.paths(), strict=True):
@@ -91,15 +94,15 @@ def test_the_union_of_all_paths_as_far_as_there_is_room(proposals, max_nodes):
 def test_drafters_take_turns_and_a_node_that_is_there_costs_no_turn():
     first, second = Fixed([[[1, 2, 3]]]), Fixed([[[1], [5], [6], [7, 8]]])
     combined, state = Combined([first, second]), state_of([0])
-    assert combined.propose(state, 24).paths() == [[[1], [5], [1, 2], [6], [1, 2, 3], [7], [7, 8]]]
-    assert combined.propose(state, 3).paths() == [[[1], [5], [1, 2]]]
-    assert Combined([second, first]).propose(state, 3).paths() == [[[1], [1, 2], [5]]]
+    assert combined.propose(state, Budget(24)).paths() == [[[1], [5], [1, 2], [6], [1, 2, 3], [7], [7, 8]]]
+    assert combined.propose(state, Budget(3)).paths() == [[[1], [5], [1, 2]]]
+    assert Combined([second, first]).propose(state, Budget(3)).paths() == [[[1], [1, 2], [5]]]
 
 
 def test_classes_tell_the_drafter_its_own_class_and_agreement():
     first, second = Fixed([[[1, 2]]]), Fixed([[[1, 3], [4]]], classes=[[0, 9, 9, 7]], max_nodes=10)
     combined = Combined([first, second])
-    tree = combined.propose(state_of([0]), 24)
+    tree = combined.propose(state_of([0]), Budget(24))
     kinds = {tuple(path): kind for path, kind in zip(tree.paths()[0], tree.classes[0, 1:].tolist(), strict=True)}
     alone = first.n_classes + second.n_classes
     assert combined.n_classes == 2 * alone == 2 * (25 + 11)

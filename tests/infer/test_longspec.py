@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.budget import Budget
 from longdraft.infer.caches.longspec import _CPasses
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.longspec import EXTENDED_ON_CPU, WIDTHS, LongSpecDrafter, _fit
@@ -57,7 +58,7 @@ def way(request, monkeypatch):
 class Watched(LongSpecDrafter):
     """Keeps the nodes and logits of each pass of the last proposal."""
 
-    def propose(self, state, max_nodes):
+    def propose(self, state, budget):
         self.passes, logits_of = [], self._passes.logits
 
         def kept(state, nodes_BT, level, ancestors_BTN):
@@ -67,7 +68,7 @@ class Watched(LongSpecDrafter):
 
         self._passes.logits = kept
         try:
-            return super().propose(state, max_nodes)
+            return super().propose(state, budget)
         finally:
             del self._passes.logits
 
@@ -106,7 +107,7 @@ class Bench:
                 one.commit(None, torch.tensor([len(text) - 1]))
 
     def propose(self, max_nodes=99):
-        return self.drafter.propose(self.state, max_nodes)
+        return self.drafter.propose(self.state, Budget(max_nodes))
 
     def commit(self, *new):
         """These tokens were committed, whatever was proposed."""
@@ -486,9 +487,9 @@ def test_the_rows_of_a_part_of_the_cache_are_no_positions(target):
     seen = []
 
     class Inner(Watched):
-        def propose(self, state, max_nodes):
+        def propose(self, state, budget):
             seen.append(int(state.positions[0]) - self._passes.cache.capacity)
-            return super().propose(state, max_nodes)
+            return super().propose(state, budget)
 
     inner = Inner(target, draft, (2, 2))
     params = SamplingParams(max_new_tokens=24)

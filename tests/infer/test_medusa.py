@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.medusa import MedusaDrafter
 from longdraft.infer.engine import Engine
@@ -37,8 +38,8 @@ class Watched(MedusaDrafter):
 
     compared = 0
 
-    def propose(self, state, max_nodes):
-        tree = super().propose(state, max_nodes)
+    def propose(self, state, budget):
+        tree = super().propose(state, budget)
         ranks, levels = self.shape.ranks, self.shape.depth
         for slot, text in enumerate(state.committed):
             if not state.active[slot] or len(text) == 1:
@@ -52,7 +53,9 @@ class Watched(MedusaDrafter):
                     noise = gumbel_noise(torch.tensor([params.seed]), torch.tensor([[len(text) - 1 + head]]), VOCAB)
                     scores = scores / params.temperature + noise[0, 0]
                 expected.append(scores.topk(ranks).indices.tolist())
-            paths = [[expected[i][rank] for i, rank in enumerate(node)] for node in self.shape.nodes[:max_nodes]]
+            paths = [
+                [expected[i][rank] for i, rank in enumerate(node)] for node in self.shape.nodes[: budget.max_nodes]
+            ]
             assert tree.paths()[slot] == paths
             self.compared += 1
         return tree
@@ -99,7 +102,7 @@ def test_after_a_rewind_nothing_is_proposed_without_the_state_before_the_root(ta
         state = SlotState(
             torch.tensor([text[root]]), position, torch.tensor([True]), history, slots, [text[: root + 1]]
         )
-        return int((drafter.propose(state, 39).parents >= 0).sum())
+        return int((drafter.propose(state, Budget(39)).parents >= 0).sum())
 
     assert proposed(10) == 39
     drafter.rewind(torch.tensor([10]))

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.engine import Engine
@@ -40,7 +41,7 @@ def begun(drafter, prompts):
 
 
 def proposed(sequence, max_nodes=100, **options):
-    tree = begun(PromptLookup(**options), [sequence[:1]]).propose(state_of([sequence]), max_nodes)
+    tree = begun(PromptLookup(**options), [sequence[:1]]).propose(state_of([sequence]), Budget(max_nodes))
     return tree, tree.paths()[0]
 
 
@@ -69,7 +70,7 @@ def test_a_replaced_token_does_not_end_a_copy():
 
 def test_nothing_is_proposed_for_new_tokens_and_idle_slots():
     drafter = begun(PromptLookup(), [[1], [1], [1]])
-    tree = drafter.propose(state_of([[1], None, [4, 5, 4, 5]]), 100)
+    tree = drafter.propose(state_of([[1], None, [4, 5, 4, 5]]), Budget(100))
     assert tree.paths()[:2] == [[], []] and tree.paths()[2]
     assert tree.depths.max() == tree.width - 1 and torch.equal(tree.depths, tree.ancestors.sum(2) - 1)
 
@@ -108,11 +109,11 @@ def test_classes_tell_long_matches_from_short_ones():
 def test_tokens_taken_back_are_forgotten():
     sequence = [1, 2, 3, 4, 1, 2, 9, 9, 1, 2]
     drafter = begun(PromptLookup(length=2, candidates=1), [sequence])
-    assert drafter.propose(state_of([sequence]), 9).paths()[0][0] == [9]
+    assert drafter.propose(state_of([sequence]), Budget(9)).paths()[0][0] == [9]
     drafter.rewind(torch.tensor([6]))
-    assert drafter.propose(state_of([sequence[:6]]), 9).paths()[0][0] == [3]
+    assert drafter.propose(state_of([sequence[:6]]), Budget(9)).paths()[0][0] == [3]
     other = [*sequence[:6], 3, 7, 3]
-    assert drafter.propose(state_of([other]), 9).paths()[0][0] == [7]
+    assert drafter.propose(state_of([other]), Budget(9)).paths()[0][0] == [7]
 
 
 def test_the_memory_estimate_holds_where_nothing_repeats():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.token_recycling import BLOCK, CHILD_COUNTS, TokenRecycling, largest, static_tree
 from longdraft.infer.engine import Engine
@@ -89,7 +90,7 @@ def test_the_tree_is_filled_from_the_table(target, nodes, temperatures):
     roots = [next(t for t in range(VOCAB) if drafter.candidates[t, 0] >= 0), 60]
     params = [SamplingParams(temperature=t, seed=40 + b) for b, t in enumerate(temperatures)]
     state = state_of(roots, params=params)
-    tree = drafter.propose(state, 80)
+    tree = drafter.propose(state, Budget(80))
     for slot, root in enumerate(roots):
         filled = {(): root}
         for node in static_tree()[:nodes]:
@@ -111,13 +112,13 @@ def test_the_tree_is_filled_from_the_table(target, nodes, temperatures):
 def test_a_smaller_room_takes_the_best_nodes(target):
     drafter = TokenRecycling(target)
     fill_at_random(drafter, written=1.1)
-    whole, some = drafter.propose(state_of([3, 4]), 80), drafter.propose(state_of([3, 4]), 9)
+    whole, some = (drafter.propose(state_of([3, 4]), Budget(most)) for most in (80, 9))
     assert (whole.width, some.width) == (81, 10)
     assert some.paths() == [paths[:9] for paths in whole.paths()]
 
 
 def test_an_empty_table_proposes_nothing(target):
-    assert TokenRecycling(target).propose(state_of([3, 4]), 80).paths() == [[], []]
+    assert TokenRecycling(target).propose(state_of([3, 4]), Budget(80)).paths() == [[], []]
 
 
 def observed(drafter, tree, logits, counts):
@@ -243,7 +244,7 @@ def test_a_saved_table_is_the_same_one(target, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["table.safetensors"]
     other = TokenRecycling(target, table=path)
     assert torch.equal(other.candidates, drafter.candidates) and torch.equal(other.logits, drafter.logits)
-    trees = [d.propose(state_of([1, 2]), 80) for d in (drafter, other)]
+    trees = [d.propose(state_of([1, 2]), Budget(80)) for d in (drafter, other)]
     assert torch.equal(trees[0].tokens, trees[1].tokens)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longdraft.infer.caches.partial import SelectedCache
-from longdraft.infer.draft_pass_trial import TRIAL_STEPS, DraftPassTrial
+from longdraft.infer.costs import RECENT, DraftPassTrial
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.ngrams import NgramTable
 from longdraft.infer.drafters.tokenswift import tokenswift
@@ -108,8 +108,8 @@ def test_ngrams_and_heads_are_one_trie(target, watched, mode, max_nodes):
     )
     assert len(seen) > 10
     ngram_nodes = 0
-    for tree, committed, positions, asked_nodes in seen:
-        assert asked_nodes == min(max_nodes, drafter.max_nodes)
+    for tree, committed, positions, asked in seen:
+        assert asked.max_nodes == min(max_nodes, drafter.max_nodes)
         assert tree.classes is not None and int(tree.classes.max()) < drafter.n_classes
         assert tree.depths.max() <= drafter.max_depth
         for slot, tokens in enumerate(committed):
@@ -254,20 +254,20 @@ def test_auto_takes_the_cheaper_of_what_it_measured(tiny_target, seed):
 
 def test_the_choice_goes_by_the_median_step_and_the_mean_tokens():
     choice = DraftPassTrial(budget=100)
-    choice.plan(101)
-    for step in range(TRIAL_STEPS):
+    choice.start_step(101)
+    for step in range(RECENT):
         choice.record(False, 99.0 if step == 3 else 1.0, 2 + step % 2)
-    assert choice.phase == "with" and choice.with_pass
+    assert not choice.decided and choice.with_pass
     choice.record(False, 0.1, 9)  # while the selected cache is being built
-    for _ in range(TRIAL_STEPS):
+    for _ in range(RECENT):
         choice.record(True, 1.3, 3.5)
     assert choice.with_pass and choice.description.startswith("always: 371.4 against 400.0 ms a token after 16 steps")
-    choice.plan(201)
+    choice.start_step(201)
     assert choice.with_pass
-    choice.plan(202)
-    assert choice.phase == "without" and not choice.with_pass
-    choice.plan(50)
-    assert choice.phase == "short" and "up to 100 tokens" in choice.description
+    choice.start_step(202)
+    assert not choice.decided and not choice.with_pass
+    choice.start_step(50)
+    assert not choice.with_pass and "up to 100 tokens" in choice.description
 
 
 def test_a_rewind_leaves_what_a_fresh_drafter_has(target):
@@ -324,14 +324,16 @@ def test_what_was_decided_for_a_longer_cache_is_not_for_a_short_one(tiny_target)
     assert long.stats.decisions["draft_pass"].startswith("always: ") and heads_of(drafter)._selected is not None
     other = Engine(target, drafter, nodes=None, max_length=20)
     other.generate(prompts(9), SamplingParams(max_new_tokens=2))
-    assert heads_of(drafter)._selected is None and other.runner.policy.draft_pass.phase == "short"
+    assert heads_of(drafter)._selected is None and other.runner.policy.draft_pass.description.startswith(
+        "never: up to 96 tokens"
+    )
 
 
 def test_whether_the_pass_pays_is_found_beside_heads_that_never_take_it(target):
     drafters = [drafter_for(target, draft_pass=mode, budget=20, sinks=4, ngrams=0) for mode in ("auto", "never")]
     engine = Engine(target, Combined(drafters), nodes=None)
     (result,) = engine.generate(prompts(30), SamplingParams(max_new_tokens=120))
-    assert engine.runner.policy.draft_pass.phase == "decided"
+    assert engine.runner.policy.draft_pass.decided
     assert result.tokens == Engine(target).generate(prompts(30), SamplingParams(max_new_tokens=120))[0].tokens
 
 
@@ -340,8 +342,8 @@ def test_auto_goes_by_the_slots_that_are_at_work(target):
     drafter, longest = drafter_for(target, budget=20, sinks=4), []
     engine = Engine(target, drafter, nodes=None)
     choice = engine.runner.policy.draft_pass
-    plan = choice.plan
-    choice.plan = lambda tokens: longest.append(tokens) or plan(tokens)
+    start_step = choice.start_step
+    choice.start_step = lambda tokens: longest.append(tokens) or start_step(tokens)
     params = [SamplingParams(max_new_tokens=new) for new in (2, 9)]
     engine.generate(prompts(90, 30), params)
     assert longest[0] == 90 and 30 < longest[-1] < 40

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -47,7 +48,7 @@ class Recording(LongSpecDrafter):
         super().__init__(*args, **options)
         self.seen: list[Seen] = []
 
-    def propose(self, state: SlotState, max_nodes: int):
+    def propose(self, state: SlotState, budget: Budget):
         best, given = state.best, []
 
         def watched(logits, offset, *others):
@@ -56,7 +57,7 @@ class Recording(LongSpecDrafter):
 
         state.best = watched
         try:
-            tree = super().propose(state, max_nodes)
+            tree = super().propose(state, budget)
         finally:
             del state.best
         for slot in state.active.nonzero()[:, 0].tolist():

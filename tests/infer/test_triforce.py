@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longdraft.infer.budget import Budget
 from longdraft.infer.caches.ring import StreamingCache
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.small_model import SmallModelDrafter
@@ -95,9 +96,9 @@ def test_a_small_model_proposes_what_a_fresh_one_proposes(target, small, inside,
     outer = TriForceDrafter(target, drafter, budget=32, stride=10) if inside else drafter
     propose, compared, depths = drafter.propose, [], []
 
-    def checked(state, max_nodes):
+    def checked(state, budget):
         before = state.roots.clone(), state.positions.clone()
-        tree = propose(state, max_nodes)
+        tree = propose(state, budget)
         for slot in state.active.nonzero()[:, 0].tolist():
             text = state.history.tokens[slot, : int(state.positions[slot]) + 1]
             fresh, full = SmallModelDrafter(target, small, gamma=3), target.model.new_cache(1, 1)
@@ -110,7 +111,7 @@ def test_a_small_model_proposes_what_a_fresh_one_proposes(target, small, inside,
             sampling_of_slot = type(state.sampling)([state.sampling.params[slot]], state.roots.device)
             place = before[0][slot : slot + 1], before[1][slot : slot + 1]
             alone = SlotState(*place, torch.tensor([True]), history, sampling_of_slot, [text.tolist()])
-            assert fresh.propose(alone, max_nodes).tokens[0].tolist() == tree.tokens[slot].tolist()
+            assert fresh.propose(alone, budget).tokens[0].tolist() == tree.tokens[slot].tolist()
             compared.append(slot)
         return tree
 
@@ -127,13 +128,13 @@ def test_the_inner_level_sees_all_committed_tokens_where_the_host_is_late(target
     inner, seen = proposer(lambda request, tokens, max_nodes: [tokens[:2]]), []
     propose = inner.propose
 
-    def checked(state, max_nodes):
+    def checked(state, budget):
         for slot in state.active.nonzero()[:, 0].tolist():
             text = state.history.tokens[slot, : int(state.positions[slot]) + 1].tolist()
             known = state.committed[slot]
             assert text[: len(known)] == known and len(text) - len(known) <= 7
             seen.append(len(text) - len(known))
-        return propose(state, max_nodes)
+        return propose(state, budget)
 
     inner.propose, inner.on_prefill = checked, lambda *args: None
     engine = Engine(target, TriForceDrafter(target, inner, budget=32, stride=10), slots=2, nodes=None)
@@ -211,7 +212,7 @@ def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, sm
     engine = Engine(target)
     engine.pool.start(2, 100, print)
     state = SlotState(roots, positions, torch.tensor([True, True]), history, engine.runner.state.sampling, [[], []])
-    tree = drafter.propose(state, 2)
+    tree = drafter.propose(state, Budget(2))
     assert torch.equal(drafter._cache.tokens, positions + 2) and tree.width == 3
 
 

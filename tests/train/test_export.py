@@ -399,8 +399,8 @@ def test_the_runtime_decodes_with_heads_of_few_words(made_run, data_folder, caps
     heads, proposed = getattr(drafter, "drafters", [drafter])[0], set()
     grow = heads.grow
 
-    def growing(state, plan):
-        tree = grow(state, plan)
+    def growing(state, budget, plan):
+        tree = grow(state, budget, plan)
         proposed.update(tree.tokens[:, 1:][tree.parents[:, 1:] >= 0].tolist())
         return tree
 

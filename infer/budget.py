@@ -1,0 +1,381 @@
+"""Decides what a step drafts and verifies, by expected tokens per second.
+
+What it learned is in infer/costs.py; no other file uses measured times.
+
+A step takes the seconds of its draft, by stages, and of the target's pass, by width. It is expected to commit the
+root's choice and, for each verified node, the chance that it is reached: the product of the rates along its path. A
+stage is a pass of the draft that adds a level to the tree. In the order of a step:
+
+1. `Policy.rests` says whether there is a proposal at all.
+2. `Budget` goes with the proposal: how many nodes it may have, and whether a further stage pays.
+3. `Policy.prune` keeps the nodes worth verifying, at the width that `decide` chooses. Where the host may not wait for
+   the device, `decide` is called when the step is read, and chooses the width of a later step.
+4. `Policy.learn` and `Policy.record` take what the step taught, when it is read. Nodes that were not verified are
+   learned from too: the committed tokens tell which of them were right.
+
+Only speed depends on this, never a token. Shapes: B slots, N nodes, W kept.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, zip_longest
+from operator import mul
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from longdraft.infer.costs import EARLIER_FADING, FIRST_RATE, RECENT, STALE, DraftPassTrial, Rates, Seconds
+from longdraft.infer.tree import PAD, Lists, TokenTree
+from longdraft.kernels.transfer import HostCopy, from_host
+
+# Query tokens a slot that a pass may have, where the policy chooses; the widest is the drafter's own.
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# The stage of nodes that come from a drafter without stages.
+NO_STAGE = -1
+# A wider pass, or a stage behind several nodes, must promise this much more speed; less is noise of the measurements.
+HURDLE = 1.05
+# While proposals do not pay, they come so seldom that they take this fraction of plain decoding's time.
+TRYING = 0.01
+# One proposal in so many runs a stage more than pays, so that its seconds and chance stay known.
+EXPLORE_EVERY = 32
+# Before it is measured, a further query token is taken to cost this fraction of a pass of one token.
+ROW_COST = 0.04
+
+
+def widths_up_to(max_nodes: int, automatic: bool) -> list[int]:
+    """Widths a pass may have: the root alone, the root with all nodes, and some between where the policy chooses."""
+    return [1, *(width for width in WIDTHS if automatic and width <= max_nodes), 1 + max_nodes]
+
+
+class Policy:
+    """Learns rates and seconds, and chooses by them.
+
+    Args:
+        n_classes: the drafter's number of node classes.
+        widths: query tokens that a pass may have, 1 included.
+        automatic: False verifies every proposal whole.
+        stages: for each class, the stage of the proposal that it comes from (`Drafter.class_stages`).
+        fixed_depth: whether the number of stages is fixed before a proposal begins, because it is recorded or the host
+            may not wait for the device.
+        on_host: whether the host reads results without waiting for a device. A query token in each of B slots is then
+            taken to cost as much as B of one slot, before it is measured.
+        draft_pass_budget: of a drafter whose draft pass is to be tried out (`Drafter.draft_pass_budget`).
+
+    Attributes:
+        rates: for each slot, how often a node of each class is right where its parent is.
+        width: the width chosen last. run: the stages that the current proposal, or the last one, runs.
+        passes, drafting: what a pass of each width and a proposal of each depth cost with the slots of this step.
+        draft_pass: the trial of the draft pass, if there is one.
+    """
+
+    def __init__(
+        self,
+        n_classes: int,
+        widths: Sequence[int],
+        automatic: bool = True,
+        stages: Sequence[int] = (),
+        fixed_depth: bool = False,
+        on_host: bool = False,
+        draft_pass_budget: int | None = None,
+    ):
+        self.draft_pass = None if draft_pass_budget is None else DraftPassTrial(draft_pass_budget)
+        self.widths, self.automatic, self._on_host = tuple(sorted(set(widths))), automatic, on_host
+        self.stage_of_class, self.n_stages, self.fixed = tuple(stages), max((1, *stages)), fixed_depth
+        # Behind the rates of the nodes' classes: those of the same classes in other drafters' nodes alone, where there
+        # are such; of the first stage where those nodes are wrong; and of each stage where the one above is right.
+        self._alone = n_classes
+        self._stages_from = n_classes * (2 if NO_STAGE in stages else 1)
+        zeros = [0.0] * (self._stages_from + 1 + self.n_stages)
+        self._earlier = Rates(zeros, zeros.copy(), EARLIER_FADING)  # of all requests so far
+        self._seconds: dict[int, tuple[Seconds, Seconds]] = {}  # by the number of slots
+        self._proposals, self.runs_all, self._one_more = 0, True, False
+        self.start(1)
+
+    def start(self, batch: int) -> None:
+        """Begin a call on `batch` slots."""
+        self.start_step(batch)
+        self._of_slots, self.rates = [self._earlier] * batch, [self._earlier.values] * batch
+        for slot in range(batch):
+            self.start_request(slot)
+        self.width, self.run = self.widths[-1], self.n_stages
+        self.others: Lists | None = None  # nodes of drafters without stages in the current proposal
+
+    def start_step(self, n_slots: int) -> None:
+        """Begin a step in which `n_slots` slots take part. Costs are learned for each number of slots by itself."""
+        if n_slots not in self._seconds:
+            passes = Seconds(self.widths, ROW_COST * (n_slots if self._on_host else 1))
+            self._seconds[n_slots] = passes, Seconds(range(1, 1 + self.n_stages), 1.0)
+        self.passes, self.drafting = self._seconds[n_slots]
+
+    def start_request(self, slot: int) -> None:
+        """Begin a request on this slot, with the rates of all earlier requests, and give the drafter a new trial."""
+        # Of the last proposals, what was expected and what came, over plain decoding.
+        self._expected, self._gains = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
+        self._steps_off = 0  # how many steps from now on go without a proposal
+        self._of_slots[slot] = self._earlier.passed_on()
+        self.rates[slot] = self._of_slots[slot].values
+
+    @property
+    def rests(self) -> bool:
+        """Whether this step goes without a proposal. The first one does, because gains are measured against it."""
+        return self._steps_off > 0 or (self.automatic and 1 not in self.passes.medians)
+
+    def fitting(self, width: int) -> int:
+        """The narrowest pass that has room for `width` nodes."""
+        return next(wider for wider in self.widths if wider >= width)
+
+    def _choose(self, expected: Sequence[float], drafting: float) -> tuple[float, int]:
+        """The most tokens a second, and the number of nodes that brings them; HURDLE counts against more than the root.
+
+        expected: [w - 1], tokens of the w best nodes. drafting: seconds of the proposal.
+        """
+        speed, nodes = expected[0] / (self.passes.table[1] + drafting), 1
+        for width, seconds in self.passes.table.items():
+            known = min(width, len(expected))
+            if width > 1 and (wider := expected[known - 1] / (HURDLE * (seconds + drafting))) > speed:
+                speed, nodes = wider, known
+            if width >= len(expected):
+                break
+        return speed, nodes
+
+    def speed(self, worths: Iterable[Iterable[float]], stages: int) -> float:
+        """Tokens a second at the best width. worths: for each slot, its nodes' chances to be reached, the root's too.
+        stages: of the proposal."""
+        of_nodes = map(sum, zip_longest(*(sorted(worth, reverse=True) for worth in worths), fillvalue=0.0))
+        expected = list(accumulate(of_nodes))
+        return self._choose(expected, self._draft_seconds(stages))[0] if expected else 0.0
+
+    def _draft_seconds(self, stages: int) -> float:
+        """Seconds of a proposal of this depth; 0 before any is measured."""
+        return self.drafting.table[min(stages, self.n_stages)] if stages and self.drafting.medians else 0.0
+
+    def decide(self, expected: list[float]) -> None:
+        """Choose the width with the most expected tokens a second. expected: [w - 1], tokens of the w best nodes."""
+        speed, self.width = self._choose(expected, self._draft_seconds(self.run))
+        self._expected.append(speed * (HURDLE if self.width > 1 else 1.0) * self.passes.table[1] / expected[0])
+
+    def prune(self, tree: TokenTree, active_B: Tensor) -> tuple[TokenTree, HostCopy | None]:
+        """Keep the nodes of `tree` that are worth a step, best first, padded to one of the widths.
+
+        Returns: the pruned tree; and, on their way to the host, the expected tokens by width for `decide`. None where
+            it has decided already.
+        """
+        if not self.automatic or tree.width == 1:
+            return tree.pad_to(self.fitting(tree.width)), None
+        # Stable, so that parents come first.
+        worth_BN, order_BN = self._worth(tree).sort(dim=1, descending=True, stable=True)
+        expected = HostCopy((worth_BN * active_B[:, None]).sum(0).cumsum(0))
+        if self._on_host:
+            self.decide(expected.lists()[0])
+        width = min(self.width, tree.width)
+        return tree.take(order_BN[:, :width]).pad_to(self.fitting(width)), None if self._on_host else expected
+
+    def _worth(self, tree: TokenTree) -> Tensor:
+        """fp32 [B, N]: each node's chance to be reached, 0 for padding. It is computed from lists where the host has
+        them: a matrix of ancestors costs far more for thousands of nodes."""
+        device, classes_BN = tree.tokens.device, tree.classes
+        if tree.on_host:
+            of_slots = enumerate(zip(tree.lists.parents, self.rates, strict=True))
+            worth = [worth_of(parents, tree.lists.classes_of(slot), rates) for slot, (parents, rates) in of_slots]
+            return from_host(torch.tensor(worth), device)
+        if classes_BN is None:
+            classes_BN = torch.arange(tree.width, device=device).expand(tree.tokens.shape)
+        log_rates_BN = from_host(torch.tensor(self.rates), device).log().gather(1, classes_BN)
+        log_rates_BN[:, 0] = 0.0
+        worth_BN = tree.ancestors.float().bmm(log_rates_BN[:, :, None])[:, :, 0].exp()
+        return worth_BN.masked_fill(tree.parents == PAD, 0.0)
+
+    def budget(self, max_nodes: int, active_B: Tensor) -> "Budget":
+        """Begin a proposal of at most `max_nodes` nodes for the active slots, bool [B].
+
+        The first one runs all stages, so that their seconds are known. A depth that is fixed is the one with the most
+        tokens a second by the chances of its stages.
+        """
+        if not self.automatic:
+            return Budget(max_nodes, draft_pass=self.draft_pass)
+        self._proposals += 1
+        self.runs_all, self._one_more = self._proposals == 1, self._proposals % EXPLORE_EVERY == 0
+        self.run, self.others = 1, None
+        if self.fixed:
+            slots, depths = range(len(self.rates)), range(1 + self.n_stages)
+            chances = [accumulate((self.chance(slot, depth) for depth in depths), mul) for slot in slots]
+            worths = [list(of_slot) for of_slot in chances]
+            paying = max(depths, key=lambda depth: self.speed((worth[: 1 + depth] for worth in worths), depth))
+            self.run = self.n_stages if self.runs_all else min(max(1, paying) + self._one_more, self.n_stages)
+        return Budget(max_nodes, self, active_B, draft_pass=self.draft_pass)
+
+    def chance(self, slot: int, stage: int) -> float:
+        """How often this stage holds the right token where the one above does; 1 for stage 0, the root. A stage that
+        was never tried is taken to be as good as the one above it."""
+        chance = FIRST_RATE if stage else 1.0
+        for above in range(1, stage + 1):
+            chance = self._of_slots[slot].rate(self._stages_from + above, chance)
+        return chance
+
+    def chance_elsewhere(self, slot: int) -> float:
+        """How often the first stage holds the right token where no node of drafters without stages does."""
+        return self._of_slots[slot].rate(self._stages_from, self.chance(slot, 1))
+
+    def worth_alone(self, slot: int, others: Lists) -> list[float]:
+        """The chances to be reached of the nodes of drafters without stages, if there were no others."""
+        assert others.classes is not None
+        kinds = [self._alone + kind for kind in others.classes[slot]]
+        return worth_of(others.parents[slot], kinds, self._of_slots[slot].values)
+
+    def runs(self, speed: float, without: float) -> bool:
+        """Whether a stage is run: if it raises the tokens a second, and now and then one that does not."""
+        if self.runs_all or speed > without:
+            return True
+        one_more, self._one_more = self._one_more, False
+        return one_more
+
+    def learn(self, slot: int, proposal: Lists, committed: Sequence[int]) -> None:
+        """Learn which nodes of a slot's whole proposal were right. committed: the new tokens behind the root."""
+        found = list(_judged(proposal, slot, committed))
+        events = found.copy()
+        if self.n_stages > 1:
+            nodes = zip(proposal.classes_of(slot)[1:], proposal.parents[slot][1:], strict=True)
+            proposed = {self.stage_of_class[kind] for kind, parent in nodes if parent >= 0} - {0, NO_STAGE}
+            right = {0, *(self.stage_of_class[kind] for kind, hit in found if hit)}
+            tried = (stage for stage in proposed if stage - 1 in right and stage <= len(committed))
+            events += [(self._stages_from + stage, stage in right) for stage in tried]
+            if self.others is not None:
+                alone = list(_judged(self.others, slot, committed))
+                events += [(self._alone + kind, hit) for kind, hit in alone]
+                if 1 in proposed and not any(hit for _, hit in alone):
+                    events.append((self._stages_from, 1 in right))
+        for kind, hit in events:
+            self._earlier.add(kind, hit)
+            self._of_slots[slot].add(kind, hit)
+
+    def record(
+        self, width: int, seconds: float, draft_seconds: float, tokens: float, typical: bool = True, stages: int = 1
+    ) -> None:
+        """Learn what a step cost, and give the drafter a rest where its last proposals did not pay.
+
+        Args:
+            width: query tokens of its pass.
+            seconds: of the whole step. draft_seconds: of the proposal in it. stages: of the proposal.
+            tokens: new ones a slot that took part.
+            typical: False where it did what later steps will not do again; then its time says nothing.
+        """
+        if typical:
+            self.passes.record(width, seconds - draft_seconds)
+        if self._steps_off > 0:
+            self._steps_off -= 1
+        elif typical and self._proposals:
+            if stages:
+                self.drafting.record(stages, draft_seconds)
+            self._gains.append(tokens * self.passes.table[1] / seconds)
+            if len(self._expected) == RECENT and max(fmean(self._expected), fmean(self._gains)) < 1:
+                self._steps_off = min(STALE, int(draft_seconds / (TRYING * self.passes.table[1])))
+
+    def decisions(self) -> dict[str, str]:
+        """What was decided, by name, for the statistics."""
+        passes = {} if self.draft_pass is None else {"draft_pass": self.draft_pass.description}
+        if not self.automatic:
+            return passes | {"nodes": "every proposed node is verified"}
+        times = ", ".join(f"{width}: {1e3 * time:.1f} ms" for width, time in sorted(self.passes.medians.items()))
+        return passes | {"nodes": f"chosen step by step; a step by the rows of its pass: {times}"}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one proposal may spend. The runner gives it to `Drafter.propose`.
+
+    Attributes:
+        max_nodes: the most nodes below each root.
+        policy: decides whether further stages pay; None runs all of them.
+        active: bool [B], the slots that take part; there with a policy.
+        first_class: the first of the drafter's own classes among the policy's.
+        draft_pass: the trial of the draft pass, where there is one.
+    """
+
+    max_nodes: int
+    policy: Policy | None = None
+    active: Tensor | None = None
+    first_class: int = 0
+    draft_pass: DraftPassTrial | None = None
+
+    def part(self, max_nodes: int, first_class: int) -> "Budget":
+        """The budget of one of several drafters. first_class: its first class among theirs."""
+        return replace(self, max_nodes=min(max_nodes, self.max_nodes), first_class=self.first_class + first_class)
+
+    def stages(self, most: int) -> int:
+        """How many of `most` stages the proposal may have; all where `goes_on` is asked between them."""
+        return min(most, self.policy.run) if self.policy is not None and self.policy.fixed else most
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether `begins` is to be asked before a drafter with stages runs the first one."""
+        return self.policy is not None and self.policy.n_stages > 1 and not self.policy.fixed
+
+    @property
+    def _slots(self) -> list[int]:
+        assert self.active is not None
+        return [slot for slot, active in enumerate(self.active.tolist()) if active]
+
+    def begins(self, others: Lists) -> bool:
+        """Whether a first stage pays, alone or with some behind it, beside the nodes of drafters without stages, which
+        have classes. A stage adds something where those are wrong: the first one as often as it was right there before,
+        later ones as often as by themselves."""
+        if (policy := self.policy) is None:
+            return True
+        policy.others, worths, added = others, list[list[float]](), list[list[float]]()
+        for slot in self._slots:
+            worths.append(policy.worth_alone(slot, others))
+            depths, found = [0], [0.0] * policy.n_stages  # by depth, the chance that they hold the right token there
+            for chance, parent in zip(worths[-1][1:], others.parents[slot][1:], strict=True):
+                depths.append(1 + depths[max(parent, 0)])
+                if depths[-1] <= policy.n_stages:
+                    found[depths[-1] - 1] += chance
+            deeper = (policy.chance(slot, stage) for stage in range(2, 1 + policy.n_stages))
+            reached = accumulate([policy.chance_elsewhere(slot), *deeper], mul)
+            added.append([chance * max(0.0, 1.0 - other) for chance, other in zip(reached, found, strict=True)])
+        without, *with_stages = (
+            policy.speed((worth + more[:depth] for worth, more in zip(worths, added, strict=True)), depth)
+            for depth in range(1 + policy.n_stages)
+        )
+        policy.run = int(policy.runs(max(with_stages), without))
+        return policy.run > 0
+
+    def goes_on(self, tree: TokenTree) -> bool:
+        """Whether one more stage pays after `tree`, which the drafter has proposed so far. The stage is taken to add a
+        child to every node of the last one, right as often as it was, whether it extends all of them or the best."""
+        if (policy := self.policy) is None or policy.fixed:
+            return True
+        proposal, now, then, hurdle = tree.lists, list[list[float]](), list[list[float]](), 1.0
+        for slot in self._slots:
+            classes = [0, *(self.first_class + kind for kind in proposal.classes_of(slot)[1:])]
+            worth = worth_of(proposal.parents[slot], classes, policy.rates[slot])
+            stages = [policy.stage_of_class[kind] for kind in classes]
+            chance = policy.chance(slot, 1 + max(stages))
+            children = [chance * worth[node] for node, stage in enumerate(stages) if stage == max(stages)]
+            if len(children) > 1:  # the chance is that of all of them together, and is counted for each
+                hurdle = HURDLE
+            now.append(worth)
+            then.append(worth + children)
+        runs = policy.runs(policy.speed(then, policy.run + 1), hurdle * policy.speed(now, policy.run))
+        policy.run = min(policy.run + runs, policy.n_stages)
+        return runs
+
+
+def worth_of(parents: Sequence[int], classes: Sequence[int], rates: Sequence[float]) -> list[float]:
+    """Each node's chance to be reached: the product of the rates along its path. The root's is 1, padding's 0."""
+    worth = [1.0]
+    for parent, kind in zip(parents[1:], classes[1:], strict=True):
+        worth.append(worth[parent] * rates[kind] if parent >= 0 else 0.0)
+    return worth
+
+
+def _judged(proposal: Lists, slot: int, committed: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    """The class of each node whose parent the committed tokens reach, and whether it was right."""
+    parents, classes, depth_on_path = proposal.parents[slot], proposal.classes_of(slot), {0: 0}
+    for node, token in enumerate(proposal.tokens[slot]):
+        depth = depth_on_path.get(parents[node]) if node else None
+        if depth is not None and depth < len(committed):
+            if hit := token == committed[depth]:
+                depth_on_path[node] = depth + 1
+            yield classes[node], hit
