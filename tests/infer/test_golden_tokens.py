@@ -47,7 +47,8 @@ def test_every_drafter_gives_the_tokens_of_before_in_as_many_steps(exactness, ti
                 # All five prompts on four slots; the first one alone.
                 found, count = decoded(engine, exactness, sampling, range(5 if batch == 4 else 1))
                 assert found == tokens.setdefault(sampling, found)[: len(found)], (name, batch, sampling)
-                steps.setdefault(name, []).append(count)
+                if name != "tokenswift_auto":  # the clock decides whether it takes a draft pass
+                    steps.setdefault(name, []).append(count)
     if not GOLDEN.exists():
         rows = [f"  {json.dumps(key)}: {json.dumps(value)}" for part in (tokens, steps) for key, value in part.items()]
         GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
