@@ -237,7 +237,7 @@ def test_a_prompt_that_is_still_read_is_nothing_that_steps_catch_up_with(target,
     drafter = TriForceDrafter(target, small, budget=24, stride=10, window=24, sinks=4)
     engine = Engine(target, drafter, slots=2, nodes=None, prefill_chunk=16)
     grow = SmallModelDrafter.grow
-    drafter.inner.grow = lambda state, plan: rows.append(plan[1]) or grow(drafter.inner, state, plan)
+    drafter.inner.grow = lambda state, budget, plan: rows.append(plan[1]) or grow(drafter.inner, state, budget, plan)
     long = SamplingParams(max_new_tokens=40)
     requests = [replace(read_requests(target, [one], long, 200)[0], index=i) for i, one in enumerate(prompts(9, 150))]
     coming = [[requests[0]], [requests[1]], [], [], []]
