@@ -37,8 +37,7 @@ from longdraft.launch.shared_options import NEW_TOKENS, PROMPTS, TEXT_TOKENS, gi
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import available_bytes, on_device
-from longdraft.models.draft_files import WEIGHTS
-from longdraft.models.draft_folder import local_folder
+from longdraft.models.draft_folder import WEIGHTS, local_folder
 from longdraft.models.footprint import size, weight_count
 from longdraft.models.hf import build_decoder, load_tokenizer, load_transformers, read_target_config
 from longdraft.models.target import Target

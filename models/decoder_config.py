@@ -1,11 +1,16 @@
-"""The configuration of a decoder. Not here: reading it from a Hugging Face one (models/hf_config.py)."""
+"""The configuration of a decoder. models/hf_config.py reads it from a Hugging Face one."""
 
-from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from longdraft.models.rope import RopeConfig
+from longdraft.models.schema import Bool, Float, Int, validated_dataclass
+
+Size = Annotated[Int, Field(ge=1)]
 
 
-@dataclass(frozen=True)
+@validated_dataclass
 class ExpertsConfig:
     """A mixture-of-experts feed-forward: `number` experts of width `size` per layer, `per_token` of them per token.
 
@@ -14,54 +19,54 @@ class ExpertsConfig:
     (kernels/gate.py), or None for silu.
     """
 
-    number: int
-    per_token: int
-    size: int
-    normalised: bool
-    dense_layers: tuple[int, ...] = ()
-    bias: bool = False
-    clamped_gate: tuple[float, float] | None = None
+    number: Size
+    per_token: Size
+    size: Size
+    normalised: Bool
+    dense_layers: tuple[Int, ...] = ()
+    bias: Bool = False
+    clamped_gate: tuple[Float, Float] | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.per_token <= self.number:
-            raise ValueError(f"experts per token is {self.per_token}; it must be 1 to {self.number}")
+        if self.per_token > self.number:
+            raise ValueError(f"per_token: {self.per_token} experts a token, of {self.number}")
 
 
-@dataclass(frozen=True)
+@validated_dataclass
 class DecoderConfig:
     """Shape and arithmetic of a target. `head_dim` is a field because it is not hidden_size / n_heads in all models."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_positions: int
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    n_layers: Size
+    n_heads: Size
+    n_kv_heads: Size
+    head_dim: Size
+    rms_norm_eps: Float
+    max_positions: Size
     rope: RopeConfig
-    attention_bias: bool = False  # of q, k and v
-    o_bias: bool = False  # of the attention's output projection
-    mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm of each head of q and k
-    tie_embeddings: bool = False
-    sliding_windows: tuple[int | None, ...] | None = None  # per layer: how many keys a query reads; None: all
+    attention_bias: Bool = False  # of q, k and v
+    o_bias: Bool = False  # of the attention's output projection
+    mlp_bias: Bool = False
+    qk_norm: Bool = False  # RMSNorm of each head of q and k
+    tie_embeddings: Bool = False
+    sliding_windows: tuple[Size | None, ...] | None = None  # per layer: how many keys a query reads; None: all
     experts: ExpertsConfig | None = None
-    activation: str = "silu"  # of the feed-forward's gate: "silu" or "gelu_tanh"
-    embedding_scale: float = 1.0
-    post_norms: bool = False  # whether each sub-layer's output is normed before it is added to the stream
-    attention_sinks: bool = False  # a learned score per head that every query reads (kernels/sinks.py)
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the feed-forward's gate
+    embedding_scale: Float = 1.0
+    post_norms: Bool = False  # whether each sub-layer's output is normed before it is added to the stream
+    attention_sinks: Bool = False  # a learned score per head that every query reads (kernels/sinks.py)
     window_rope: RopeConfig | None = None  # of the layers with a sliding window, if not `rope`
     # Our norm weights are the published ones plus `norm_offset`; the q norm's are then multiplied by `query_factor`.
-    norm_offset: float = 0.0
-    query_factor: float = 1.0
+    norm_offset: Float = 0.0
+    query_factor: Float = 1.0
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads is {self.n_heads}; it must be a multiple of n_kv_heads ({self.n_kv_heads})")
+            raise ValueError(f"n_heads: {self.n_heads} is no multiple of n_kv_heads, {self.n_kv_heads}")
         if self.sliding_windows is not None and len(self.sliding_windows) != self.n_layers:
-            raise ValueError(f"sliding_windows has {len(self.sliding_windows)} entries for {self.n_layers} layers")
+            raise ValueError(f"sliding_windows: {len(self.sliding_windows)} for {self.n_layers} layers")
 
     def rope_of(self, layer: int) -> RopeConfig:
         """The RoPE of a layer; -1 is the last one."""

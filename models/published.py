@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longdraft.models.draft_files import CONFIG, check_out, read_config
-from longdraft.models.draft_folder import Draft, DraftInfo, save_draft, target_entry
+from longdraft.models.draft_folder import CONFIG, Draft, DraftInfo, check_out, read_config, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import METADATA, describe_target, lasting_name, read_target_config

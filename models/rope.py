@@ -5,37 +5,38 @@ on. Not here: the rotation (kernels/rotate.py). Shapes: B slots, T tokens, N tok
 it, d head width, F = d / 2 frequencies.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from longdraft.kernels.transfer import from_host
+from longdraft.models.schema import Int, validated_dataclass
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-@dataclass(frozen=True)
+@validated_dataclass
 class RopeConfig:
     """transformers' `max_position_embeddings` and `rope_parameters`: rope_theta, rope_type and the type's options."""
 
-    head_dim: int
-    max_positions: int
-    parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    head_dim: Annotated[Int, Field(multiple_of=2)]
+    max_positions: Int
+    parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
     def __post_init__(self) -> None:
-        if self.type not in ROPE_TYPES:
-            raise ValueError(f"rope_type is {self.type!r}; supported: {', '.join(ROPE_TYPES)}")
+        if self.parameters.get("rope_type") not in ROPE_TYPES:
+            given = self.parameters.get("rope_type")
+            raise ValueError(f"rope_type: {given!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         partial = self.parameters.get("partial_rotary_factor", 1.0)
         if partial not in (None, 1.0):
-            raise ValueError(f"partial_rotary_factor is {partial}; only whole heads (1.0) are supported")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; RoPE needs an even head width")
+            raise ValueError(f"partial_rotary_factor: {partial} is not supported, only whole heads (1.0)")
 
     @property
     def type(self) -> str:

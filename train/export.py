@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longdraft.data_prep.shards import ShardSet
-from longdraft.models.draft_files import check_out
-from longdraft.models.draft_folder import Draft, DraftInfo, load_draft, save_draft, target_entry
+from longdraft.models.draft_folder import Draft, DraftInfo, check_out, load_draft, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import RANKS
 from longdraft.models.hf import lasting_name

@@ -13,8 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 from yaml import YAMLError
 
-from longdraft.models.draft_files import CONFIG, WEIGHTS
-from longdraft.models.draft_folder import HUB_NAME, DraftInfo, read_info
+from longdraft.models.draft_folder import CONFIG, HUB_NAME, WEIGHTS, DraftInfo, read_info
 from longdraft.models.files import write_atomically
 from longdraft.train.config import Config, to_yaml
 from longdraft.train.plots import DECODING, acceptance, draw_decoding, tokens_per_step

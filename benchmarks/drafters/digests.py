@@ -3,8 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from longdraft.models.draft_files import CONFIG, WEIGHTS
-from longdraft.models.draft_folder import local_folder
+from longdraft.models.draft_folder import CONFIG, WEIGHTS, local_folder
 from longdraft.models.files import file_digest
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "**/*.gguf")

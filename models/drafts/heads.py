@@ -15,25 +15,12 @@ from longdraft.models.drafts.vocabulary import DraftVocabulary
 
 
 class HeadsConfig:
-    """The fields that every method's config has. No dataclass itself, because each method has its own order of fields,
-    which exported config.json files follow."""
+    """The fields that every method's config has; each method's dataclass has its own order of them."""
 
     hidden_size: int
     n_heads: int
     init_std: float
     draft_vocab_size: int | None
-
-    def check_sizes(self) -> None:
-        """Raise ValueError if hidden size, number of heads or draft vocabulary is below 1."""
-        if self.hidden_size < 1:
-            raise ValueError(f"draft.hidden_size: {self.hidden_size}; give the target's")
-        if self.n_heads < 1:
-            raise ValueError(f"draft.n_heads: {self.n_heads}, but at least 1 head is needed")
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ValueError(
-                f"draft.draft_vocab_size: {self.draft_vocab_size}; give 1 to the target's vocabulary, or None for all "
-                "of it"
-            )
 
 
 class Heads(DraftVocabulary):

@@ -8,24 +8,25 @@ Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, d head wid
 tokens of several pieces are packed end to end, and the block runs for Q of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder
-from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig, Size
 from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
 from longdraft.models.drafts.projection import Projection
 from longdraft.models.drafts.vocabulary import DraftVocabulary
 from longdraft.models.experts import Experts
 from longdraft.models.layer import Layer
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
+from longdraft.models.schema import Bool, Float, validated_dataclass
 from longdraft.models.stream import RMSNorm, Stream
 
 INIT_STD = 0.02
@@ -36,7 +37,7 @@ SHAPE = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@validated_dataclass
 class LongSpecConfig:
     """Shape of the block, which is the target's (see `for_target`), and its options.
 
@@ -49,33 +50,26 @@ class LongSpecConfig:
         draft_vocab_size: how many tokens it can propose (the buffer `token_ids` says which); None for all.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_positions: int
-    rope: Mapping[str, Any]
-    window: int = 512
-    noise: int = 5
-    final_norm: bool = False
-    warm_start: bool = False
-    draft_vocab_size: int | None = None
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    n_heads: Size
+    n_kv_heads: Size
+    head_dim: Size
+    rms_norm_eps: Annotated[Float, Field(gt=0)]
+    max_positions: Size
+    rope: dict[str, Any]
+    window: Size = 512
+    noise: Size = 5
+    final_norm: Bool = False
+    warm_start: Bool = False
+    draft_vocab_size: Size | None = None
 
     def __post_init__(self):
-        for name in (*SHAPE, "window", "noise"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"draft.{name}: {getattr(self, name)}, but it must be above 0")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"draft.n_heads: {self.n_heads} is no multiple of n_kv_heads ({self.n_kv_heads})")
-        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"draft.draft_vocab_size: {self.draft_vocab_size}; give 1 to {self.vocab_size}, the target's "
-                f"vocabulary, or None for all of it"
-            )
-        object.__setattr__(self, "rope", dict(self.rope))
+            raise ValueError(f"n_heads: {self.n_heads} is no multiple of n_kv_heads, {self.n_kv_heads}")
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"draft_vocab_size: {self.draft_vocab_size}, but the target has {self.vocab_size} tokens")
         _ = self.rope_config  # refuses an unknown type
 
     @property

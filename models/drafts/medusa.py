@@ -6,15 +6,18 @@ TokenSwift, so both share labels and loss. infer/drafters/medusa.py decodes with
 Shapes: N tokens, D hidden, V vocabulary; ... any leading shape.
 """
 
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
+from longdraft.models.decoder_config import Size
 from longdraft.models.drafts.heads import Heads, HeadsConfig
+from longdraft.models.schema import Float, validated_dataclass
 
 
-@dataclass(frozen=True)
+@validated_dataclass
 class MedusaConfig(HeadsConfig):
     """Shape and initialisation of the heads; `hidden_size` is the target's.
 
@@ -22,15 +25,10 @@ class MedusaConfig(HeadsConfig):
     `draft_vocab_size`: how many tokens the heads can propose (the buffer `token_ids` says which); None for all.
     """
 
-    hidden_size: int
-    n_heads: int = 3
-    init_std: float = 0.0
-    draft_vocab_size: int | None = None
-
-    def __post_init__(self):
-        self.check_sizes()
-        if self.init_std < 0:
-            raise ValueError(f"draft.init_std: {self.init_std} is negative; give 0 or more")
+    hidden_size: Size
+    n_heads: Size = 3
+    init_std: Annotated[Float, Field(ge=0)] = 0.0
+    draft_vocab_size: Size | None = None
 
 
 class Medusa(Heads):

@@ -8,20 +8,23 @@ position t, head i proposes the token at t + 1 + i. infer/drafters/tokenswift.py
 Shapes: N tokens, D hidden, V vocabulary; ... any leading shape.
 """
 
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
+from longdraft.models.decoder_config import Size
 from longdraft.models.drafts.heads import Heads, HeadsConfig
+from longdraft.models.schema import Float, validated_dataclass
 from longdraft.models.stream import RMSNorm
 
-KINDS = {"linear_chain": frozenset({"pre_norm"}), "silu_chain": frozenset({"post_norm"})}
-OUT_NORM_INITS = ("ones", "target")
+# By kind: the field of TargetOutput that the heads read.
+NEEDS = {"linear_chain": frozenset({"pre_norm"}), "silu_chain": frozenset({"post_norm"})}
 
 
-@dataclass(frozen=True)
+@validated_dataclass
 class TokenSwiftConfig(HeadsConfig):
     """Shape and initialisation of the heads.
 
@@ -34,26 +37,17 @@ class TokenSwiftConfig(HeadsConfig):
         draft_vocab_size: how many tokens the heads can propose (the buffer `token_ids` says which); None for all.
     """
 
-    hidden_size: int
-    rms_norm_eps: float
-    n_heads: int = 3
-    kind: str = "linear_chain"
-    out_norm_init: str = "ones"
-    init_std: float = 0.02
-    draft_vocab_size: int | None = None
+    hidden_size: Size
+    rms_norm_eps: Float
+    n_heads: Size = 3
+    kind: Literal["linear_chain", "silu_chain"] = "linear_chain"
+    out_norm_init: Literal["ones", "target"] = "ones"
+    init_std: Annotated[Float, Field(ge=0)] = 0.02
+    draft_vocab_size: Size | None = None
 
     def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(f"draft.kind: {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
-        if self.out_norm_init not in OUT_NORM_INITS:
-            raise ValueError(
-                f"draft.out_norm_init: {self.out_norm_init!r} is unknown; choose one of {', '.join(OUT_NORM_INITS)}"
-            )
         if self.kind == "silu_chain" and self.out_norm_init != "ones":
-            raise ValueError("draft.out_norm_init: silu_chain has no norms to start from the target's; set it to ones")
-        self.check_sizes()
-        if self.init_std < 0:
-            raise ValueError(f"draft.init_std: {self.init_std} is negative; give 0 or more, the paper's is 0.02")
+            raise ValueError("out_norm_init: silu_chain has no norms to start from the target's; set it to ones")
 
 
 class TokenSwift(Heads):
@@ -84,7 +78,7 @@ class TokenSwift(Heads):
 
     @property
     def needs(self) -> frozenset[str]:
-        return KINDS[self.config.kind]
+        return NEEDS[self.config.kind]
 
     def step(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if self.config.kind == "linear_chain":

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceTrainer
 
 from longdraft.launch import generate
-from longdraft.models.draft_files import read_header, read_weights, write_pair
+from longdraft.models.draft_folder import load_draft
 from longdraft.models.files import damage_named
 from longdraft.models.hf import describe_target, load_target, load_through_transformers, load_tokenizer
 
@@ -155,15 +155,15 @@ def test_the_command_says_one_line(whole, tmp_path, capsys):
     assert shown.out == "" and len(said) == 1 and str(folder / "pytorch_model.bin") in said[0]
 
 
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_drafts_weights_are_named(tmp_path, damage):
-    write_pair(tmp_path, lambda digest: {"format_version": 1, "method": "medusa"}, {"a": torch.ones(400)})
-    path = tmp_path / "model.safetensors"
+def test_a_drafts_files_are_named(tmp_path, file, damage):
+    shutil.copytree(Path(__file__).with_name("drafts_written_before") / "medusa", tmp_path, dirs_exist_ok=True)
+    path = tmp_path / file
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    for read in (read_header, lambda folder: read_weights(folder, None)):
-        with pytest.raises(ValueError, match=r"model\.safetensors") as caught:
-            read(tmp_path)
-        assert ("git lfs pull" if damage == "pointer" else "export again") in str(caught.value)
+    with pytest.raises(ValueError, match=file) as caught:
+        load_draft(tmp_path)
+    assert ("git lfs pull" if damage == "pointer" else "export again") in str(caught.value)
 
 
 def test_of_several_files_the_broken_json_is_named(tmp_path):

@@ -335,7 +335,7 @@ def test_warm_start_takes_the_targets_first_and_last_layer(tiny_target):
 def test_what_starts_from_the_target_needs_it(tiny_target):
     target = tiny_target()
     config = LongSpecConfig.for_target(target.model.config, warm_start=True)
-    with pytest.raises(ValueError, match=r"draft\.warm_start: it starts from the target's weights; give the target"):
+    with pytest.raises(ValueError, match="warm_start"):
         LongSpec(config, torch.Generator())
     with pytest.raises(ValueError, match="not of this draft's intermediate_size"):
         LongSpec(config, torch.Generator(), tiny_target(intermediate_size=64).model)
@@ -415,18 +415,18 @@ def test_config_survives_json(tiny_target):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value", "named"),
     [
-        ("window", 0, "draft.window: 0"),
-        ("noise", 0, "draft.noise: 0"),
-        ("n_kv_heads", 3, "draft.n_heads: 4 is no multiple of n_kv_heads"),
-        ("draft_vocab_size", 98, "draft.draft_vocab_size: 98; give 1 to 97"),
-        ("rope", {"rope_type": "spiral"}, "rope_type is 'spiral'"),
+        ("window", 0, "window"),
+        ("noise", 0, "noise"),
+        ("n_kv_heads", 3, "n_heads"),
+        ("draft_vocab_size", 98, "draft_vocab_size"),
+        ("rope", {"rope_type": "spiral"}, "rope_type"),
     ],
 )
-def test_config_says_what_is_wrong(tiny_target, field, value, message):
+def test_config_says_what_is_wrong(tiny_target, field, value, named):
     good = asdict(LongSpecConfig.for_target(tiny_target().model.config))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"^{named}: "):
         LongSpecConfig(**(good | {field: value}))
 
 

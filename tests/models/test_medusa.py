@@ -64,5 +64,5 @@ def test_loss_is_the_cross_entropy_of_each_head_and_reaches_each():
     ("field", "value"), [("hidden_size", 0), ("n_heads", 0), ("init_std", -0.1)]
 )  # fmt: skip
 def test_config_says_what_is_wrong(field, value):
-    with pytest.raises(ValueError, match=f"draft.{field}: {value}"):
+    with pytest.raises(ValueError, match=rf"^{field}: "):
         MedusaConfig(**({"hidden_size": D} | {field: value}))

@@ -15,7 +15,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import convert as command
 from longdraft.launch import generate
-from longdraft.models import draft_files, hf_weights, published
+from longdraft.models import draft_folder, hf_weights, published
 from longdraft.models.draft_folder import load_draft, read_info
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import describe_target, load_target
@@ -225,14 +225,14 @@ def test_what_does_not_fit_is_named_and_nothing_is_left(tmp_path, folder, block,
     full.mkdir()
     (full / "thesis.txt").write_text("mine")
     assert command.main([str(merged[0]), "--out", str(full)]) == 2
-    assert "is left as it is" in capsys.readouterr().err and (full / "thesis.txt").read_text() == "mine"
+    assert "out:" in capsys.readouterr().err and (full / "thesis.txt").read_text() == "mine"
 
 
 def test_an_interrupted_conversion_leaves_nothing(tmp_path, folder, block, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(draft_files, "write_tensors", interrupted)
+    monkeypatch.setattr(draft_folder, "write_tensors", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(block[0], tmp_path / "out", str(folder))
     assert not (tmp_path / "out").exists()

@@ -110,14 +110,15 @@ def test_loss_is_each_heads_cross_entropy_and_gradient_flows_along_the_chain(kin
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "values"),
     [
-        ("kind", "mlp", r"draft\.kind: 'mlp' is unknown; choose one of linear_chain, silu_chain"),
-        ("out_norm_init", "zeros", r"draft\.out_norm_init: 'zeros' is unknown; choose one of ones, target"),
-        ("n_heads", 0, r"draft\.n_heads: 0"),
-        ("init_std", -0.1, r"draft\.init_std: -0\.1 is negative"),
+        ("kind", {"kind": "mlp"}),
+        ("out_norm_init", {"out_norm_init": "zeros"}),
+        ("out_norm_init", {"kind": "silu_chain", "out_norm_init": "target"}),
+        ("n_heads", {"n_heads": 0}),
+        ("init_std", {"init_std": -0.1}),
     ],
 )
-def test_errors_name_field_value_and_remedy(field, value, message):
-    with pytest.raises(ValueError, match=message):
-        TokenSwiftConfig(D, 1e-5, **{field: value})
+def test_errors_name_the_field(field, values):
+    with pytest.raises(ValueError, match=rf"^{field}: "):
+        TokenSwiftConfig(D, 1e-5, **values)

@@ -18,8 +18,7 @@ from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.export import main
-from longdraft.models.draft_files import CONFIG, WEIGHTS
-from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
+from longdraft.models.draft_folder import CONFIG, DRAFTS, WEIGHTS, load_draft, read_info
 from longdraft.models.files import file_digest
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import LOADERS, load_target

@@ -116,7 +116,7 @@ def test_the_card_says_what_the_run_recorded(pushed):
 
 def test_a_targets_card_that_cannot_be_read_gives_no_licence(tmp_path):
     config = config_from_dict(yaml.safe_load(CONFIG) | {"target": {"path": str(tmp_path)}})
-    info = DraftInfo({"name": tmp_path.name}, 64, {}, {}, {})
+    info = DraftInfo({"name": tmp_path.name, "config_sha256": "c", "tokenizer_sha256": "t"}, 64, {}, {}, {})
     for text, licence in (("license: mit", "mit"), ("license: [mit", None), ("license: mit: x", None)):
         (tmp_path / "README.md").write_text(f"---\n{text}\n---\n")
         assert card_data(info, config).license == licence
