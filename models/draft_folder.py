@@ -58,12 +58,12 @@ Rates = Annotated[list[list[Annotated[Float, Field(ge=0, le=1)]]], Field(max_len
 class Tree(TypedDict):
     """The drafter's default tree. "levels": how many ranks each level has; for LongSpec the widths of its beam.
     "rank_rates": [level][rank], the fraction of held-out positions whose text had that rank. "choice_rates": the same
-    for the target's own choices, which acceptance depends on."""
+    for the target's own choices, which acceptance depends on. None: not measured."""
 
     __pydantic_config__ = ConfigDict(extra="allow", allow_inf_nan=False)  # pyright: ignore
-    levels: NotRequired[Annotated[list[Annotated[Int, Field(ge=1, le=4096)]], Field(max_length=64)]]
-    rank_rates: NotRequired[Rates]
-    choice_rates: NotRequired[Rates]
+    levels: NotRequired[Annotated[list[Annotated[Int, Field(ge=1, le=4096)]], Field(max_length=64)] | None]
+    rank_rates: NotRequired[Rates | None]
+    choice_rates: NotRequired[Rates | None]
 
 
 class TargetEntry(TypedDict):

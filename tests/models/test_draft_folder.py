@@ -169,6 +169,7 @@ def test_fields_that_first_folders_lack(folder):
     """`noise` was always null once, and there was no digest of the weights, nor of the target's."""
     first = content(folder)
     del first["target"]["weights_sha256"]
+    first["tree"] |= {"rank_rates": None, "choice_rates": None}
     for name in ("noise", "weights_sha256", "step"):
         del first[name]
     for change in ({"noise": None}, {}):
