@@ -10,7 +10,6 @@ answers. The target itself is opened in launch/regenerate.py, or endpoints.py as
 """
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from tqdm import tqdm
 
+from longdraft.data_prep.bars import bar
 from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.failures import check_out, check_outside, failures_described
@@ -39,7 +39,6 @@ from longdraft.models.schema import Int, validated_dataclass
 COMMAND = "longdraft prepare regenerate"
 OWN_FILES = r"manifest\.json|part-\d+\.jsonl"
 ENOUGH_ANSWERS = 16  # if at least this many answers of the first part all fail for one reason, the others would too
-PLAIN_EVERY = 30.0  # seconds between two lines of progress where there is no terminal
 
 
 @validated_dataclass
@@ -106,9 +105,10 @@ def regenerate(
                 due = {task for task in mine if folder.read(task) is None}
                 parts = ((task, list(islice(conversations, config.part_size))) for task in tasks)
                 to_answer = ((task, documents) for task, documents in parts if task in due)
-                with _progress_bar(min(count, len(due) * config.part_size)) as bar:
+                total = min(count, len(due) * config.part_size)
+                with bar(total=total, desc="answering", unit="conversation") as progress:
                     answerer = Answerer(encoder, config.max_prompt, config.keep_unfinished)
-                    speed = _answer(to_answer, folder, answerer, start, config.seed, len(due) == len(mine), bar)
+                    speed = _answer(to_answer, folder, answerer, start, config.seed, len(due) == len(mine), progress)
                 if machine is None:
                     _write_manifest(out, plan, folder.read_all(tasks))
             if machine is None:
@@ -181,7 +181,7 @@ def _answer(
     start: Callable[[], Generate],
     seed: int,
     is_new: bool,
-    bar: tqdm,
+    progress: tqdm,
 ) -> str:
     """Do the tasks in `parts`, each with its conversations. Returns the speed, for a message.
 
@@ -192,8 +192,8 @@ def _answer(
         """Count a conversation that is complete or left out."""
         counts.update(tokens=conversation.generated)
         counts.update(good=conversation.why is None, errors=conversation.why in ERRORS)
-        bar.set_postfix_str(f"{counts['good']} good, {counts['errors']} errors", refresh=False)
-        bar.update()
+        progress.set_postfix_str(f"{counts['good']} good, {counts['errors']} errors", refresh=False)
+        progress.update()
 
     for task, documents in parts:
         generate, is_first = generate or start(), is_new and not counts["tokens"]
@@ -279,8 +279,3 @@ def _counts(record: Mapping[str, Any]) -> str:
         reasons = ", ".join(f"{reason}: {count:,}" for reason, count in record[field].items())
         counts.append(f"{sum(record[field].values()):,} {noun}" + (f" ({reasons})" if reasons else ""))
     return ", ".join(counts)
-
-
-def _progress_bar(total: int) -> tqdm:
-    every = 0.1 if sys.stderr.isatty() else PLAIN_EVERY
-    return tqdm(total=total, desc="answering", unit="conversation", mininterval=every, miniters=0, dynamic_ncols=True)

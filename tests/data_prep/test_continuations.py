@@ -87,9 +87,11 @@ def test_a_beginning_is_never_empty(begin, tiny_tokenizer):
 
 def test_a_beginning_of_long_tokens_is_read_as_far_as_it_goes(begin, monkeypatch):
     text = "longer than the row" * 3
-    expected = begin(text, 3)
-    monkeypatch.setattr(module, "MOST_CHARACTERS", 1)
-    assert begin(text, 3) == expected == "longer th"
+    expected = [begin(text, count) for count in range(1, 12)]
+    assert expected[2] == "longer th"
+    for characters in (1, 2, 3, 4):
+        monkeypatch.setattr(module, "MOST_CHARACTERS", characters)
+        assert [begin(text, count) for count in range(1, 12)] == expected
 
 
 def test_special_tokens_in_a_text_are_text(begin):

@@ -213,7 +213,7 @@ def test_accounts(config, run, tiny_tokenizer, tmp_path, capsys):
     }
     errors = {
         "unfinished": [[user("long")], [user("q"), assistant(), user("long")]],
-        "empty_answer": [[user("blank"), assistant(), user("never asked")]],
+        "empty_answer": [[user("blank"), assistant(), user("never asked")], [user("blank")]],
         "not_text": [[user("half")], [user("odd")]],
         "special_token_in_answer": [[user("control")]],
         "prompt_too_long": [[user("many words " * 40)]],
@@ -244,7 +244,7 @@ def test_accounts(config, run, tiny_tokenizer, tmp_path, capsys):
     assert manifest["success"] == len(records(config.out)) == 2
     assert manifest["reread"] == 1, "the template took a blank away"
     assert not any("never asked" in prompt for call in speaker.calls for prompt, _ in call)
-    assert len(manifest["named"]) == 20
+    assert len(manifest["named"]) == 20, "one is not named"
     named = {entry["conversation"]: entry["why"] for entry in manifest["named"]}
     for i, one in enumerate(all_of_them, start=1):
         if f"chats.jsonl:{i}" in named and one:
@@ -252,7 +252,7 @@ def test_accounts(config, run, tiny_tokenizer, tmp_path, capsys):
     assert list(named) == sorted(named, key=lambda name: int(name.split(":")[1]))
     shown = capsys.readouterr().out
     assert (
-        "9 errors (empty_answer: 1, not_text: 2, " in shown and "11 skipped (answer_unasked: 1, bad_json: 1, " in shown
+        "10 errors (empty_answer: 2, not_text: 2, " in shown and "11 skipped (answer_unasked: 1, bad_json: 1, " in shown
     )
 
 
@@ -509,3 +509,8 @@ def test_a_blank_between_prompt_and_answer_is_kept_where_the_template_has_none(b
     assert conversation.messages[-1] == ("assistant", said) and conversation.reread == 0
     (encoded,) = encoder.encode_document(Conversation("d", b"", tuple(conversation.messages)))
     assert encoded.tokens[slice(*encoded.spans[0])].tolist() == wrote
+    # The same text from other tokens is read back as these, with its blank.
+    conversation.messages[-1] = ("assistant", None)
+    others = blank_tokenizer.convert_tokens_to_ids(["▁t", "h", "e", "▁", "g", "ate"])
+    chat.take(conversation, Completion(0, [*others, blank_tokenizer.eos_token_id], True))
+    assert conversation.messages[-1] == ("assistant", said) and conversation.reread == 1
