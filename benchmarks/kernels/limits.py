@@ -1,9 +1,8 @@
 """Compiles the Triton kernels for GPUs that are not present, and reads shared memory, registers and stack of each.
 
-`python benchmarks/kernels/limits.py` compiles the variants that the test suite checks (a minute); `--all` compiles
-every kernel for every architecture, dtype and shape (half an hour); `--arch 90 120` and `--kernel tree_attention`
-select some. It prints a line per compiled kernel and one JSON object as the last line; the exit status is 1 if a limit
-is exceeded. Needs Triton's own tools and no GPU. Not here: speed, and whether results are right.
+`python benchmarks/kernels/limits.py` takes a minute; `--arch 90 120` and `--kernel tree_attention` select some kernels.
+It prints a line per compiled kernel and one JSON object as the last line; the exit status is 1 if a limit is exceeded.
+Needs Triton's own tools and no GPU.
 """
 
 import argparse
@@ -31,7 +30,7 @@ PROCESSORS = 132
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WIDTHS, ROWS = (64, 128, 256), (1, 16, 64)
 LAYERS, HEADS, KV, VOCAB, CAPACITY = 32, 32, 8, 128_256, 131_072
-GROUPS, MOST_ROWS = (1, 3, 4, 7, 8), 128  # query heads per key head of known targets; rows of a pass
+MOST_ROWS = 128  # of a pass
 
 
 @dataclass(frozen=True)
@@ -164,42 +163,19 @@ BY_WIDTH, BY_DTYPE, ALIKE = (
 )
 
 
-def tree_shapes(module: ModuleType, arch: int, dtype: str, width: int) -> list[int]:
-    """Numbers of rows that represent all of 1 to 128 and all groups: one for each block shape of a program."""
+def tree_shapes(module: ModuleType, dtype: str, width: int) -> list[int]:
+    """Numbers of rows that represent all of 1 to 128 on sm_90: one for each block shape of a program."""
     found: dict[tuple[int, int], int] = {}
     for rows in (*ROWS, *range(1, MOST_ROWS + 1)):
-        blocks = module.blocks(rows * (HEADS // KV), width, DTYPES[dtype].itemsize, FAST_MEMORY[arch])
+        blocks = module.blocks(rows * (HEADS // KV), width, DTYPES[dtype].itemsize, FAST_MEMORY[90])
         found.setdefault(blocks, rows)  # a number from ROWS if possible
-    all_blocks = {
-        module.blocks(rows * group, width, DTYPES[dtype].itemsize, FAST_MEMORY[arch])
-        for rows in range(1, MOST_ROWS + 1)
-        for group in GROUPS
-    }
-    assert all_blocks == set(found), f"blocks of other groups are compiled by no call here: {all_blocks - set(found)}"
     return sorted(found.values())
 
 
-def everything(module: ModuleType) -> Iterator[Variant]:
-    """Every kernel for every architecture, dtype, number of rows and head width. module: tree_attention's."""
-    for arch, dtype, width in product(FAST_MEMORY, DTYPES, WIDTHS):
-        for rows in sorted({*ROWS, *tree_shapes(module, arch, dtype, width)}):
-            for what in ("tree", "chain", "tree, window", "chain, window"):
-                yield Variant("tree_attention", what, arch, dtype, rows, width)
-        for file in BY_WIDTH:
-            yield Variant(file, "", arch, dtype, 64, width)
-    for arch, dtype, file in product(FAST_MEMORY, DTYPES, BY_DTYPE):
-        yield Variant(file, "", arch, dtype)
-    # Its gradients are those of flash kernels, in half precision only.
-    for arch, width, what in product(FAST_MEMORY, WIDTHS, ("", "window")):
-        yield Variant("segment_attention", what, arch, "bf16", 4096, width)
-    for arch, rows, file in product(FAST_MEMORY, ROWS, ALIKE):
-        yield Variant(file, "", arch, "bf16", rows)
-
-
-def of_the_suite(module: ModuleType) -> Iterator[Variant]:
+def variants(module: ModuleType) -> Iterator[Variant]:
     """Every kernel once, every block shape of trees on sm_90, and the most demanding variants elsewhere."""
     for dtype, width in product(DTYPES, WIDTHS):
-        for rows in tree_shapes(module, 90, dtype, width):
+        for rows in tree_shapes(module, dtype, width):
             yield Variant("tree_attention", "tree", 90, dtype, rows, width)
     yield Variant("tree_attention", "chain", 90)
     yield Variant("tree_attention", "cross", 90, "bf16", 1)
@@ -301,12 +277,11 @@ def loops_of_products(sass: str) -> tuple[int, ...]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What the Triton kernels use on GPUs that are not present.")
-    parser.add_argument("--all", action="store_true", help="every kernel, architecture, dtype and shape: half an hour")
     parser.add_argument("--arch", type=int, nargs="+", choices=FAST_MEMORY, default=list(FAST_MEMORY))
     parser.add_argument("--kernel", nargs="+", choices=CALLS, default=list(CALLS), help="files of kernels/triton")
     args = parser.parse_args(arguments)
     compiler = Compiler()
-    for variant in (everything if args.all else of_the_suite)(compiler.modules["tree_attention"]):
+    for variant in variants(compiler.modules["tree_attention"]):
         if variant.arch in args.arch and variant.file in args.kernel:
             compiler.run(variant)
     print(json.dumps({"found": [asdict(usage) for usage in compiler.found], "not_compiled": compiler.left()}))
