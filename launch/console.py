@@ -1,7 +1,4 @@
-"""What surrounds the work of every command: usable standard streams, one-line errors, Ctrl-C and exit statuses.
-
-The line that shows a command's progress is in launch/progress.py.
-"""
+"""What surrounds the work of every command: usable standard streams, one-line errors, Ctrl-C and exit statuses."""
 
 import os
 import signal
@@ -11,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -53,16 +49,15 @@ def run_command(
                 return work() or 0
         finally:
             show("")  # write what is still buffered
-    except ValueError as error:
+    except (ValueError, ModuleNotFoundError) as error:
+        message = str(error)
+        if isinstance(error, ModuleNotFoundError):
+            extra = next((extra for extra, packages in EXTRAS.items() if error.name in packages), None)
+            if extra is None:
+                raise
+            message = f"{error.name} is not installed; pip install 'longdraft[{extra}]'"
         if reports_errors:
-            note(f"{prog}: error: {error}")
-        return FAILED
-    except ModuleNotFoundError as error:
-        extra = next((extra for extra, packages in EXTRAS.items() if error.name in packages), None)
-        if extra is None:
-            raise
-        if reports_errors:
-            note(f"{prog}: error: {error.name} is not installed; pip install 'longdraft[{extra}]'")
+            note(f"{prog}: error: {message}")
         return FAILED
     except KeyboardInterrupt:
         note(f"{prog}: {on_ctrl_c}")
@@ -91,8 +86,7 @@ def show(text: str) -> None:
             sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        # Python would try to write the buffered rest once more at its end, and report that error too.
-        discard_output(1)
+        _discard_output(1)  # Python would try to write the buffered rest once more at its end
         if isinstance(error, BrokenPipeError):
             raise
         message = f"standard output cannot be written: {error.strerror}; make room or write elsewhere"
@@ -105,11 +99,10 @@ def note(line: str = "") -> None:
         tqdm.write(line, file=sys.stderr)
         sys.stderr.flush()
     except OSError:
-        discard_output(2)
+        _discard_output(2)
 
 
-def discard_output(descriptor: int) -> None:
-    """Discard what is written to this file descriptor from now on."""
+def _discard_output(descriptor: int) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
@@ -118,29 +111,25 @@ class _IgnoringErrors(FileIO):
 
     def write(self, data: Any) -> int:
         with suppress(OSError):
-            written = super().write(data)
-            if written is not None:
-                return written
+            return super().write(data) or len(data)
         return len(data)
 
 
 def _prepare_streams(needs_output: bool) -> None:
     """Make the standard streams usable, whichever of them the caller has closed.
 
-    A closed stream is opened on the null device. Otherwise the next file would get its descriptor, and what libraries
+    A closed stream is opened on the null device; otherwise the next file would get its descriptor, and what libraries
     print would go into that file. Characters that an encoding does not have are written as escapes.
     """
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+    for descriptor, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDONLY if name == "stdin" else os.O_WRONLY)  # gets the lowest free descriptor
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115 - for the process's life
-    if sys.stdout is None:
-        if needs_output:
-            raise ValueError("standard output is closed; leave it open or write it to a file")
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for the process's life
+            os.open(os.devnull, mode)  # gets the lowest free descriptor
+    sys.stderr = sys.stderr or open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    if sys.stdout is None and needs_output:
+        raise ValueError("standard output is closed; leave it open or write it to a file")
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     for descriptor, name in () if needs_output else ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):  # leave a stream alone that the caller has replaced
@@ -155,21 +144,15 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def read_stdin() -> str:
-    """Read standard input to its end, as UTF-8 whatever the locale. Raises ValueError if it is closed or not UTF-8."""
-    if sys.stdin is None:
-        raise ValueError("standard input is closed; give the prompt by --prompt or --prompt-file")
-    return _read("standard input", lambda: sys.stdin.buffer.read().decode("utf-8"))
-
-
-def read_text(file: Path, option: str) -> str:
-    """Read a UTF-8 file. Raises ValueError, which names the option that gave it, if that fails."""
-    return _read(f"{option}: {file}", lambda: file.read_text(encoding="utf-8"))
-
-
-def _read(name: str, read: Callable[[], str]) -> str:
+def read_text(file: Path | None, option: str) -> str:
+    """Read a UTF-8 file, or standard input if it is None. Raises ValueError, which names the option, if that fails."""
+    name = "standard input" if file is None else f"{option}: {file}"
     try:
-        return read()
+        if file is not None:
+            return file.read_text(encoding="utf-8")
+        if sys.stdin is None:
+            raise ValueError(f"standard input is closed; give the text by {option}")
+        return sys.stdin.buffer.read().decode("utf-8")  # whatever the locale
     except UnicodeDecodeError as error:
         wrong = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
         raise ValueError(f"{name} is not UTF-8 text: {wrong}; convert it, for example with iconv") from error
@@ -181,9 +164,14 @@ def _read(name: str, read: Callable[[], str]) -> str:
 def ends_on_ctrl_c(prog: str) -> Iterator[None]:
     """In this context Ctrl-C raises KeyboardInterrupt as usual, and the process ends by force if that takes too long.
 
-    A library may swallow the exception, or be in one long call. Only for work that leaves nothing half done.
+    A library may swallow the exception. Only for work that leaves nothing half done.
     """
-    timer = threading.Timer(PATIENCE, _give_up, [prog])
+
+    def give_up() -> None:
+        os.write(2, f"\n{prog}: interrupted\n".encode())  # not through sys.stderr, whose lock the stuck call may hold
+        os._exit(INTERRUPTED)
+
+    timer = threading.Timer(PATIENCE, give_up)
     timer.daemon = True
 
     def interrupt() -> None:
@@ -206,7 +194,7 @@ def on_ctrl_c(do: Callable[[], None]) -> Iterator[None]:
         yield
         return
 
-    def first(number: int, frame: FrameType | None) -> None:
+    def first(*_: object) -> None:
         signal.signal(signal.SIGINT, before)
         do()
 
@@ -215,8 +203,3 @@ def on_ctrl_c(do: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _give_up(prog: str) -> None:
-    os.write(2, f"\n{prog}: interrupted\n".encode())  # not through sys.stderr, whose lock the stuck call may hold
-    os._exit(INTERRUPTED)

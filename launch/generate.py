@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longdraft.launch.console import INTERRUPTED, leave, note, on_ctrl_c, read_stdin, read_text, run_command, show
+from longdraft.launch.console import INTERRUPTED, leave, note, on_ctrl_c, read_text, run_command, show
 from longdraft.launch.shared_options import add_drafting, add_model, add_numbers, add_sampling, given_sampling
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
     elif args.prompt in (None, "-"):
         if sys.stdin is not None and sys.stdin.isatty():
             note("Reading the prompt from the terminal; end it with Ctrl-D")
-        text, source = read_stdin(), "standard input"
+        text, source = read_text(None, "--prompt or --prompt-file"), "standard input"
     else:
         text, source = args.prompt, "--prompt"
     if not text:
