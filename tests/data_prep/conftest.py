@@ -75,12 +75,14 @@ def bos_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def blank_tokenizer() -> PreTrainedTokenizerBase:
-    """Like Llama 2's: encoding puts a blank before every text, and decoding removes the first one."""
+    """Like Llama 2's: encoding puts a blank before every text, decoding removes the first one, and bytes are tokens."""
     words = ["<unk>", "<s>", "</s>", *"▁:\nAUadeghiloprstuwx", "▁t", "▁th", "▁the", "at", "ate"]
+    words += [f"<0x{byte:02X}>" for byte in range(256)]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("a", "t"), ("at", "e")]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges, unk_token="<unk>"))
+    ids = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens(words[:3])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")

@@ -81,14 +81,6 @@ def test_smollm2_learns_its_answers_and_their_end_alone(smollm2, system, turns):
         assert encoded.tokens[:start].tolist() == reference(smollm2, messages[:i], add_generation_prompt=True)
 
 
-def test_every_special_token_of_smollm2_is_text_in_a_message(smollm2):
-    spelled = "".join(smollm2.all_special_tokens)
-    encoded = encode(smollm2, [("system", spelled), ("user", spelled), ("assistant", spelled)])
-    special = [token for token in encoded.tokens.tolist() if token in smollm2.all_special_ids]
-    assert special == [1, 2] * 3
-    assert text(smollm2, encoded.tokens).count(spelled) == 3
-
-
 def test_the_templates_own_marks_are_the_mask(smollm2):
     chat = [{"role": role, "content": content} for role, content in TWO_TURNS]
     theirs = smollm2.apply_chat_template(
@@ -216,38 +208,32 @@ def test_a_prompt_that_opens_a_thought_is_followed_by_thought_and_answer(smollm2
 
 @pytest.mark.parametrize("template", THINKING.values(), ids=THINKING)
 @pytest.mark.parametrize(
-    ("content", "learned", "anew"),
+    ("content", "unfinished", "learned", "anew"),
     [
-        ("<think>why</think>because", "why</think>because", "why\n</think>\n\nbecause"),
-        ("<think>\nwhy\n</think>\n\nbecause", "why\n</think>\n\nbecause", "why\n</think>\n\nbecause"),
-        ("why</think>", "why</think>", "why\n</think>\n\n"),
-        ("<think>\n</think>\nbecause \n", "</think>\nbecause \n", "\n</think>\n\nbecause \n"),
-        ("a</think>b</think>c", "a</think>b</think>c", "a\n</think>\n\nc"),
-        ("<think>\nwhy</think><think>\nagain", "why</think><think>\nagain", "why\n</think>\n\n<think>\nagain"),
+        ("<think>why</think>because", False, "why</think>because", "why\n</think>\n\nbecause"),
+        ("<think>\nwhy\n</think>\n\nbecause", False, "why\n</think>\n\nbecause", "why\n</think>\n\nbecause"),
+        ("why</think>", False, "why</think>", "why\n</think>\n\n"),
+        ("<think>\n</think>\nbecause \n", False, "</think>\nbecause \n", "\n</think>\n\nbecause \n"),
+        ("a</think>b</think>c", False, "a</think>b</think>c", "a\n</think>\n\nc"),
+        ("<think>\nwhy</think><think>\nc", False, "why</think><think>\nc", "why\n</think>\n\n<think>\nc"),
+        ("<think>\nwhy</think>\nbegun ", True, "why</think>\nbegun", "why\n</think>\n\nbegun"),
+        ("<think>\nwithin", True, "within", "\n</think>\n\n<think>\nwithin"),  # an empty thought is closed first
     ],
 )
-def test_a_template_that_writes_thoughts_anew_decides_what_is_learned(smollm2, template, content, learned, anew):
-    """What it writes behind the prompt counts; the content itself counts where a template writes no thought there."""
-    messages = [("user", "why?"), ("assistant", content)]
-    said = anew if template == ANEW else learned
-    assert answers(smollm2, messages, template) == {"c": [f"{said}<|im_end|>"]}
-    if template == ANEW:
-        assert encode(smollm2, messages, template).tokens.tolist() == reference(smollm2, messages, template)
-
-
-@pytest.mark.parametrize("template", THINKING.values(), ids=THINKING)
-@pytest.mark.parametrize(
-    ("content", "learned"),
-    [("<think>\nwithin", "within"), ("<think>\na thought</think>\nbegun ", "a thought</think>\nbegun")],
-)
-def test_an_unfinished_answer_behind_an_opened_thought_has_no_end(smollm2, template, content, learned):
-    document = Conversation("c", b"", (("user", "one"), ("assistant", content)), unfinished=True)
-    if template == ANEW:  # without </think>, Qwen3's template closes an empty thought first
-        is_closed = "</think>" in content
-        learned = "a thought\n</think>\n\nbegun" if is_closed else "\n</think>\n\n<think>\nwithin"
-    (one,) = encoder_of(smollm2, template).encode_document(document)
+def test_a_template_that_writes_thoughts_anew_decides_what_is_learned(
+    smollm2, template, content, unfinished, learned, anew
+):
+    """What it writes behind the prompt counts; the content itself counts where a template writes no thought there. An
+    unfinished answer has no end."""
+    messages = (("user", "why?"), ("assistant", content))
+    (one,) = encoder_of(smollm2, template).encode_document(Conversation("c", b"", messages, unfinished))
     ((start, stop),) = one.spans
-    assert text(smollm2, one.tokens[start:stop]) == learned and stop == len(one.tokens)
+    end = "" if unfinished else "<|im_end|>"
+    assert text(smollm2, one.tokens[start:stop]) == (anew if template == ANEW else learned) + end
+    if unfinished:
+        assert stop == len(one.tokens)
+    elif template == ANEW:
+        assert one.tokens.tolist() == reference(smollm2, messages, template)
 
 
 def test_an_answer_without_the_thought_that_the_prompt_opens(smollm2):
