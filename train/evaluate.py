@@ -4,12 +4,12 @@ Loss and hit rates mislead about what a draft is worth; what it is for is tokens
 the weights alone: everything proposed is verified, no drafter decides anything by the clock, and the text, which
 depends on target, prompt and seed, is the same each time. TokenSwift's n-grams are left out, since they come from the
 text and are not learned. Training is not affected: the weights that decode are a copy.
-Not here: the prompts (prompts.py), the folder of the best weights (checkpoint.py), figures (plots.py).
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -29,15 +29,17 @@ from longdraft.models.passes import Pass
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, saving
 from longdraft.train.batches import Rows
-from longdraft.train.config import Config, DecodingSection
+from longdraft.train.config import Config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.build import frozen_draft
-from longdraft.train.prompts import held_out_prompts
 from longdraft.train.ranks import Ranks
-from longdraft.train.tracking import Table
 
 # The fields of `decoding` that tokens/step depends on: numbers measured with other values are not comparable.
 MEASURED_BY = ("prompts", "contexts", "new_tokens", "temperatures")
+
+
+# A run of tokens in a row: (row, start, stop).
+Span = tuple[int, int, int]
 
 
 class Task(NamedTuple):
@@ -63,13 +65,6 @@ class Measured(NamedTuple):
         return f"ctx{self.context}.T{self.temperature:g}"
 
 
-class Outcome(NamedTuple):
-    """What is logged about decoding after a step: a flat record of numbers and, unless it was put off, their table."""
-
-    record: dict[str, Any]
-    tables: dict[str, Table]
-
-
 class Evaluator:
     """Decoding in the course of a run: when it is due, what it may cost, and which weights were the best.
 
@@ -88,8 +83,12 @@ class Evaluator:
         self, config: Config, target: Target, rows: Rows, ranks: Ranks, clock: Callable[[], float] = time.monotonic
     ):
         self.config, self.target, self.ranks, self.clock = config, target, ranks, clock
-        section = config.decoding
-        _check_positions(section, target)
+        section, limit = config.decoding, target.model.config.max_positions
+        if max(section.contexts) + section.new_tokens > limit:
+            raise ValueError(
+                f"decoding.contexts: {max(section.contexts)}, with decoding.new_tokens = {section.new_tokens} beyond "
+                f"the target's {limit} positions; give lengths of at most {limit - section.new_tokens}"
+            )
         prompts = held_out_prompts(rows, section.contexts, section.prompts, config.data.path)
         self.tasks = [
             Task(context, temperature, (config.train.seed + i) % 2**63, prompt)
@@ -133,7 +132,7 @@ class Evaluator:
 
     def after_step(
         self, engine: DraftEngine, step: int, heldout: Mapping[str, Any], stop: Sequence[int] = ()
-    ) -> Outcome | None:
+    ) -> dict[str, Any] | None:
         """Decode if it is due after `step` steps, and keep the weights if they are the best so far.
 
         Decoding that is due but would take more than its share of the time is put off to the first step that can afford
@@ -143,7 +142,7 @@ class Evaluator:
         Args:
             heldout: this step's validation if there was one, to be kept with the weights (validation.py).
 
-        Returns: None if nothing was due, or it was stopped.
+        Returns: what is logged; None if nothing was due, or it was stopped.
         """
         every, last = self.config.decoding.every, step == self.config.train.n_steps
         if not last and step // every == self.last_step // every:
@@ -155,17 +154,16 @@ class Evaluator:
                 f"Decoding after step {step} is put off: {self._spent + self._last_seconds:.0f} s in all would be "
                 f"more than decoding.share = {self.config.decoding.share:g} of the time so far"
             )
-            return Outcome({"decode_put_off": True}, {})
+            return {"decode_put_off": True}
         measured = self._measure(engine.weights, step, heldout, stop)
         if measured is None:
             return None
         self.last_step = step
         assert self.best is not None
-        record = as_record(measured) | {"decode_best_step": self.best[1], "decode_s": self._last_seconds}
         if last and self.config.draft.method == "longspec":
             shares = ",".join(f"{share:.2f}" for share in levels_reached(measured))
             self.ranks.log(f"Serving reaches the levels this often: train.level_weights=[{shares}] draws them so")
-        return Outcome(record, {"decoding": as_table(measured)})
+        return as_record(measured) | {"decode_best_step": self.best[1], "decode_s": self._last_seconds}
 
     def _is_too_much(self) -> bool:
         """Whether another decoding would exceed its share of the time; all ranks get the first one's answer."""
@@ -290,17 +288,58 @@ def as_record(measured: Sequence[Measured]) -> dict[str, float]:
     return record
 
 
-def as_table(measured: Sequence[Measured]) -> Table:
-    """A row for each context and temperature."""
-    depths = [f"depth{d}" for d in range(1, 1 + len(measured[0].acceptance))]
-    rows = [[one.context, one.temperature, one.tokens_per_step, *one.acceptance] for one in measured]
-    return ["context", "temperature", "tokens_per_step", *depths], rows
+def held_out_prompts(rows: Rows, contexts: Sequence[int], n: int, path: str) -> dict[int, list[list[int]]]:
+    """For each length, n prompts: the beginnings of held-out documents, evenly spread over those that are long enough.
+    Where these are too few, later stretches of the same length are taken too. A document may lie in several rows.
+
+    Args:
+        path: of the data, for messages.
+
+    Raises ValueError where no document is that long, or there are fewer than n such stretches.
+    """
+    documents = [(spans, sum(stop - start for _, start, stop in spans)) for spans in _documents(rows)]
+    longest, prompts = max(length for _, length in documents), {}
+    for context in contexts:
+        if context > longest:
+            raise ValueError(
+                f"decoding.contexts: {context} tokens, but the longest held-out document in {path} has {longest}; give "
+                f"at most {longest}, or prepare longer documents"
+            )
+        firsts = [(spans, 0) for spans, length in documents if length >= context]
+        others = [(spans, i * context) for spans, length in documents for i in range(1, length // context)]
+        found = len(firsts) + len(others)
+        if found < n:
+            raise ValueError(
+                f"decoding.prompts: {n}, but the held-out documents in {path} have {found} stretches of {context} "
+                f"tokens; set decoding.prompts={found}, or prepare more text"
+            )
+        chosen = []
+        for items in (firsts, others):
+            n_taken = min(n - len(chosen), len(items))
+            chosen += [items[i * len(items) // n_taken] for i in range(n_taken)]
+        prompts[context] = [_tokens(rows, spans, start, context) for spans, start in chosen]
+    return prompts
 
 
-def _check_positions(section: DecodingSection, target: Target) -> None:
-    longest, limit = max(section.contexts), target.model.config.max_positions
-    if longest + section.new_tokens > limit:
-        raise ValueError(
-            f"decoding.contexts: {longest} tokens and decoding.new_tokens = {section.new_tokens} more are beyond the "
-            f"target's {limit} positions; give lengths of at most {limit - section.new_tokens}"
-        )
+def _documents(rows: Rows) -> list[list[Span]]:
+    """Each document's runs of tokens, in order. Where one is missing, each of the others counts as a document."""
+    pieces: dict[str, list[tuple[int, Span]]] = {}
+    for i in range(len(rows)):
+        borders = [int(border) for border in rows[i]["borders"]]
+        for (name, number), (start, stop) in zip(rows.pieces(i), pairwise(borders), strict=True):
+            pieces.setdefault(name, []).append((number, (i, start, stop)))
+    documents = []
+    for found in pieces.values():
+        spans = [span for _, span in sorted(found)]
+        is_whole = sorted(number for number, _ in found) == list(range(len(found)))
+        documents += [spans] if is_whole else [[span] for span in spans]
+    return documents
+
+
+def _tokens(rows: Rows, spans: Sequence[Span], start: int, n: int) -> list[int]:
+    """Tokens start to start + n of a document."""
+    tokens: list[int] = []
+    for row, first, last in spans:
+        if len(tokens) < start + n:
+            tokens += rows[row]["tokens"][first:last].tolist()
+    return tokens[start : start + n]

@@ -20,13 +20,13 @@ from longdraft.train.agreement import await_agreement
 from longdraft.train.config import Config
 from longdraft.train.config_file import Stage
 from longdraft.train.export import export
-from longdraft.train.plots import draw_decoding
+from longdraft.train.model_card import draw_curves
 from longdraft.train.ranks import Ranks, failures_named
 from longdraft.train.run import Run
 from longdraft.train.setup import describe, open_run, open_target
 from longdraft.train.step import StepResult, train_step
 from longdraft.train.step_metrics import counted, measure, where_time_goes
-from longdraft.train.tracking import Tracker, check_environment, read_metrics
+from longdraft.train.tracking import Tracker, read_metrics
 from longdraft.train.validation import validate
 
 
@@ -45,7 +45,6 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
                 f"train.device: {device} in stage {stage.name}, but all stages run on one: {ours} here; "
                 "set it beside the stages"
             )
-    ranks.from_first(lambda: [check_environment(stage.config.log.wandb) for stage in stages])
     target: Target | None = None
     loaded: Any = None
     for number, stage in enumerate(stages, start=1):
@@ -236,9 +235,9 @@ def _decode(run: Run, heldout: dict[str, Any]) -> None:
         return
     decoded = run.decoding.after_step(run.engine, run.step, heldout, run.stop)
     if run.tracker and decoded is not None:
-        run.tracker.write({"step": run.step} | decoded.record, decoded.tables)
-        if decoded.tables:
-            draw_decoding(run.config.train.run_dir, read_metrics(run.config.train.run_dir))
+        run.tracker.write({"step": run.step} | decoded)
+        if "decode_tokens_per_step" in decoded:
+            draw_curves(run.config.train.run_dir, read_metrics(run.config.train.run_dir))
 
 
 def _save(run: Run) -> Path:

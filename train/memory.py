@@ -35,7 +35,7 @@ MIB = 2**20
 # What a process has beside tensors. On a CPU, after the imports: the tokenizer, libraries' buffers, freed memory that
 # the allocator keeps. On a GPU: CUDA's context, NCCL, cuBLAS workspaces; a guess.
 PROCESS_CPU, PROCESS_GPU = 120 * MIB, 1536 * MIB
-# fp32 values beside each pair of logits in a distillation (kernels.linear_distillation.py).
+# fp32 values beside each pair of logits in a distillation (kernels/linear_distillation.py).
 BESIDE_DISTILLED = {"kl": 6, "overlap": 7, "acceptance": 13}
 # Multiprocessors of an H100: flash attention's deterministic backward pass has a copy of a gradient for each.
 PROCESSORS = 132

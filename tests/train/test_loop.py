@@ -3,7 +3,6 @@ and the effects of a loss that is not a number."""
 
 import gc
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -22,28 +21,28 @@ from longdraft.launch.train import main
 from longdraft.launch.train import start as start_command
 from longdraft.models.draft_folder import read_info
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
-from longdraft.models.hf import LOADERS, load_target
+from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
 from longdraft.train.batches import step_rows
 from longdraft.train.config import DTYPES, OptimizerSection
-from longdraft.train.config_file import Stage, load_config
+from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import learning_rate, parameter_groups
 from longdraft.train.export import export
-from longdraft.train.loop import train, train_stages
+from longdraft.train.loop import train
 from longdraft.train.ranks import TrainingError, log
 from longdraft.train.setup import open_rows
 from longdraft.train.teacher import Teacher
-from longdraft.train.tracking import Tracker, _flat, check_environment, read_metrics, wandb_mode
+from longdraft.train.tracking import Tracker, _flat, read_metrics, wandb_mode
 
 
 def test_learning_rate_is_a_function_of_the_step():
-    optimizer = OptimizerSection(peak_lr=2.0, warmup_steps=4)
+    optimizer = OptimizerSection(peak_lr=1.0, warmup_steps=4)
     rates = [learning_rate(step, 12, optimizer) for step in range(12)]
-    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-    assert rates[8] == pytest.approx(1.0) and 0 < rates[11] < 0.1
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[8] == pytest.approx(0.5) and 0 < rates[11] < 0.05
     assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert learning_rate(0, 12, OptimizerSection(peak_lr=2.0, warmup_steps=0)) == 2.0
+    assert learning_rate(0, 12, OptimizerSection(peak_lr=1.0, warmup_steps=0)) == 1.0
 
 
 def test_norms_do_not_decay():
@@ -172,30 +171,26 @@ def test_training_outlives_the_service_of_wandb(config_file, tmp_path, monkeypat
         folder.mkdir()
     command = [sys.executable, "-c", WITHOUT_SERVICE, config_file, *folders]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    told = "log.wandb: W&B has failed (ConnectionResetError); training goes on, its numbers go to "
-    lines = [line for folder in folders for line in (f"{told}{folder}/metrics.jsonl", "[1, 2, 3]")]
-    # Depending on when it is noticed, the words are the system's or asyncio's; at the end, after a line of W&B's.
-    printed = re.sub(r"(ConnectionResetError): (Connection lost|\[Errno 104\] .*?)\)", r"\1)", done.stdout)
-    assert (done.returncode, printed.splitlines()) == (0, lines)
+    told = r"log\.wandb: W&B does not work \(offline, ConnectionResetError: .*\); training goes on, .*/metrics\.jsonl\n"
+    assert done.returncode == 0 and re.fullmatch(rf"({told}\[1, 2, 3\]\n){{2}}", done.stdout), done.stdout
     assert set(done.stderr.splitlines()) <= {"wandb: ERROR Problem finishing run"}
 
 
 JUNK = [b"half a line", b"\xff\x00\xfe", b"17", b'{"loss": 1.0}', b"[" * 100_000, b'{"step": "2"}', b""]
 
 
-def test_lines_that_are_no_records_are_set_aside(config_file, tmp_path, capsys):
+def test_lines_that_are_no_records_are_left_out(config_file, tmp_path, capsys):
     config = load_config(config_file, [f"train.run_dir={tmp_path}"])
     records = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
     lines = [json.dumps(record).encode() for record in records]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], *JUNK, *lines[1:], b'{"step": 4, "lo']))
     assert read_metrics(tmp_path) == records
-    assert "metrics.jsonl: lines 2, 3, 4, ... are no record and left out" in capsys.readouterr().out
-    Tracker(config, ["head1"], resume_step=2).close()
-    said = capsys.readouterr().out
-    assert f"metrics.jsonl: lines 2, 3, 4, ... are no record and set aside in {tmp_path}/metrics.junk" in said
-    assert (tmp_path / "metrics.junk").read_bytes() == b"".join(line + b"\n" for line in JUNK)
-    Tracker(config, ["head1"], resume_step=2).close()
-    assert read_metrics(tmp_path) == records[:2] and capsys.readouterr().out == ""
+    assert f"metrics.jsonl: {len(JUNK)} lines " in capsys.readouterr().out
+    for said in (f"metrics.jsonl: {len(JUNK)} lines ", ""):
+        Tracker(config, ["head1"], resume_step=2).close()
+        printed = capsys.readouterr().out
+        assert said in printed and bool(said) == bool(printed)
+    assert read_metrics(tmp_path) == records[:2]
 
 
 def test_wandb_auto_is_offline_without_a_key(monkeypatch, tmp_path):
@@ -212,46 +207,31 @@ def test_wandb_auto_is_offline_without_a_key(monkeypatch, tmp_path):
     assert wandb_mode("disabled") == "disabled"
 
 
-def test_a_stored_key_that_is_none_does_not_end_a_training(config_file, monkeypatch, tmp_path, capsys):
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password abc\n")
+TROUBLE = {
+    "NETRC": "machine api.wandb.ai\n  login user\n  password abc\n", "WANDB_MODE": "foo", "WANDB_INIT_TIMEOUT": "30s",
+    "WANDB_BASE_URL": "wandb.local", "WANDB_TAGS": "a" * 65, "WANDB_QUIET": "perhaps", "WANDB_API_KEY": "no-key",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_no_trouble_with_wandb_ends_a_training(config_file, monkeypatch, tmp_path, capsys, name):
+    for variable in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_INIT_TIMEOUT"):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "netrc").write_text(TROUBLE[name] if name == "NETRC" else "")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
+    if name != "NETRC":
+        monkeypatch.setenv(name, TROUBLE[name])
     tracker = Tracker(load_config(config_file, [f"train.run_dir={tmp_path}", "log.wandb=auto"]), ["head1"])
     tracker.write({"step": 1, "loss": 1.0})
     tracker.close()
-    assert "log.wandb: W&B's login cannot be used (API key must have 40+ characters" in capsys.readouterr().out
-    assert tracker.mode == "offline" and list((tmp_path / "wandb").glob("offline-run-*"))
-
-
-@pytest.mark.parametrize(("name", "value", "said"), [
-    ("WANDB_MODE", "foo", "'foo' is unknown to W&B; set it to one of online, offline, disabled, "),
-    ("WANDB_INIT_TIMEOUT", "30s", "'30s' is not a number of seconds; set it to one above 0, as 30, or unset it"),
-    ("WANDB_INIT_TIMEOUT", "-1", "'-1' is not a number of seconds"),
-    ("WANDB_BASE_URL", "wandb.local", r"W&B does not take its value \('wandb.local': Input should be a valid URL"),
-    ("WANDB_TAGS", "a" * 65, "W&B does not take its value .* is 65 characters.* fix it, or unset it"),
-    ("WANDB_QUIET", "perhaps", r"W&B does not take its value \('perhaps': Input should be a valid boolean"),
-])  # fmt: skip
-def test_what_wandb_cannot_read_is_named_before_anything_is_loaded(
-    alone, config_file, tmp_path, monkeypatch, name, value, said
-):
-    for variable in ("WANDB_MODE", "WANDB_INIT_TIMEOUT"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv(name, value)
-    monkeypatch.setitem(LOADERS, "longdraft", lambda *given, **named: pytest.fail("loaded"))
-    config = load_config(config_file, ["log.wandb=offline", f"train.run_dir={tmp_path}"])
-    with pytest.raises(ValueError, match=f"^{name}: {said}"):
-        train_stages([Stage(None, config)], alone)
-    check_environment("disabled")
-    monkeypatch.setenv(name, "")
-    check_environment("offline")
-    assert name not in os.environ  # W&B would refuse an empty value too
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 1.0}]
+    assert tracker.mode == "offline" and "no-key" not in capsys.readouterr().out
 
 
 def test_a_mistake_is_one_line_and_status_2(config_file, capsys):
     assert main([str(config_file), "train.stepz=3"]) == 2
-    assert capsys.readouterr().err.strip().startswith("launch/train.py: error: train.stepz: unknown key; did you mean")
+    assert capsys.readouterr().err.strip().startswith("launch/train.py: error: train.stepz: ")
 
 
 @pytest.mark.parametrize("number", ["-1", "0"])
@@ -259,7 +239,7 @@ def test_a_mistake_is_one_line_and_status_2(config_file, capsys):
 def test_no_ranks_are_no_number_of_ranks(config_file, number, estimate, capsys):
     """Else both would have left the number to DeepSpeed."""
     assert start_command([str(config_file), "--num-gpus", number, *estimate]) == 2
-    assert capsys.readouterr().err == f"longdraft train: error: num_gpus: {number}; give at least 1\n"
+    assert capsys.readouterr().err.startswith(f"longdraft train: error: num_gpus: {number}")
 
 
 def kept_bytes():

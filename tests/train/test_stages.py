@@ -107,8 +107,8 @@ def test_wandb_has_the_stages_as_one_group(staged, tmp_path, train_command, monk
         assert (told.run_group, told.display_name, set(told.tags)) == ("my-run", f"my-run {name}", {name, "longspec"})
 
 
-def test_wandb_has_a_single_run_under_its_folders_name(config_file, tmp_path):
-    names = wandb_names(load_config(config_file, [f"train.run_dir={tmp_path}/my-run"]), None)
+def test_wandb_has_a_single_run_under_its_folders_name(tmp_path):
+    names = wandb_names(f"{tmp_path}/my-run", "tokenswift", None)
     assert names == {"name": "my-run", "tags": ["tokenswift"]}
 
 
