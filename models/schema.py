@@ -6,9 +6,11 @@ torch nor anything of ours.
 
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
-from typing import Annotated, Any, Self, TypeVar, dataclass_transform
+from inspect import signature
+from typing import Annotated, Any, ParamSpec, Self, TypeVar, dataclass_transform
 
 from pydantic import (
     BaseModel,
@@ -19,13 +21,17 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     model_validator,
+    validate_call,
 )
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 CONFIG = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+SHOWN = 80  # characters of a wrong value
 SECRET = re.compile(r"(^|_)(key|token|password|secret)$")  # fields whose values are never shown
 
 
@@ -41,6 +47,14 @@ Int = Annotated[int, Strict()]
 Bool = Annotated[bool, Strict()]
 Str = Annotated[str, Strict()]
 Float = Annotated[float, Strict(), BeforeValidator(_number)]
+
+
+class _IsInstance:
+    def __get_pydantic_core_schema__(self, kind: type, handler: Any) -> CoreSchema:
+        return core_schema.is_instance_schema(kind)
+
+
+Instance = Annotated[T, _IsInstance()]  # an object of this class, whose own fields are not looked at
 
 
 class Schema(BaseModel):
@@ -89,6 +103,22 @@ def validated_dataclass(cls: type[T]) -> type[T]:
     return made
 
 
+def validated(function: Callable[P, R]) -> Callable[P, R]:
+    """A function, or a constructor, whose arguments are validated by their annotations. Raises ValueError of one line,
+    which begins with the argument's name."""
+    parameters = signature(function)
+    call: Callable[..., R] = validate_call(config=CONFIG)(function)
+
+    @wraps(function)
+    def checked(*args: P.args, **values: P.kwargs) -> R:
+        try:
+            return call(**parameters.bind(*args, **values).arguments)  # by name, which is what errors show
+        except ValidationError as error:
+            raise ValueError(one_line(error)) from None
+
+    return checked
+
+
 def validate(kind: type[T], values: Any, where: str = "") -> T:
     """Make a schema, or any other type that pydantic knows, from plain values.
 
@@ -117,8 +147,17 @@ def one_line(error: ValidationError, where: str = "") -> str:
     elif first["type"] != "value_error":
         message = message[:1].lower() + message[1:]
         if not isinstance(first["input"], dict) and not SECRET.search(path[-1] if path else ""):
-            message = f"{first['input']!r} is not valid, {message}"
+            message = f"{short_repr(first['input'])} is not valid, {message}"
     return f"{'.'.join(path)}: {message}" if path else message
+
+
+def short_repr(value: Any) -> str:
+    """A value for an error message, in at most SHOWN characters."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python does not print integers of over 4300 digits
+        return "an integer" if isinstance(value, int) else type(value).__name__
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."
 
 
 def _unknown(name: Any, known: list[str]) -> PydanticCustomError:

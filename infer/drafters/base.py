@@ -7,9 +7,10 @@ import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
@@ -17,10 +18,19 @@ from longdraft.infer.budget import Budget
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
+from longdraft.models.drafts.vocabulary import DraftVocabulary
 from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
+from longdraft.models.schema import Int
+from longdraft.models.target import Target
 
+# Types of options. The levels of a tree are one number or several, best a tuple: nodes, or ranks, on each level.
+Count = Annotated[Int, Field(ge=1)]
+CountOrZero = Annotated[Int, Field(ge=0)]
+Levels = Annotated[
+    tuple[Count, ...], Field(min_length=1), BeforeValidator(lambda value: (value,) if type(value) is int else value)
+]
 _CLAIM_LOCK = threading.Lock()
 
 
@@ -197,3 +207,21 @@ class DeviceDrafter(Drafter):
         """What `on_start` allocated that `grow` and `update` use. Work recorded with other buffers is not replayed:
         another engine's `on_start` or `release` may have replaced them."""
         return ()
+
+
+def check_draft(target: Target, draft: DraftVocabulary) -> None:
+    """Raise ValueError unless `draft` has valid token ids, and the target's dtype and device."""
+    weight, ours = target.model.lm_head.weight, next(draft.parameters())
+    if (ours.dtype, ours.device) != (weight.dtype, weight.device):
+        raise ValueError(
+            f"draft: {ours.dtype} on {ours.device}, but the target is {weight.dtype} on {weight.device}; "
+            f"load it with load_draft(folder, target)"
+        )
+    ids, vocab_size = draft.token_ids, target.model.config.vocab_size
+    if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids)):
+        raise ValueError(f"draft: its token_ids must be different and lie in 0..{vocab_size - 1}")
+
+
+def copied_head(draft: DraftVocabulary, head_ED: Tensor) -> Allocations:
+    """The LM head's rows that a drafter copies for a restricted draft vocabulary, for `Drafter.allocations`."""
+    return {} if draft.token_ids is None else {"draft vocabulary": [(head_ED.shape, head_ED.dtype)]}

@@ -1,7 +1,6 @@
 """Builds drafters by name, and combinations of them as "a+b"."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ def build_drafter(name: str, target: Target, draft: Any = None, options: Mapping
 
 
 def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Drafter:
-    make, silent = DRAFTERS[name], False
+    make = DRAFTERS[name]
     parameters = inspect.signature(make).parameters
     known = [key for key in parameters if key not in ("target", "draft")]
     if unknown := sorted(set(options) - set(known)):
@@ -83,11 +82,7 @@ def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Dr
         if draft is None:
             raise ValueError(f"draft: {name} needs a trained draft; give the folder that `longdraft export` wrote")
         if isinstance(draft, str | Path):
-            tree = _tree_option(draft, parameters)
-            # A drafter warns of levels that its draft was not trained for. Those of the folder's own tree are intended:
-            # LongSpec's authors draft five levels and train shifts of up to four.
-            silent = "widths" in tree and options.get("widths", tree["widths"]) == tree["widths"]
-            options = tree | options
+            options = _tree_option(draft, parameters) | options
             draft = load_draft(draft, target, kind=DRAFTS[name][1])
         options = options | {"draft": draft}
     if isinstance(options.get("small"), str | Path):
@@ -95,10 +90,7 @@ def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Dr
         options = options | {"small": load_target(options["small"], weight.dtype, weight.device)}
     if "small" in parameters and parameters["small"].default is inspect.Parameter.empty and "small" not in options:
         raise ValueError(f"options: {name} needs small, a model of the target's vocabulary: a path, a name or a Target")
-    with warnings.catch_warnings():
-        if silent:
-            warnings.simplefilter("ignore")
-        return make(**({"target": target} if "target" in parameters else {}), **options)
+    return make(**({"target": target} if "target" in parameters else {}), **options)
 
 
 def _tree_option(folder: str | Path, parameters: Mapping[str, Any]) -> dict[str, Any]:

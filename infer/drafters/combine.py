@@ -8,7 +8,9 @@ in stages runs only if it pays beside them (infer/budget.py). Shapes: B slots, N
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
 
+from pydantic import Field
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
@@ -21,6 +23,7 @@ from longdraft.kernels.transfer import read_together
 from longdraft.models.footprint import Allocations, Buffer
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
+from longdraft.models.schema import Instance, validated
 
 # In a larger tree the last nodes cost more than they bring.
 MOST_NODES = 127
@@ -33,14 +36,10 @@ class Combined(Drafter):
     Drafters take turns, in the order given, to add their next node until the tree has `max_nodes`.
     """
 
-    def __init__(self, drafters: Sequence[Drafter]):
+    @validated
+    def __init__(self, drafters: Annotated[Sequence[Instance[Drafter]], Field(min_length=2)]):
         # A combination among them is replaced by its drafters.
         drafters = [part for one in drafters for part in (one.drafters if isinstance(one, Combined) else [one])]
-        if len(drafters) < 2:
-            raise ValueError(f"drafters: {len(drafters)} given; a combination needs at least 2")
-        for one in drafters:
-            if not isinstance(one, Drafter):
-                raise ValueError(f"drafters: {one!r} is no Drafter; give Drafter objects, or a+b to build_drafter")
         if len({id(drafter) for drafter in drafters}) < len(drafters):
             raise ValueError("drafters: one object is listed twice; each drafter needs its own state")
         self.drafters = list(drafters)

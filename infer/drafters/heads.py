@@ -6,15 +6,15 @@ Shapes: B slots, T tokens of a chunk, N tree nodes, D hidden, E draft vocabulary
 """
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
-from longdraft.infer.drafters.base import DeviceDrafter, Request
-from longdraft.infer.options import check_draft, copied_head, level_widths
+from longdraft.infer.drafters.base import DeviceDrafter, Levels, Request, check_draft, copied_head
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
@@ -23,9 +23,12 @@ from longdraft.models.drafts.heads import Heads
 from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
+from longdraft.models.schema import Instance
 from longdraft.models.target import Target
 
 NOWHERE = -2  # no root's predecessor: those are at -1 or later
+# The ranks on each level of a full tree, or the tree itself.
+Shape = Instance[TreeShape] | Levels
 # A larger static tree costs more than it brings on any machine.
 MOST_NODES = 4096
 
@@ -35,7 +38,6 @@ class HeadsDrafter(DeviceDrafter):
 
     Args:
         shape: see `_tree_shape`.
-        heads_class: the class that `draft` must have; its name in lower case is the drafter's.
 
     Attributes:
         hidden_BD: each slot's state at the last committed position before its root.
@@ -50,10 +52,9 @@ class HeadsDrafter(DeviceDrafter):
         self,
         target: Target,
         draft: Heads,
-        shape: TreeShape | Sequence[int] | int | None,
-        heads_class: type[Heads],
+        shape: Shape | None,
     ):
-        check_draft(heads_class.__name__.lower(), target, draft, heads_class, f"{heads_class.__name__} heads")
+        check_draft(target, draft)
         self.draft, self._head_ED, size = draft, draft.head(target.model.lm_head.weight), draft.config.hidden_size
         if size != (target_size := self._head_ED.shape[1]):
             raise ValueError(f"draft: made for a hidden size of {size}, and this target's is {target_size}")
@@ -115,18 +116,15 @@ class HeadsDrafter(DeviceDrafter):
         self.at_B.masked_fill_(self.at_B >= lengths_B, NOWHERE)
 
 
-def _tree_shape(value: Any, n_heads: int, ranks: int) -> TreeShape:
+def _tree_shape(value: Shape | None, n_heads: int, ranks: int) -> TreeShape:
     """The tree that a drafter's `shape` option means: a TreeShape, or the widths of a full tree's levels, by default 3
     for each head. Raises ValueError if it has more levels than heads, or wants more than `ranks` candidates a level."""
     value = (3,) * n_heads if value is None else value
     if not isinstance(value, TreeShape):
-        widths, count, nodes = level_widths("shape", value), 1, 0
-        for width in widths:
-            count *= width
-            nodes += count
+        nodes = sum(accumulate(value, mul))
         if nodes > MOST_NODES:
-            raise ValueError(f"shape={widths}: a tree of {nodes} nodes; give at most {MOST_NODES}")
-        value = TreeShape.cartesian(widths)
+            raise ValueError(f"shape={value}: a tree of {nodes} nodes; give at most {MOST_NODES}")
+        value = TreeShape.cartesian(value)
     if not value.nodes:
         raise ValueError("shape: it needs at least one node below the root; for none, use the plain drafter")
     if value.ranks > ranks:

@@ -8,7 +8,6 @@ The block is in models/drafts/longspec.py, its passes and keys in infer/caches/l
 Shapes: B slots, T queries of a pass, W nodes of a level, N rows of the tree so far, E draft vocabulary, D hidden.
 """
 
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.caches.longspec import DraftPasses, draft_passes, draft_rows
-from longdraft.infer.drafters.base import DeviceDrafter, Request
-from longdraft.infer.options import check_draft, check_integer_or, copied_head, level_widths
+from longdraft.infer.drafters.base import Count, DeviceDrafter, Levels, Request, check_draft, copied_head
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import ROOT, TokenTree
 from longdraft.kernels import backend
@@ -27,6 +25,7 @@ from longdraft.models.drafts.longspec import LongSpec, shape_of
 from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
+from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
 # The paper's first level has 4 nodes. More of them cost no pass of the draft, and if the target's pass over a few nodes
@@ -54,11 +53,15 @@ class LongSpecDrafter(DeviceDrafter):
             EXTENDED_ON_CPU on a CPU.
     """
 
+    @validated
     def __init__(
-        self, target: Target, draft: LongSpec, widths: Sequence[int] | int = WIDTHS, extended: int | None = None
+        self,
+        target: Instance[Target],
+        draft: Instance[LongSpec],
+        widths: Levels = WIDTHS,
+        extended: Count | None = None,
     ):
-        self.widths = level_widths("widths", widths)
-        check_integer_or("extended", extended, [None], 1)
+        self.widths = widths
         _check(target, draft, self.widths)
         self.draft, self._target = draft, target.model
         self._head_ED = draft.head(target.model.lm_head.weight)
@@ -161,8 +164,8 @@ def _fit(widths: Sequence[int], max_nodes: int) -> list[int]:
 
 
 def _check(target: Target, draft: LongSpec, widths: tuple[int, ...]) -> None:
-    """Raise ValueError unless draft, target and widths fit together; warn of levels that were not trained."""
-    check_draft("longspec", target, draft, LongSpec, "a LongSpec block")
+    """Raise ValueError unless draft, target and widths fit together."""
+    check_draft(target, draft)
     config = draft.config
     if len(widths) > config.window:
         raise ValueError(f"widths: {len(widths)} levels, but the draft's window has {config.window} rows; give fewer")
@@ -172,10 +175,4 @@ def _check(target: Target, draft: LongSpec, widths: tuple[int, ...]) -> None:
         raise ValueError(
             f"draft: made for a target with {name} {getattr(config, name)}, and this one has "
             f"{getattr(target.model.config, name)}; load the draft's own target"
-        )
-    if len(widths) > config.noise:
-        warnings.warn(
-            f"longspec: a tree of {len(widths)} levels, but the draft was trained with noise shifts up to "
-            f"{config.noise}; deeper levels guess worse. Give at most {config.noise} widths.",
-            stacklevel=3,
         )

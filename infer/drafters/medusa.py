@@ -3,11 +3,9 @@
 The heads are in models/drafts/medusa.py; infer/drafters/heads.py drafts with them.
 """
 
-from collections.abc import Sequence
-
-from longdraft.infer.drafters.heads import HeadsDrafter
-from longdraft.infer.shape import TreeShape
+from longdraft.infer.drafters.heads import HeadsDrafter, Shape
 from longdraft.models.drafts.medusa import Medusa
+from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
 
@@ -21,5 +19,6 @@ class MedusaDrafter(HeadsDrafter):
             means 3 ranks for each head. A lower `max_nodes` leaves its first nodes.
     """
 
-    def __init__(self, target: Target, draft: Medusa, shape: TreeShape | Sequence[int] | int | None = None):
-        super().__init__(target, draft, shape, Medusa)
+    @validated
+    def __init__(self, target: Instance[Target], draft: Instance[Medusa], shape: Shape | None = None):
+        super().__init__(target, draft, shape)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from longdraft.infer.drafters.host import HostDrafter, Table
-from longdraft.infer.options import integer
 from longdraft.infer.tree import Trie
 from longdraft.models.footprint import Allocations
 
@@ -94,7 +93,7 @@ class Ngrams(HostDrafter[NgramTable]):
     behind_trunk = True
 
     def __init__(self, count: int = 20, trunk: int = 0):
-        self.count = integer("ngrams", count, 1)
+        self.count = count
         self.max_nodes, self.max_depth = (N - 1) * count + trunk, N - 1 + trunk
 
     @property

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 
 import torch
 
+from longdraft.infer.drafters.base import Count
 from longdraft.infer.drafters.host import HostDrafter, Table
-from longdraft.infer.options import integer
 from longdraft.infer.tree import Trie
 from longdraft.models.footprint import Allocations
+from longdraft.models.schema import validated
 
 # Lower bounds of the groups of match lengths: matches within a group are about equally good, and a node's class names
 # the group. Length 0 is right after a replaced token.
 GROUPS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 20)
+MAX_NGRAM = 3  # the longest n-gram with a table; longer matches are found among these
 RANKS = 3  # of a node among its siblings; later ones count as the last
 # Host memory of a table for each token of the text, if no n-gram occurs twice (else it is less).
 ENTRY_BYTES = 200
@@ -27,20 +29,19 @@ ENTRY_BYTES = 200
 class SuffixIndex(Table):
     """Finds earlier occurrences of a sequence's suffixes.
 
-    A table for each n up to `max_ngram` holds where every n-gram ends; longer matches are measured by comparing tokens
-    backwards from there. So a new token costs `max_ngram` entries, and a look-up compares at most `search` occurrences
+    A table for each n up to MAX_NGRAM holds where every n-gram ends; longer matches are measured by comparing tokens
+    backwards from there. So a new token costs MAX_NGRAM entries, and a look-up compares at most `search` occurrences
     of each n-gram, however long the context is.
 
     Args:
-        max_ngram: longest n-gram with a table.
         search: how many occurrences of an n-gram are compared, the most recent ones.
         longest: matches are not measured beyond this length.
     """
 
-    def __init__(self, max_ngram: int = 3, search: int = 64, longest: int = 32):
+    def __init__(self, search: int = 64, longest: int = 32):
         super().__init__()
-        self.max_ngram, self.search, self.longest = max_ngram, search, longest
-        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(max_ngram)]
+        self.search, self.longest = search, longest
+        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(MAX_NGRAM)]
 
     def extend(self, tokens: Sequence[int]) -> None:
         sequence = self.tokens
@@ -73,7 +74,7 @@ class SuffixIndex(Table):
         """
         sequence, end = self.tokens, len(self.tokens) - skipped
         found: dict[int, int] = {}
-        for n in range(min(self.max_ngram, end), 0, -1):
+        for n in range(min(MAX_NGRAM, end), 0, -1):
             ends = self._ends[n - 1][tuple(sequence[end - n : end])]
             stop = len(ends)
             while stop and ends[stop - 1] >= end:  # the suffix itself, and what ends in skipped tokens
@@ -112,13 +113,12 @@ class PromptLookup(HostDrafter[SuffixIndex]):
 
     Args:
         length: tokens proposed after an occurrence.
-        max_ngram: longest n-gram that is looked up; longer matches are found among these.
         candidates: occurrences with different continuations, beside the one after a replaced token.
     """
 
-    def __init__(self, length: int = 24, max_ngram: int = 3, candidates: int = 3):
-        self.length, self.max_ngram = integer("length", length, 1), integer("max_ngram", max_ngram, 1)
-        self.candidates = integer("candidates", candidates, 1)
+    @validated
+    def __init__(self, length: Count = 24, candidates: Count = 3):
+        self.length, self.candidates = length, candidates
         self.max_nodes, self.max_depth = length * (candidates + 1), length
 
     @property
@@ -126,10 +126,10 @@ class PromptLookup(HostDrafter[SuffixIndex]):
         return 1 + 2 * RANKS * len(GROUPS)
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
-        return {"prompt lookup's tables (host)": [((batch, capacity, self.max_ngram, ENTRY_BYTES), torch.uint8)]}
+        return {"prompt lookup's tables (host)": [((batch, capacity, MAX_NGRAM, ENTRY_BYTES), torch.uint8)]}
 
     def new_table(self) -> SuffixIndex:
-        return SuffixIndex(self.max_ngram)
+        return SuffixIndex()
 
     def fill(self, trie: Trie, node: int, table: SuffixIndex, max_nodes: int) -> None:
         found, worth = self._collect(table, trie.tokens[0])

@@ -14,8 +14,7 @@ from torch import Tensor
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.caches.ring import StreamingCache, check_streaming
-from longdraft.infer.drafters.base import DeviceDrafter, Request
-from longdraft.infer.options import integer
+from longdraft.infer.drafters.base import Count, CountOrZero, DeviceDrafter, Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
@@ -24,6 +23,7 @@ from longdraft.kernels.tree_mask import MOST_ROWS
 from longdraft.models.footprint import Allocations, cache_rows
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput, prompt_rows
+from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
 # Tokens that a rewind can take back by default, if the window has room for twice as many.
@@ -45,24 +45,22 @@ class SmallModelDrafter(DeviceDrafter):
             if that is less.
 
     Raises:
-        ValueError: vocabularies or tokenizers that differ, two devices, a RoPE type whose table depends on the length,
+        ValueError: vocabularies or tokenizers that differ, a RoPE type whose table depends on the length,
             sliding windows, or numbers out of range.
     """
 
+    @validated
     def __init__(
         self,
-        target: Target,
-        small: Target,
-        gamma: int = 2,
-        sinks: int = 16,
-        window: int = 256,
-        slack: int | None = None,
+        target: Instance[Target],
+        small: Instance[Target],
+        gamma: Count = 2,
+        sinks: CountOrZero = 16,
+        window: Count = 256,
+        slack: CountOrZero | None = None,
     ):
-        if not isinstance(small, Target):
-            raise ValueError(f"small={small!r}: must be a loaded model; load it with load_target")
         check_vocabularies(target, small)
-        gamma, sinks, window = integer("gamma", gamma, 1), integer("sinks", sinks, 0), integer("window", window, 1)
-        self.slack = max(0, min(SLACK, (window - sinks) // 4)) if slack is None else integer("slack", slack, 0)
+        self.slack = max(0, min(SLACK, (window - sinks) // 4)) if slack is None else slack
         check_streaming(small.model, window, sinks, self.slack)
         self.small, self.gamma, self._sinks, self._window = small, gamma, sinks, window
         self.max_nodes = self.max_depth = gamma
@@ -230,7 +228,7 @@ class SmallModelDrafter(DeviceDrafter):
 
 
 def check_vocabularies(target: Target, small: Target) -> None:
-    """Raise ValueError if the small model differs from the target in its vocabulary, its tokenizer or its device."""
+    """Raise ValueError if the small model differs from the target in its vocabulary or its tokenizer."""
     sizes = [model.model.config.vocab_size for model in (small, target)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -243,6 +241,3 @@ def check_vocabularies(target: Target, small: Target) -> None:
             f"small: {small.name} has another tokenizer than {target.name}, so the same number is another token; "
             f"choose a small model with the target's tokenizer"
         )
-    devices = [model.model.embed_tokens.weight.device for model in (small, target)]
-    if devices[0] != devices[1]:
-        raise ValueError(f"small: it is on {devices[0]} and the target on {devices[1]}; load both on one device")

@@ -13,15 +13,16 @@ Shapes: B slots, N tree nodes, M rows to write, L nodes of a level, K candidates
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import DeviceDrafter, Request
-from longdraft.infer.options import boolean, integer
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
@@ -30,6 +31,7 @@ from longdraft.models.files import write_atomically, write_tensors
 from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
+from longdraft.models.schema import Instance, Int, validated
 from longdraft.models.target import Target
 
 CANDIDATES = 8
@@ -47,6 +49,9 @@ CHILD_COUNTS = (
 SEED_ROWS, SEED_BYTES = 64, 2**27
 # Rows of a column in `largest`: fewer make its first round longer, more its second.
 BLOCK = 32
+# What prefill passes are asked for: the candidates after every prompt token are written, so that the first steps have
+# something to propose.
+SEEDING = frozenset({"post_norm"})
 FORMAT = "longdraft token recycling 1"
 
 
@@ -90,21 +95,14 @@ class TokenRecycling(DeviceDrafter):
     Args:
         target: the loaded target, for its LM head, its vocabulary and its tokenizer's fingerprint.
         nodes: 1 to 80.
-        seed_prompt: also write the candidates after every prompt token, so that the first steps have something to
-            propose. Costs the LM head for each different token of a prefill chunk.
-        table: a file that `save` wrote, to start with.
     """
 
-    def __init__(self, target: Target, nodes: int = 80, seed_prompt: bool = True, table: str | Path | None = None):
-        paths = static_tree()
-        nodes = integer("nodes", nodes, 1, len(paths))
-        if not (table is None or isinstance(table, str | Path)):
-            raise ValueError(f"table={table!r}: must be the path of a file that `save` wrote, or None")
-        self.target, self.seed_prompt = target, boolean("seed_prompt", seed_prompt)
+    @validated
+    def __init__(self, target: Instance[Target], nodes: Annotated[Int, Field(ge=1, le=80)] = 80):
+        self.target, paths = target, static_tree()
         self.shape = TreeShape(tuple(paths[:nodes]))
         self.max_nodes, self.max_depth = nodes, self.shape.depth
-        self._seeding = frozenset({"post_norm"}) if seed_prompt else frozenset()
-        self.needs, self.learns_from = self._seeding, frozenset({"logits"})
+        self.needs, self.learns_from = SEEDING, frozenset({"logits"})
         weight = target.model.lm_head.weight
         self.vocab_size, self._device = weight.shape[0], weight.device
         fitting = SEED_BYTES // (self.vocab_size * weight.element_size())
@@ -114,8 +112,6 @@ class TokenRecycling(DeviceDrafter):
         self._ids_VK = torch.full(shape_VK, -1, dtype=torch.int32, device=self._device)
         self._logits_VK = torch.full(shape_VK, -torch.inf, dtype=torch.float16, device=self._device)
         self._levels = self._make_levels()
-        if table is not None:
-            self.load(table)
 
     def _make_levels(self) -> list[_Level]:
         levels: list[_Level] = []
@@ -141,15 +137,14 @@ class TokenRecycling(DeviceDrafter):
     def allocations(self, batch: int, capacity: int) -> Allocations:
         tables = [(table.shape, table.dtype) for table in (self._ids_VK, self._logits_VK)]
         logits = [((self._seed_rows, self.vocab_size), self.target.model.lm_head.weight.dtype)]
-        named: Allocations = {"token recycling's table": tables}
-        return {**named, "token recycling's logits of a prompt": logits} if self.seed_prompt else named
+        return {"token recycling's table": tables, "token recycling's logits of a prompt": logits}
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
-        self.needs = self._seeding
+        self.needs = SEEDING
 
     @torch.no_grad()
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
-        if not self.seed_prompt or output.post_norm is None:  # rows of an earlier prompt, which the table has seen
+        if output.post_norm is None:  # rows of an earlier prompt, which the table has seen
             return
         # Only a token's last occurrence in the chunk is written, so the LM head runs only there.
         last = {token: place for place, token in enumerate(prompt[start:end])}
@@ -231,46 +226,26 @@ class TokenRecycling(DeviceDrafter):
         write_atomically(path, lambda temporary: write_tensors(tensors, temporary, metadata=stored))
 
     def load(self, path: str | Path) -> None:
-        """Replace the table by that of a file that `save` wrote.
-
-        Raises:
-            ValueError: no such file, another kind of file, or another vocabulary or tokenizer than the target's.
-        """
-        tensors, stored = _read_table(Path(path))
-        for name, expected in self._fingerprint.items():
+        """Replace the table by that of a file that `save` wrote. Raises ValueError for another kind of file, and for
+        another vocabulary or tokenizer than the target's."""
+        try:
+            with safe_open(path, framework="pt") as stream:
+                stored = stream.metadata() or {}
+                ids_VK, logits_VK = (stream.get_tensor(name) for name in ("candidates", "logits"))
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"table: {path} is no table of token recycling ({error}); save it again") from error
+        for name, expected in {"format": FORMAT, **self._fingerprint}.items():
             if stored.get(name) != expected:
                 raise ValueError(
                     f"table: {path} was filled by {stored.get('target')} with {name} {stored.get(name)}, and this "
                     f"target has {expected}; use a table of the same tokenizer, or start without one"
                 )
-        for name, table in (("candidates", self.candidates), ("logits", self.logits)):
-            read = tensors.get(name)
-            if read is None or (read.shape, read.dtype) != (table.shape, table.dtype):
-                found = None if read is None else (tuple(read.shape), read.dtype)
-                raise ValueError(f"table: {path} holds {found} as {name}, expected {tuple(table.shape)} {table.dtype}")
-        ids_VK = tensors["candidates"]
-        if int(ids_VK.min()) < -1 or int(ids_VK.max()) >= self.vocab_size:
-            raise ValueError(f"table: {path} names tokens outside of 0..{self.vocab_size - 1}; save it again")
         self.candidates.copy_(ids_VK)
-        self.logits.copy_(tensors["logits"])
+        self.logits.copy_(logits_VK)
 
     @property
     def _fingerprint(self) -> dict[str, str]:
         return {"vocab_size": str(self.vocab_size), "tokenizer_sha256": self.target.fingerprint["tokenizer"]}
-
-
-def _read_table(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    if not path.is_file():
-        raise ValueError(f"table: there is no file {path}; save one first, or start without a table")
-    try:
-        with safe_open(path, framework="pt") as stream:
-            stored = stream.metadata() or {}
-            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118, no mapping
-    except SafetensorError as error:
-        raise ValueError(f"table: {path} is damaged or no safetensors file ({error}); save it again") from error
-    if stored.get("format") != FORMAT:
-        raise ValueError(f"table: {path} has the format {stored.get('format')!r}, this version reads {FORMAT!r}")
-    return tensors, stored
 
 
 def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ Shapes: B slots, D hidden, I levels, K ranks.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -16,11 +17,10 @@ from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.caches.partial import SelectedCache, TopTokens, selected_rows
 from longdraft.infer.caches.ring import RingCache, refuse_windows
-from longdraft.infer.drafters.base import Drafter, Request
+from longdraft.infer.drafters.base import Count, CountOrZero, Drafter, Request
 from longdraft.infer.drafters.combine import Combined
-from longdraft.infer.drafters.heads import HeadsDrafter
+from longdraft.infer.drafters.heads import HeadsDrafter, Shape
 from longdraft.infer.drafters.ngrams import Ngrams
-from longdraft.infer.options import integer, one_of
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
@@ -28,33 +28,22 @@ from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput
+from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
-DRAFT_PASSES = ("auto", "always", "never")
 
-
+@validated
 def tokenswift(
-    target: Target,
-    draft: TokenSwift,
-    shape: TreeShape | Sequence[int] | int | None = None,
+    target: Instance[Target],
+    draft: Instance[TokenSwift],
+    shape: Shape | None = None,
     *,
-    draft_pass: str = "auto",
-    budget: int = 4096,
-    sinks: int = 16,
-    ngrams: int = 20,
+    draft_pass: Literal["auto", "always", "never"] = "auto",
+    budget: Count = 4096,
+    sinks: CountOrZero = 16,
+    ngrams: CountOrZero = 20,
 ) -> Drafter:
     """TokenSwift as published: its heads, and in the same tree the text's most frequent n-grams.
-
-    Args:
-        ngrams: how many 4-grams join the tree; 0 for none. Other arguments: see `TokenSwiftDrafter`.
-    """
-    integer("ngrams", ngrams, 0)
-    heads = TokenSwiftDrafter(target, draft, shape, draft_pass=draft_pass, budget=budget, sinks=sinks)
-    return Combined([heads, Ngrams(ngrams, trunk=heads.max_depth - heads.shape.depth)]) if ngrams else heads
-
-
-class TokenSwiftDrafter(HeadsDrafter):
-    """The heads' part of TokenSwift.
 
     Args:
         shape: which rank combinations of the heads are nodes, best first, or the number of ranks in each level of a
@@ -63,24 +52,29 @@ class TokenSwiftDrafter(HeadsDrafter):
         draft_pass: "always", "never", or "auto", which measures.
         budget: rows of the selected cache, for each layer and KV head.
         sinks: first tokens that always stay in it.
+        ngrams: how many 4-grams join the tree; 0 for none.
 
     Raises:
         ValueError: a draft that does not fit the target, a tree that does not fit the draft, or options out of range.
     """
+    heads = TokenSwiftDrafter(target, draft, shape, draft_pass, budget, sinks)
+    return Combined([heads, Ngrams(ngrams, trunk=heads.max_depth - heads.shape.depth)]) if ngrams else heads
+
+
+class TokenSwiftDrafter(HeadsDrafter):
+    """The heads' part of TokenSwift. Its arguments are those of `tokenswift`."""
 
     def __init__(
         self,
         target: Target,
         draft: TokenSwift,
-        shape: TreeShape | Sequence[int] | int | None = None,
-        *,
+        shape: Shape | None = None,
         draft_pass: str = "auto",
         budget: int = 4096,
         sinks: int = 16,
     ):
-        super().__init__(target, draft, shape, TokenSwift)
-        self.target, self._draft_pass = target, one_of("draft_pass", draft_pass, DRAFT_PASSES)
-        self._selection = TopTokens(integer("budget", budget, 1), integer("sinks", sinks, 0))
+        super().__init__(target, draft, shape)
+        self.target, self._draft_pass, self._selection = target, draft_pass, TopTokens(budget, sinks)
         if draft_pass == "always":
             refuse_windows(target.model.config, "draft_pass='always'")
         windows = target.model.config.sliding_windows

@@ -9,6 +9,7 @@ Shapes: L layers, B slots, H query heads, C chain.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,22 +18,22 @@ from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.caches.partial import Recent, SelectedCache, TopChunks, selected_rows
 from longdraft.infer.caches.ring import RingCache, refuse_windows
-from longdraft.infer.drafters.base import Drafter, Request
+from longdraft.infer.drafters.base import Count, CountOrZero, Drafter, Request
 from longdraft.infer.drafters.plain import Plain
-from longdraft.infer.drafters.small_model import SLACK, SmallModelDrafter
+from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.history import History
-from longdraft.infer.options import fraction, integer, one_of
 from longdraft.infer.runner import Runner
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
+from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
-POLICIES = ("retrieval", "streaming")
 # The rolling acceptance is a mean over about this many steps.
 ROLLING_STEPS = 8
+ACCEPTANCE_FLOOR = 0.5
 
 
 def _refuse(where: str, **given: object) -> None:
@@ -52,82 +53,56 @@ class TriForceDrafter(Drafter):
         chain: tokens collected for the outer verification.
         budget: rows of the target's partial cache, for each layer and KV head.
         chunk: keys that are retrieved together; None is 8.
-        stride: accepted tokens after which the rows are retrieved again; None is 256.
-        acceptance_floor: retrieve again as well if the rolling fraction of the chain's accepted tokens falls below
-            this, but not before a quarter of the stride; 0 is off, None is 0.5.
+        stride: accepted tokens after which the rows are retrieved again; None is 256. After a quarter of them already
+            if the rolling fraction of the chain's accepted tokens is below ACCEPTANCE_FLOOR.
         policy: "retrieval", or "streaming" for the sinks and the most recent rows.
         sinks: first tokens that always stay, in a small model's cache and under "streaming"; None is 16.
         window: rows of a small model's cache; None is 256.
 
     Raises:
         ValueError: options out of range, or given where nothing uses them (gamma, window and sinks belong to a loaded
-            small model, sinks to "streaming" too; chunk, stride and acceptance_floor to "retrieval"); a small model
+            small model, sinks to "streaming" too; chunk and stride to "retrieval"); a small model
             that does not fit (see SmallModelDrafter), or whose window is too small for the chain; a target with
             sliding windows.
     """
 
+    @validated
     def __init__(
         self,
-        target: Target,
-        small: Target | Drafter | None = None,
+        target: Instance[Target],
+        small: Instance[Target] | Instance[Drafter] | None = None,
         *,
-        gamma: int | None = None,
-        chain: int = 6,
-        budget: int = 4096,
-        chunk: int | None = None,
-        stride: int | None = None,
-        acceptance_floor: float | None = None,
-        policy: str = "retrieval",
-        sinks: int | None = None,
-        window: int | None = None,
+        gamma: Count | None = None,
+        chain: Count = 6,
+        budget: Count = 4096,
+        chunk: Count | None = None,
+        stride: Count | None = None,
+        policy: Literal["retrieval", "streaming"] = "retrieval",
+        sinks: CountOrZero | None = None,
+        window: Count | None = None,
     ):
-        retrieval, loaded = one_of("policy", policy, POLICIES) == "retrieval", isinstance(small, Target)
+        retrieval, loaded = policy == "retrieval", isinstance(small, Target)
         if not loaded:
             _refuse("goes with a loaded model as small; leave it out or give one", gamma=gamma, window=window)
         if not retrieval:
-            _refuse(
-                "goes with policy='retrieval'; leave it out or choose that",
-                chunk=chunk, stride=stride, acceptance_floor=acceptance_floor,
-            )  # fmt: skip
+            _refuse("goes with policy='retrieval'; leave it out or choose that", chunk=chunk, stride=stride)
         elif not loaded:
             _refuse("goes with policy='streaming' or a loaded model as small; leave it out", sinks=sinks)
-        self.target, self.chain, budget = target, integer("chain", chain, 1), integer("budget", budget, 1)
-        self._stride = integer("stride", 256 if stride is None else stride, 1)
-        self._floor = fraction("acceptance_floor", 0.5 if acceptance_floor is None else acceptance_floor)
-        chunk = integer("chunk", 8 if chunk is None else chunk, 1)
-        sinks = integer("sinks", 16 if sinks is None else sinks, 0)
+        self.target, self.chain, self._stride = target, chain, stride or 256
+        sinks = 16 if sinks is None else sinks
         refuse_windows(target.model.config, f"budget={budget}: a cache of selected rows")
-        self._policy = TopChunks(budget, chunk) if retrieval else Recent(budget, sinks)
-        self.inner = self._inner(small, 2 if gamma is None else gamma, sinks, 256 if window is None else window)
+        self._policy = TopChunks(budget, chunk or 8) if retrieval else Recent(budget, sinks)
+        self.inner: Drafter
+        if isinstance(small, Target):  # it takes back a whole rejected chain
+            gamma = gamma or 2
+            self.inner = SmallModelDrafter(target, small, gamma, sinks, window or 256, slack=chain + gamma + 1)
+        else:
+            self.inner = Plain() if small is None else small
         self.max_nodes = self.max_depth = chain
         self._runner = Runner(target.model, self.inner, nodes=chain, graphs=False)  # `state.graphs` records instead
         self._cache: SelectedCache | None = None
         self._rebuilds = {"stride": 0, "acceptance": 0, "room": 0}
         self._set_needs(self._policy.scored)
-
-    def _inner(self, small: Target | Drafter | None, gamma: int, sinks: int, window: int) -> Drafter:
-        """The drafter of the inner level. A small model must be able to take back a whole rejected chain."""
-        if small is None:
-            return Plain()
-        if isinstance(small, Target):
-            gamma, window = integer("gamma", gamma, 1), integer("window", window, 1)
-            slack = max(SLACK, self.chain + gamma + 1)
-            if window <= sinks + 2 * slack:
-                slack = self.chain + gamma + 1
-            if window <= sinks + 2 * slack:
-                raise ValueError(
-                    f"window={window}: with chain={self.chain}, gamma={gamma} and sinks={sinks} it must exceed "
-                    f"{sinks + 2 * slack}; raise it or give a smaller chain"
-                )
-            return SmallModelDrafter(self.target, small, gamma, sinks, window, slack)
-        if not isinstance(small, Drafter):
-            raise ValueError(f"small={small!r}: must be a loaded model (load_target), a Drafter, or None")
-        if isinstance(small, SmallModelDrafter) and small.slack < self.chain + small.gamma + 1:
-            raise ValueError(
-                f"small: its slack of {small.slack} tokens is too little for chain={self.chain} and "
-                f"gamma={small.gamma}; give it slack={self.chain + small.gamma + 1} and a window wide enough"
-            )
-        return small
 
     @property
     def parts(self) -> Sequence[Drafter]:
@@ -284,7 +259,7 @@ class TriForceDrafter(Drafter):
                 self._since_build[slot] = 0  # the cache still holds every token
             elif since >= self._stride:
                 self._wanted[slot] = "stride"
-            elif self._acceptance[slot] < self._floor and 4 * since >= self._stride:
+            elif self._acceptance[slot] < ACCEPTANCE_FLOOR and 4 * since >= self._stride:
                 self._wanted[slot] = "acceptance"
 
     def release(self) -> None:

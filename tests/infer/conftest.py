@@ -117,7 +117,7 @@ def plain_tokens(monkeypatch) -> Callable[..., list[list[int]]]:
         with monkeypatch.context() as patch:
             patch.setattr("longdraft.infer.slot_pool.SlotSampling", Margins)
             result = Engine(target).generate(prompts, params)
-        difference = width_difference(target, max(prompts, key=len))
+        difference = width_difference(target, max(prompts, key=len)[-512:])  # a pass for each row takes long
         assert Margins.smallest > 10 * difference, (Margins.smallest, difference)
         return [generation.tokens for generation in result]
 

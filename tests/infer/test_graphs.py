@@ -240,7 +240,7 @@ def test_every_pass_of_a_sharded_target_is_announced_and_gathers_its_layers(
     monkeypatch.setattr(Runner, "step", counted)
     if gathered:
         target.model.around_layer = around
-    drafter = TokenRecycling(target, nodes=8, seed_prompt=False)
+    drafter = TokenRecycling(target, nodes=8)
     tasks = [Task(9, temperature, 0, list(range(1, 10))) for temperature in (0.0, 1.0)]
     assert decode(target, drafter, tasks, NEW, ranks) is not None
     assert len(steps) > 8

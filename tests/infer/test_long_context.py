@@ -1,11 +1,22 @@
-"""8192 tokens of context on a real model's first layers, whose passes are as wide as the whole model's: decoding up to
-the last position, in the memory that was estimated."""
+"""Long contexts on a real model's first layers, whose passes are as wide as the whole model's: decoding up to the last
+of 8192 positions, in the memory that was estimated, and exact drafters behind 32768."""
 
+import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+
+from longdraft.infer.drafters.longspec import LongSpecDrafter
+from longdraft.infer.drafters.tokenswift import tokenswift
+from longdraft.infer.drafters.triforce import TriForceDrafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.hf import build_decoder, load_target
 
 # A process of its own, whose peak of resident memory is this run's.
 RUN = """
@@ -65,3 +76,30 @@ def test_decoding_from_8000_to_8192_tokens_stops_cleanly(c_kernels):
     # One cache and a chunk's passes: nothing of the square of the context, nothing of context x vocabulary, which would
     # be 256 MiB a head in bf16 and 768 MiB.
     assert result["cache"] < result["grown"] < result["cache"] + 2**28, result
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_drafters_of_long_contexts_are_exact_behind_32768_positions(shared, plain_tokens):
+    """Two layers of SmolLM2 with more positions, whose text is Python's own library; fp32."""
+    smollm2 = shared("infer/test_smollm2.py")
+    whole = load_target("smollm2-135m", torch.float32)
+    config = replace(whole.model.config, n_layers=2, max_positions=33_000)
+    model = build_decoder(config, torch.float32, "cpu")
+    model.load_state_dict(whole.model.state_dict(), strict=False)
+    model.tie()
+    target = replace(whole, model=model)
+    sources = (path.read_text() for path in sorted(Path(argparse.__file__).parent.glob("*.py"))[:40])
+    prompt = target.tokenizer("".join(sources)).input_ids[:32_769]
+    params = [SamplingParams(temperature=1.0, seed=2, max_new_tokens=48, ignore_eos=True)]
+    plain = plain_tokens(target, [prompt], params)
+    assert len(prompt) == 32_769 and len(set(plain[0])) > 8
+    drafters = {
+        "tokenswift": tokenswift(target, smollm2.heads(target), draft_pass="always", budget=1024),
+        "triforce": TriForceDrafter(target, smollm2.first_layers(target, 1), budget=1024),
+        "longspec": LongSpecDrafter(target, smollm2.block(target), (4, 4)),
+    }
+    for name, drafter in drafters.items():
+        [found] = Engine(target, drafter, nodes=None).generate([prompt], params)
+        assert found.tokens == plain[0], name
+        assert found.stats.steps < len(found.tokens), f"{name} drafted nothing that was accepted"

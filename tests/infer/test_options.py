@@ -18,7 +18,7 @@ VOCAB = 61
 NO_NUMBER = ("4x", "", 2.5, float("nan"), True, [], (3,), {}, object(), -1)
 COUNT = (*NO_NUMBER, None, 0)
 OPTIONAL_COUNT = (*NO_NUMBER, 0)
-LEVELS = ("48", "", 2.5, True, None, {}, {3}, object(), (), (3, 0), (3, -1), (3, 2.5), (3, "3"), (True,), 0, -1)
+LEVELS = ("48", "", 2.5, True, None, {}, object(), (), (3, 0), (3, -1), (3, 2.5), (3, "3"), (True,), 0, -1)
 SHAPE = (*(value for value in LEVELS if value is not None), TreeShape(()), (99,), (60, 60, 60), (1,) * 9)
 # Invalid and valid values of each option.
 CASES = {
@@ -34,11 +34,10 @@ CASES = {
     "triforce": {
         "small": ((3, 2.5, True, [], {}, object()), (None,)),
         "gamma": (OPTIONAL_COUNT, (None, 1)),
-        "chain": ((*COUNT, 10**6), (1, 8)),
+        "chain": (COUNT, (1, 8)),
         "budget": ((*COUNT, 12), (16, 64)),
         "chunk": ((*OPTIONAL_COUNT, 3), (None, 4)),
         "stride": (OPTIONAL_COUNT, (None, 1)),
-        "acceptance_floor": (("4x", True, float("nan"), [], {}, object(), -0.1, 1, 1.5), (None, 0, 0.25)),
         "policy": (("recent", 1, None, True, [], {}, object()), ("retrieval",)),
         "sinks": (NO_NUMBER, (None, 0, 3)),
         "window": ((*OPTIONAL_COUNT, 20), (None, 64)),
@@ -52,10 +51,8 @@ CASES = {
     },
     "token_recycling": {
         "nodes": ((*COUNT, 81), (1, 80)),
-        "seed_prompt": (("yes", 1, 0, None, [], object()), (True, False)),
-        "table": ((3, 2.5, True, [], {}, object(), "", "no such file"), (None,)),
     },
-    "prompt_lookup": {name: (COUNT, (1, 4)) for name in ("length", "max_ngram", "candidates")},
+    "prompt_lookup": {name: (COUNT, (1, 4)) for name in ("length", "candidates")},
 }
 
 
@@ -106,7 +103,7 @@ def test_what_an_option_cannot_be_is_a_value_error_that_names_it(target, small, 
 @pytest.mark.parametrize("name", sorted(TRAINED))
 def test_a_draft_of_another_kind_is_named(target, name):
     for draft in (torch.nn.Linear(2, 2), 3, object()):
-        with pytest.raises(ValueError, match="draft: this is one of "):
+        with pytest.raises(ValueError, match=r"^draft: "):
             build_drafter(name, target, draft)
 
 

