@@ -3,7 +3,7 @@
 One block reads the target's token embedding: self-attention over a window of tokens, cross-attention to the keys and
 values of the target's last layer, feed-forward. The target's LM head reads its output. The block's input is only the
 embedding, so its own keys and values depend on token and position alone, and serving projects them without running the
-block. infer/drafters/longspec.py drafts with it; the authors' tensor names are in models/published_longspec.py.
+block. infer/drafters/longspec.py drafts with it; the authors' tensor names are in models/published.py.
 Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, d head width, E draft vocabulary. In training N
 tokens of several pieces are packed end to end, and the block runs for Q of them.
 """
