@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from longdraft.data_prep.chat_template import placeholder
 from longdraft.data_prep.documents import Unusable
-from longdraft.data_prep.windowed_tokenizer import WindowedTokenizer
+from longdraft.data_prep.tokenize import encode_in_parts
 
 BORDER = "\ufdd5"  # in a text to tokenise: no token crosses it
 
@@ -50,15 +50,14 @@ class ChatTokenizer:
             target_ids[placeholder(eos_id)] = eos_id
             tokens.append(AddedToken(placeholder(eos_id), normalized=False))
         self._rust.add_tokens(tokens)
-        self._windowed = WindowedTokenizer(self._rust)
         self._target_ids = np.arange(max(self._rust.get_vocab(with_added_tokens=True).values()) + 1)
         for spelling, target_id in target_ids.items():
             self._target_ids[self._rust.token_to_id(spelling)] = target_id
 
     def encode(self, text: str) -> Encoding:
-        pieces = self._windowed.encode(text, lambda window: (window.ids, window.offsets))
-        offsets = np.concatenate([offsets for _, offsets in pieces])
-        return Encoding(np.concatenate([ids for ids, _ in pieces]), offsets[:, 0], offsets[:, 1])
+        parts = list(encode_in_parts(self._rust, text))
+        offsets = np.concatenate([offsets for _, offsets in parts])
+        return Encoding(np.concatenate([ids for ids, _ in parts]), offsets[:, 0], offsets[:, 1])
 
     def finish(self, encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
         """(The target's ids without borders, int32 [m]; how many of the first 0, 1, ..., n tokens are kept, [n + 1]).

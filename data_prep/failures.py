@@ -2,12 +2,14 @@
 line."""
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from longdraft.data_prep.hub import is_network_error
 from longdraft.models.files import DISK_FULL
+
+KEPT = "what is finished is kept: call again"
 
 
 @contextmanager
@@ -17,20 +19,14 @@ def failures_described(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_network_error(error):
-            raise ValueError(
-                f"the hub could not be read to the end ({error}); what is finished is kept: call again"
-            ) from error
+        if _is_network_error(error):
+            raise ValueError(f"the hub could not be read to the end ({error}); {KEPT}") from error
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
             raise
         if error.errno in DISK_FULL:
-            raise ValueError(
-                f"no room for {path} ({error.strerror}); what is finished is kept: make room, call again"
-            ) from error
-        raise ValueError(
-            f"{error.filename or path}: {error.strerror or error}; mend its rights or its place and call again: "
-            "what is finished is kept"
-        ) from error
+            raise ValueError(f"no room for {path} ({error.strerror}); make room; {KEPT}") from error
+        where, why = str(error.filename or path), error.strerror or error
+        raise ValueError(f"{where[:200]}: {why}; change its rights or its place; {KEPT}") from error
 
 
 def check_out(out: Path) -> None:
@@ -38,33 +34,23 @@ def check_out(out: Path) -> None:
     try:
         existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     except OSError as error:  # the name is too long, or a parent may not be read
-        raise ValueError(f"out {_short(out)} cannot be made ({error.strerror}); give another by --out") from error
-    if existing == out and not out.is_dir():
-        raise ValueError(f"out {out} is a file; give the folder to make")
-    if not existing.is_dir():
-        raise ValueError(f"out {out} cannot be made: {existing} is a file; give another folder by --out")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"out {out} cannot be written: {existing} allows no writing; give another folder by --out")
+        raise ValueError(f"out: {str(out)[:200]} cannot be made ({error.strerror}); give another folder") from error
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "allows no writing" if existing.is_dir() else "is a file"
+        raise ValueError(f"out: {out} cannot be made, since {existing} {why}; give another folder")
 
 
 def check_outside(out: Path, sources: Iterable[str]) -> None:
     """Raises ValueError if the folder to make lies in a source, so that its files would be read as a source."""
     for source in map(Path, sources):
         if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
-            raise ValueError(f"out {out} lies in the source {source}, and would be read as one; choose another")
+            raise ValueError(f"out: {out} lies in the source {source}, and would be read as one; choose another")
 
 
-def make_out(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise
-        raise ValueError(
-            f"out {_short(out)} cannot be made ({error.strerror}); give another folder by --out"
-        ) from error
+def _is_network_error(error: BaseException) -> bool:
+    """Whether the error says that the hub's client lost its connection; False if the client was never imported."""
+    if "huggingface_hub" not in sys.modules:
+        return False
+    from huggingface_hub import errors
 
-
-def _short(path: Path) -> str:
-    text = str(path)
-    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+    return isinstance(error, errors.HTTPError)  # pyright: ignore[reportPrivateImportUsage]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longdraft.data_prep.manifest import SPLITS
-from longdraft.data_prep.shards import MANIFEST, ShardSet
+from longdraft.data_prep.shards import MANIFEST, SPLITS, ShardSet
 from longdraft.models.files import write_atomically
 
 if TYPE_CHECKING:

@@ -24,14 +24,13 @@ from longdraft.data_prep.bars import bar
 from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.failures import check_out, check_outside, failures_described
-from longdraft.data_prep.manifest import NAMED_BAD, add_up, count_and_hash
-from longdraft.data_prep.record_formats import TEXT_FIELD, ChatFormat, TextFormat
+from longdraft.data_prep.formats import TEXT_FIELD, ChatFormat, TextFormat
+from longdraft.data_prep.recipe import Source
+from longdraft.data_prep.records import SEGMENT_BYTES, read_documents, scan
 from longdraft.data_prep.response_generation import ERRORS, Answerer, Generate, OpenConversation, beginning
-from longdraft.data_prep.segments import SEGMENT_BYTES, read_documents, scan
-from longdraft.data_prep.settings import Source
 from longdraft.data_prep.shards import MANIFEST, read_manifest
 from longdraft.data_prep.sources import list_files
-from longdraft.data_prep.tasks import Machine, tasks_of
+from longdraft.data_prep.tasks import NAMED_BAD, Machine, add_up, count_and_hash, tasks_of
 from longdraft.data_prep.tokenize import rust_tokenizer
 from longdraft.models.files import WorkFolder, write_atomically, write_json
 from longdraft.models.schema import Int, validated_dataclass
@@ -139,7 +138,7 @@ def open_input(
     or conversations among texts to continue."""
     is_chat, settings = config.continued is None, {"files": config.files, "text_field": config.text_field}
     settings |= {"chat_field": config.chat_field} if is_chat else {}
-    files = list_files([Source(path, **settings) for path in config.sources])
+    files = list_files([Source(path=path, **settings) for path in config.sources])
     if wrong := [file.name for file in files if file.kind == ("text" if is_chat else "docstrings")]:
         what = "plain text, not conversations" if is_chat else "conversations, not text"
         raise ValueError(f"{wrong[0]} holds {what}; leave it out, by --files '*.jsonl' for one, or see --prompt-tokens")
@@ -155,7 +154,7 @@ def open_input(
                 yield document
 
     is_counted = all(segment.is_counted for segment in segments)
-    count = sum(segment.n_documents for segment in segments) if is_counted else sum(1 for _ in read())
+    count = sum(segment.n_documents or 0 for segment in segments) if is_counted else sum(1 for _ in read())
     return described, count, read()
 
 

@@ -1,50 +1,72 @@
-"""One task of the preparation: reads, tokenises and packs some segments of the sources, and writes them as one shard.
+"""One task of a preparation: reads, tokenises and packs some segments of the sources, and writes them as shards.
 
-The shard depends on the task and the settings alone, not on the process that makes it, or when. plan.py decides what
-the tasks are.
+The shards depend on the task and the settings alone, not on the process that makes them, or when. prepare.py decides
+what the tasks are.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from longdraft.data_prep.chat import PLAIN, ChatEncoder, make_chat_encoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
-from longdraft.data_prep.manifest import NAMED_BAD, SPLITS
+from longdraft.data_prep.formats import RecordFormat, record_format_of
 from longdraft.data_prep.pack import MODES, Piece
-from longdraft.data_prep.readers import Reader
-from longdraft.data_prep.segments import Segment, read_documents
-from longdraft.data_prep.settings import PrepareConfig
-from longdraft.data_prep.shards import Row, write_shard
-from longdraft.data_prep.tokenize import Encoded
-from longdraft.data_prep.work_folder import WorkFolder
+from longdraft.data_prep.recipe import PrepareConfig
+from longdraft.data_prep.records import Segment, read_documents
+from longdraft.data_prep.shards import SPLITS, Row, write_shard
+from longdraft.data_prep.sources import STDLIB_CHAT, SourceFile
+from longdraft.data_prep.tasks import NAMED_BAD, add_up
+from longdraft.data_prep.tokenize import LONG, Encoded, Encoder, make_encoder
+from longdraft.models.files import WorkFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# The fields of a task's record and of a split's manifest, with their values for no documents. hints: for each reason
+# why documents are bad, what is wrong with one of them. in_parts: texts too long for one call of the tokenizer.
+COUNTS = ("rows", "tokens", "supervised_tokens", "documents", "split_by_turn", "in_parts", "pieces", "text_bytes")
+EMPTY_RECORD: dict[str, Any] = dict.fromkeys(COUNTS, 0)
+EMPTY_RECORD |= {"mix": {}, "bad": {}, "bad_named": [], "dropped": {}, "hints": {}, "shards": []}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How a source's documents become tokens. kept: the fraction of its documents to keep, chosen by their hash."""
+
+    name: str
+    record_format: RecordFormat
+    encoder: Encoder | ChatEncoder
+    kept: float
 
 
 @dataclass(frozen=True)
 class ShardTask:
-    """The documents of `split` in these segments, which become one shard.
+    """The documents of `split` in these segments.
+
+    They become one shard, or several if they lie in files whose text is not known before it is read: a shard then ends
+    with the document that reaches `shard_bytes` of text.
 
     budgets: the most tokens that this task takes of each budget; None: no limit. Once a budget is full, the rest of its
-    segments is not read, and so not counted as left out.
+    segments is not read, and so not counted as left out. size: expected bytes of text of its split.
     """
 
     split: str
     number: int
     segments: tuple[Segment, ...]
     budgets: tuple[int | None, ...]
-    size: int  # expected bytes of text of its split
+    size: int
+    shard_bytes: int
 
     @property
     def name(self) -> str:
         return task_name(self.split, self.number)
-
-
-def task_name(split: str, number: int) -> str:
-    """The name of the task that makes shard `number` of the split."""
-    return f"{split}-{number:05d}"
 
 
 @dataclass(frozen=True)
@@ -53,34 +75,90 @@ class KeptDocument:
 
     source: int
     n_bytes: int
+    is_long: bool
     encoded: list[Encoded]
 
 
-def make_shard(task: ShardTask, config: PrepareConfig, readers: Sequence[Reader], folder: WorkFolder) -> None:
-    """Make the task's shard, unless it has no row, and then write its completion record."""
-    kept, bad, dropped = _encode_documents(task, config, readers)
+def task_name(split: str, number: int) -> str:
+    """The name of the task that makes shard `number` of the split."""
+    return f"{split}-{number:05d}"
+
+
+def make_readers(
+    config: PrepareConfig,
+    files: Sequence[SourceFile],
+    kept: Sequence[float],
+    tokenizer: "PreTrainedTokenizerFast",
+    tokenizers: "Mapping[str, PreTrainedTokenizerFast]",
+) -> list[Reader]:
+    """A reader for each source. kept, tokenizers: see `Reader` and `record_format_of`.
+
+    Raises ValueError if a source's files do not fit the settings that say how to read them."""
+    is_chat = [source.is_chat or source.path == STDLIB_CHAT for source in config.sources.values()]
+    for number, source in enumerate(config.sources.values()):
+        texts = [file.name for file in files if file.source == number and file.kind in ("text", "docstrings")]
+        if source.field_named and texts:
+            raise ValueError(
+                f"source {source.path!r} names {source.field_named}, and {len(texts)} of its files hold no records "
+                f"(first: {texts[0]}); leave it out, or name files of records (--files '*.jsonl')"
+            )
+    if config.chat_template is not None and not any(is_chat):
+        raise ValueError("chat_template is for conversations, and there are none; give --chat-field, or leave it out")
+    if config.documents != "pack" and any(is_chat):
+        raise ValueError(f"documents is {config.documents!r}, which cuts answers off; conversations take 'pack'")
+    chat = make_chat_encoder(tokenizer, _template(config.chat_template)) if any(is_chat) else None
+    text = None if all(is_chat) else make_encoder(tokenizer, ends_documents=config.documents == "pack")
+    readers = []
+    for number, (name, source) in enumerate(config.sources.items()):
+        encoder = chat if is_chat[number] else text
+        assert encoder is not None
+        readers.append(Reader(name, record_format_of(source, tokenizers), encoder, kept[number]))
+    return readers
+
+
+def _template(path: Path | None) -> str | None:
+    if path is None or str(path) == PLAIN:
+        return None if path is None else PLAIN
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"chat_template: {path} cannot be read ({error}); give a Jinja file, or {PLAIN} for texts that the target "
+            "has continued"
+        ) from error
+
+
+def make_shards_of(task: ShardTask, config: PrepareConfig, readers: Sequence[Reader], folder: WorkFolder) -> None:
+    """Write the task's shards, none if it has no row, and then its record."""
+    left_out = {"bad": Counter(), "bad_named": [], "dropped": Counter(), "hints": {}}
+    records = []
+    for documents in _kept_documents(task, config, readers, left_out):
+        part = f"-{len(records):03d}" if records else ""
+        path = config.out / task.split / f"shard-{task.number:05d}{part}.arrow"
+        records.append(_write(path, documents, config, readers))
+    record = add_up([EMPTY_RECORD, *records, left_out])
+    folder.write(task.name, record, [config.out / task.split / shard["file"] for shard in record["shards"]])
+
+
+def _write(path: Path, kept: Sequence[KeptDocument], config: PrepareConfig, readers: Sequence[Reader]) -> dict:
+    """Pack the documents into a shard, unless they make no row. Returns its counts."""
     sequences = [sequence for document in kept for sequence in document.encoded]
     packed = MODES[config.documents]([len(sequence.tokens) for sequence in sequences], config.seq_len)
     rows = [_make_row(pieces, sequences) for pieces in packed]
-    path = config.out / task.split / f"shard-{task.number:05d}.arrow"
-    shards = [write_shard(path, rows, config.seq_len, fill_id=readers[0].encoder.eos_id)] if rows else []
-    record = {
+    if rows:
+        path.parent.mkdir(exist_ok=True)
+    return {
         "rows": len(rows),
         "tokens": sum(len(row.tokens) for row in rows),
         "supervised_tokens": sum(sum(row.loss_spans[1::2]) - sum(row.loss_spans[::2]) for row in rows),
         "documents": len(kept),
         "split_by_turn": sum(len(document.encoded) > 1 for document in kept),
+        "in_parts": sum(document.is_long for document in kept),
         "pieces": sum(len(pieces) for pieces in packed),
         "text_bytes": sum(document.n_bytes for document in kept),
         "mix": _mix(kept, packed, readers),
-        "bad": Counter(document.why for document in bad),
-        "bad_named": [{"document": document.name, "why": document.why} for document in bad[:NAMED_BAD]],
-        "dropped": dropped,
-        # For each reason, what is wrong with the first document; reasons that say everything themselves are left out.
-        "hints": {document.why: f"{document.name} {document.detail}" for document in reversed(bad) if document.detail},
-        "shards": shards,
+        "shards": [write_shard(path, rows, config.seq_len, fill_id=readers[0].encoder.eos_id)] if rows else [],
     }
-    folder.complete(task.name, [path for _ in shards], record)
 
 
 def _mix(kept: Sequence[KeptDocument], packed: Sequence[Sequence[Piece]], readers: Sequence[Reader]) -> dict[str, dict]:
@@ -98,13 +176,11 @@ def _mix(kept: Sequence[KeptDocument], packed: Sequence[Sequence[Piece]], reader
     }
 
 
-def _encode_documents(
-    task: ShardTask, config: PrepareConfig, readers: Sequence[Reader]
-) -> tuple[list[KeptDocument], list[BadDocument], Counter[str]]:
-    """(Kept documents with their tokens, bad documents, number of dropped documents by reason)."""
-    kept: list[KeptDocument] = []
-    bad: list[BadDocument] = []
-    dropped: Counter[str] = Counter()
+def _kept_documents(
+    task: ShardTask, config: PrepareConfig, readers: Sequence[Reader], left_out: dict[str, Any]
+) -> Iterator[list[KeptDocument]]:
+    """The documents of each shard. left_out: counts what is bad or dropped, with the fields of EMPTY_RECORD."""
+    kept, n_bytes = list[KeptDocument](), 0
     room = [math.inf if budget is None else budget for budget in task.budgets]  # tokens left in each budget
     for segment in task.segments:
         source = segment.file.source
@@ -115,24 +191,35 @@ def _encode_documents(
         while room[budget] > full_at and (document := next(documents, None)) is not None:
             if not _is_wanted(document, task.split, config, reader.kept):
                 continue
-            if isinstance(document, BadDocument):
-                bad.append(document)
-                continue
             try:
+                if isinstance(document, BadDocument):
+                    raise Unusable(document.why, document.detail)
                 encoded = reader.encoder.encode_document(document)
             except Unusable as error:
-                bad.append(BadDocument(document.name, document.digest, error.why, error.detail))
+                _count_bad(document.name, error, left_out)
                 continue
             length = sum(len(sequence.tokens) for sequence in encoded)
             cost = config.seq_len if config.documents == "first" else length
             if length < cost:
-                dropped["shorter_than_seq_len"] += 1
+                left_out["dropped"]["shorter_than_seq_len"] += 1
             elif cost > room[budget]:
-                dropped["beyond_max_tokens"] += 1  # a shorter one may still fit
+                left_out["dropped"]["beyond_max_tokens"] += 1  # a shorter one may still fit
             else:
-                kept.append(KeptDocument(source, document.n_bytes, encoded))
-                room[budget] -= cost
-    return kept, bad, dropped
+                is_long = isinstance(document, Document) and len(document.text) > LONG
+                kept.append(KeptDocument(source, document.n_bytes, is_long, encoded))
+                room[budget], n_bytes = room[budget] - cost, n_bytes + document.n_bytes
+            if segment.n_documents is None and n_bytes >= task.shard_bytes:
+                yield kept
+                kept, n_bytes = [], 0
+    yield kept
+
+
+def _count_bad(name: str, error: Unusable, left_out: dict[str, Any]) -> None:
+    left_out["bad"][error.why] += 1
+    if len(left_out["bad_named"]) < NAMED_BAD:
+        left_out["bad_named"].append({"document": name, "why": error.why})
+    if error.detail:  # reasons that say everything themselves have none
+        left_out["hints"].setdefault(error.why, f"{name} {error.detail}")
 
 
 def _is_wanted(document: Document | Conversation | BadDocument, split: str, config: PrepareConfig, kept: float) -> bool:

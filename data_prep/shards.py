@@ -24,6 +24,7 @@ from longdraft.models.files import file_digest, write_atomically
 from longdraft.models.files import write_json as write_json
 
 MANIFEST = "manifest.json"
+SPLITS = ("train", "heldout")
 FORMAT_VERSION = 1
 
 

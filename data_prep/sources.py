@@ -1,39 +1,42 @@
-"""Lists the sources' files: on this machine, in Python's own library, or on the hub (hub.py)."""
+"""Lists the sources' files: on this machine, in Python's own library, or on the Hugging Face hub; and opens a file.
+
+`datasets` says which files a configuration and a split have. The files themselves come through `huggingface_hub`, which
+lists every file's hash before a byte is fetched, and whose cache and remote files serve all formats.
+"""
 
 import glob
+import io
 import json
 import os
+import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal, cast
 
-from longdraft.data_prep import hub
-from longdraft.data_prep.archives import ARCHIVE_SUFFIXES
-from longdraft.data_prep.settings import Source
+import pyarrow as pa
+
+from longdraft.data_prep.recipe import Source, changed
 from longdraft.data_prep.shards import MANIFEST
-from longdraft.data_prep.streams import CSV_SUFFIXES, JSON_SUFFIXES, LINES_SUFFIXES, StreamKind, open_plain
-from longdraft.data_prep.tables import TABLE_SUFFIXES
-from longdraft.data_prep.work_folder import PLAN
+from longdraft.models.files import PLAN
 
+COMPRESSED = {".zst": "zstd", ".zstd": "zstd", ".gz": "gzip", ".bz2": "bz2"}
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
-KNOWN_SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + TABLE_SUFFIXES
-# Taken only if the source names them: a .json file may hold records, but is as likely one large object; CSV is as
-# likely a table of numbers, and an archive may hold anything.
-ON_REQUEST_SUFFIXES = CSV_SUFFIXES + JSON_SUFFIXES + ARCHIVE_SUFFIXES
-CODE_SUFFIXES = (".py",)
-STDLIB = "stdlib"
-STDLIB_CHAT = "stdlib-chat"
+LINES_SUFFIXES = tuple(suffix + end for suffix in (".jsonl", ".ndjson") for end in ("", *COMPRESSED))
+TABLE_SUFFIXES = (".parquet", ".arrow", *(f".mds{end}" for end in ("", *COMPRESSED)))
+RECORD_SUFFIXES = LINES_SUFFIXES + TABLE_SUFFIXES
+# Files of other kinds are taken only if the source names them: .csv, .tsv, .json (also compressed) and .tar.
+STDLIB, STDLIB_CHAT = "stdlib", "stdlib-chat"
 # Tests contain files that are broken on purpose (bad UTF-8, bad syntax), and installed packages are not the library.
 # `encodings` is mostly tables of numbers, which would teach a draft to count.
-STDLIB_LEFT_OUT = frozenset(
-    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
-)
-# Files of `datasets` in its folders: the splits of a saved DatasetDict, the files of a saved Dataset, and its features.
-SPLITS_LIST, FILES_LIST, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
-Kind = StreamKind | Literal["text", "table", "archive", "docstrings"]
+STDLIB_LEFT_OUT = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings")
+HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>\S+))?")
+REMOTE = "hf://"
+BUFFER_BYTES = 1 << 20
+Kind = Literal["text", "docstrings", "jsonl", "array", "csv", "table", "archive"]
 
 
 @dataclass(frozen=True)
@@ -63,38 +66,32 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
     "stdlib" is Python's own standard library: code and texts, without tests, tables of characters, installed packages
     and the empty files that only mark packages. "stdlib-chat" is conversations from the docstrings of the same code. A
     folder gives the files, at any depth, that match one of the source's patterns, or without patterns those of a known
-    suffix; names that begin with a dot are left out, and so is what `datasets` does not list in folders that it wrote
-    (`_saved`). A single file is taken whatever its suffix. A data set of the hub is fetched, or only listed if it
-    streams.
-    Raises ValueError for a source that does not exist or holds no file, for a source whose files all belong to others
-    with different settings, and for a name that is not UTF-8.
+    suffix; names that begin with a dot are left out, and so is what `datasets` does not list in folders that it wrote.
+    A single file is taken whatever its suffix. A data set of the hub is fetched, or only listed if it streams.
+    Raises ValueError for a source that does not exist or holds no file, and for a source whose files all belong to
+    others with different settings.
     """
-    if not sources:
-        raise ValueError(f"sources is empty; give a file, a folder, a data set's name, {STDLIB!r} or {STDLIB_CHAT!r}")
-    found: dict[Path, SourceFile] = {}  # by resolved path, since several links may lead to a file
+    local: dict[Path, SourceFile] = {}  # by resolved path, since several links may lead to a file
     remote: list[SourceFile] = []
     for number, source in enumerate(sources):
         if source.config is not None or source.split is not None:
-            files = _split_patterns(source)
-            source = replace(source, files=files, config=None, split=None)
+            source = changed(source, files=_files_of_split(source), config=None, split=None)
+        found = _remote(source, number) if source.streaming else _local(source, number)
+        if not found:
+            wanted = " or ".join(source.files or _default_suffixes(source))
+            raise ValueError(f"source {source.path!r} holds no file {wanted}; name other files by --files")
         if source.streaming:
-            remote += _remote(source, number)
+            remote += found
             continue
-        local = _local(source)
-        if not local:
-            suggestion = _suggest_files(source)
-            raise ValueError(f"source {source.path!r} holds no file {_criterion(source)}; see --files{suggestion}")
-        _check_names(local)
-        owners = [found[path.resolve()].source for path in local if path.resolve() in found]
-        if len(owners) == len(local) and any(_reading(sources[owner]) != _reading(source) for owner in owners):
+        resolved = {Path(file.path).resolve(): file for file in found}
+        owners = {local[path].source for path in resolved if path in local}
+        if resolved.keys() <= local.keys() and any(_reading(sources[one]) != _reading(source) for one in owners):
             raise ValueError(
-                f"source {source.path!r}: its files already belong to source {sources[owners[0]].path!r}, which stands "
-                "before it and reads them otherwise, and a file is read once; leave one of them out, or give a copy"
+                f"source {source.path!r}: its files already belong to another source, which reads them otherwise, and "
+                "a file is read once; leave one of them out, or give a copy"
             )
-        for path, name in local.items():
-            kind = "docstrings" if source.path == STDLIB_CHAT else _kind(str(path))
-            found.setdefault(path.resolve(), SourceFile(str(path), name, kind, number))
-    files = [*found.values()]
+        local = {**resolved, **local}
+    files = list(local.values())
     if len({file.name for file in files}) < len(files):
         # Two sources end in the same folder name: prepend parent folders until all names differ.
         common = os.path.commonpath([file.path for file in files])
@@ -102,170 +99,233 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
     return sorted(files + remote, key=lambda file: file.name)
 
 
+def is_compressed(path: str) -> bool:
+    return Path(path).suffix.lower() in COMPRESSED
+
+
+@contextmanager
+def open_plain(path: str) -> Iterator[BinaryIO]:
+    """Open a file's uncompressed bytes. Of a remote file, only what is read is fetched.
+
+    An uncompressed file is seekable. Raises ValueError if the file cannot be opened, or, inside the block, if it is
+    damaged or ends early.
+    """
+    try:
+        raw = _open(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); change its rights, or leave it out") from error
+    with raw:
+        if not is_compressed(path):
+            yield raw
+            return
+        try:
+            codec = COMPRESSED[Path(path).suffix.lower()]
+            with pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec) as stream:
+                yield cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream)))
+        except (OSError, pa.ArrowInvalid) as error:
+            raise damaged(path, error) from error
+
+
+def _open(path: str) -> BinaryIO:
+    if not path.startswith(REMOTE):
+        return Path(path).open("rb")
+    from huggingface_hub import HfFileSystem
+
+    with _hub_errors(path):
+        # Buffered, because the remote file would read a block of megabytes for every line.
+        return io.BufferedReader(cast(io.RawIOBase, HfFileSystem().open(path, "rb")), BUFFER_BYTES)
+
+
+def damaged(path: str, error: Exception) -> ValueError:
+    return ValueError(f"{path} cannot be read ({error}); it is damaged or was not fetched whole: fetch it again")
+
+
 def _reading(source: Source) -> Source:
     """The settings that decide how a source's files are read, apart from which files they are."""
-    return replace(source, path="", files=(), config=None, split=None)
+    return changed(source, path="", files=(), config=None, split=None)
 
 
-def _check_names(local: dict[Path, str]) -> None:
-    """Raises ValueError for a name that a manifest cannot hold."""
-    for path, name in local.items():
-        try:
-            name.encode("utf-8")
-        except UnicodeEncodeError:
-            shown = os.fsencode(path).decode("utf-8", "backslashreplace")
-            raise ValueError(f"{shown} has a name that is no UTF-8; rename it, or leave it out by --files") from None
-
-
-def _local(source: Source) -> dict[Path, str]:
-    """A source's files on this machine, after fetching them if needed, with their names for manifests."""
-    path = source.path
-    if path in (STDLIB, STDLIB_CHAT):
-        root = Path(sysconfig.get_path("stdlib")).resolve()
-        suffixes = TEXT_SUFFIXES if path == STDLIB else CODE_SUFFIXES
-        patterns = source.files or tuple(f"*{suffix}" for suffix in suffixes)
-        paths = [p for p in _walk(root, patterns, STDLIB_LEFT_OUT) if p.stat().st_size]
-    elif Path(path).is_dir():
-        root = Path(path).resolve()
-        if (root / PLAN).exists() and not (root / MANIFEST).exists():
-            raise ValueError(f"source {path!r} is not finished ({PLAN} without {MANIFEST}); finish it first")
-        paths = _walk(root, _patterns(source))
-    elif Path(path).is_file():
-        if source.files and not _matches(Path(path).name, source.files):
-            return {}
-        # The file itself is not resolved: a link's own name and suffix count (the hub's cache links to nameless blobs).
-        return {Path(path).parent.resolve() / Path(path).name: Path(path).name}
-    elif Path(path).exists() or Path(path).is_symlink():
-        raise ValueError(_no_file(Path(path)))
-    elif hub.is_hub_name(path):
-        root = hub.fetch(path, _patterns(source))
-        found = _walk(root, _patterns(source)) if root.exists() else []
-        # The cache's folders are named after commits, so the data set's name takes their place.
-        return {file: f"{path}/{file.relative_to(root).as_posix()}" for file in found}
-    else:
-        raise ValueError(
-            f"source {path!r} does not exist; give a file, a folder, a data set's name (owner/name), {STDLIB!r} or "
-            f"{STDLIB_CHAT!r}"
-        )
-    return {file: file.relative_to(root.parent).as_posix() for file in paths}
-
-
-def _split_patterns(source: Source) -> tuple[str, ...]:
-    path = source.path
-    if not Path(path).is_dir() and (Path(path).exists() or not hub.is_hub_name(path)):
-        raise ValueError(f"source {path!r} is neither a folder nor a data set of the hub; leave out config and split")
-    if source.config is None and source.split is not None and Path(path, SPLITS_LIST).is_file():
-        return (f"{glob.escape(source.split)}/*",)
-    return hub.split_patterns(path, source.config, source.split)
-
-
-def _remote(source: Source, number: int) -> list[SourceFile]:
-    if Path(source.path).exists() or not hub.is_hub_name(source.path):
-        raise ValueError(f"source {source.path!r} is no data set of the hub (owner/name), and streaming is for these")
-    files = hub.list_remote(source.path, _patterns(source))
-    if not files:
-        raise ValueError(f"source {source.path!r} holds no file {_criterion(source)}; see its `files`")
-    return [
-        SourceFile(url, f"{source.path}/{name}", _kind(url), number, (size, digest))
-        for name, url, size, digest in files
-    ]
+def _default_suffixes(source: Source) -> tuple[str, ...]:
+    """Text files are left out if the source says how its records are read, and on the hub, where every data set has a
+    README."""
+    is_remote = source.streaming or not Path(source.path).exists()
+    return RECORD_SUFFIXES if source.field_named or is_remote else TEXT_SUFFIXES + RECORD_SUFFIXES
 
 
 def _patterns(source: Source) -> tuple[str, ...]:
-    return source.files or tuple(f"*{suffix}" for suffix in _suffixes(source))
+    return source.files or tuple(f"*{suffix}" for suffix in _default_suffixes(source))
 
 
-def _suffixes(source: Source) -> tuple[str, ...]:
-    """The suffixes to take by default. Text files are left out if the source says how its records are read, and on the
-    hub, where every data set has a README."""
-    is_remote = source.streaming or not Path(source.path).exists()
-    return LINES_SUFFIXES + TABLE_SUFFIXES if source.field_named or is_remote else KNOWN_SUFFIXES
+def _local(source: Source, number: int) -> list[SourceFile]:
+    """A source's files on this machine, after fetching them if needed."""
+    path, prefix = Path(source.path), None
+    if source.path in (STDLIB, STDLIB_CHAT):
+        root = Path(sysconfig.get_path("stdlib")).resolve()
+        suffixes = TEXT_SUFFIXES if source.path == STDLIB else (".py",)
+        paths = _walk(root, source.files or [f"*{suffix}" for suffix in suffixes], STDLIB_LEFT_OUT)
+        paths = [path for path in paths if path.stat().st_size]
+    elif path.is_dir():
+        root = path.resolve()
+        if (root / PLAN).exists() and not (root / MANIFEST).exists():
+            raise ValueError(f"source {source.path!r} is not finished ({PLAN} without {MANIFEST}); finish it first")
+        paths = _walk(root, _patterns(source))
+    elif path.is_file():
+        # The file itself is not resolved: a link's own name and suffix count (the hub's cache links to nameless blobs).
+        root, prefix = path.parent.resolve(), ""
+        paths = [root / path.name] if not source.files or _matches(path.name, source.files) else []
+    elif path.exists() or path.is_symlink():
+        raise ValueError(f"{path} is neither a file nor a folder that can be read; give another source")
+    elif HUB_NAME.fullmatch(source.path):
+        root, prefix = _fetch(source.path, _patterns(source)), f"{source.path}/"  # the cache's folder names a commit
+        paths = _walk(root, _patterns(source)) if root.exists() else []
+    else:
+        raise ValueError(
+            f"source {source.path!r} does not exist; give a file, a folder, a data set's name (owner/name), {STDLIB!r} "
+            f"or {STDLIB_CHAT!r}"
+        )
+    prefix = f"{root.name}/" if prefix is None else prefix
+    return [
+        SourceFile(str(path), prefix + path.relative_to(root).as_posix(), _kind(str(path), source), number)
+        for path in paths
+    ]
 
 
-def _criterion(source: Source) -> str:
-    """Which files the source takes, for messages."""
-    if source.files:
-        return f"that matches {' or '.join(source.files)}"
-    return f"with a suffix of {', '.join(_suffixes(source))}"
+def _kind(path: str, source: Source) -> Kind:
+    name = path.lower().removesuffix(Path(path).suffix.lower() if is_compressed(path) else "")
+    kinds: dict[str, Kind] = {".parquet": "table", ".arrow": "table", ".mds": "table", ".tar": "archive"}
+    kinds |= {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+    suffix = Path(name).suffix
+    if source.path == STDLIB_CHAT:
+        return "docstrings"
+    if suffix == ".json":
+        with open_plain(path) as stream:
+            return "array" if stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[") else "jsonl"
+    return kinds.get(suffix, "text")
 
 
-def _suggest_files(source: Source) -> str:
-    """Which files of a folder --files could take, for messages."""
-    root = Path(source.path)
-    if source.files or not root.is_dir():
-        return ""
-    found = [path.suffix for path in _walk(root, [f"*{suffix}" for suffix in ON_REQUEST_SUFFIXES])]
-    return f" (--files '*{found[0]}' takes the {len(found)} files of {', '.join(sorted(set(found)))})" if found else ""
-
-
-def _kind(path: str) -> Kind:
-    name = path.lower()
-    if name.endswith(TABLE_SUFFIXES):
-        return "table"
-    if name.endswith(ARCHIVE_SUFFIXES):
-        return "archive"
-    if name.endswith(CSV_SUFFIXES):
-        return "csv"
-    if name.endswith(JSON_SUFFIXES):
-        return "array" if _begins_as_array(path) else "jsonl"
-    return "jsonl" if name.endswith(LINES_SUFFIXES) else "text"
-
-
-def _begins_as_array(path: str) -> bool:
-    with open_plain(path) as stream:
-        begin = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-    return begin.startswith(b"[")
-
-
-def _walk(root: Path, patterns: Sequence[str], left_out: frozenset[str] = frozenset()) -> list[Path]:
+def _walk(root: Path, patterns: Sequence[str], left_out: Sequence[str] = ()) -> list[Path]:
     """The files below a folder whose relative path matches a pattern, ignoring case; * matches slashes too."""
     found, seen = [], set()
-    for folder, folders, names in os.walk(root, onerror=_unreadable, followlinks=True):
-        if (real := os.path.realpath(folder)) in seen:  # a link to a folder that has been visited
-            folders[:] = []
-            continue
-        seen.add(real)
+    for folder, folders, names in os.walk(root, onerror=_raise, followlinks=True):
+        folders[:], names = _listed(Path(folder), folders, names)
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
-        folders[:], names = _saved(Path(folder), folders, names)
+        if (real := os.path.realpath(folder)) in seen:  # a link to a folder that has been visited
+            folders[:], names = [], []
+        seen.add(real)
         paths = [Path(folder, name) for name in names if not name.startswith(".")]
-        for path in paths:
-            name = path.relative_to(root).as_posix()
-            if not _matches(name, patterns):
-                continue
-            if not path.is_file():
-                raise ValueError(_no_file(path))
-            found.append(path)
+        found += [path for path in paths if _matches(path.relative_to(root).as_posix(), patterns)]
+    for path in found:
+        if not path.is_file():
+            raise ValueError(f"{path} is no file that can be read (a broken link, a pipe); leave it out by --files")
     return sorted(found)
 
 
-def _saved(folder: Path, folders: list[str], names: list[str]) -> tuple[list[str], list[str]]:
+def _listed(folder: Path, folders: list[str], names: list[str]) -> tuple[list[str], list[str]]:
     """Of a folder's subfolders and files, those to read. Where `datasets` saved a data set (save_to_disk), they are
     those of its own lists: `map` and `filter` leave caches beside them, and in the cache of load_dataset too."""
-    if SPLITS_LIST not in names and not {FILES_LIST, INFO} <= {*names}:
-        return folders, [name for name in names if INFO not in names or not fnmatch(name, "cache-*.arrow")]
-    path = folder / (SPLITS_LIST if SPLITS_LIST in names else FILES_LIST)
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-        listed = read["splits"] if path.name == SPLITS_LIST else [file["filename"] for file in read["_data_files"]]
-        missing = sorted({*listed} - {*folders, *names})
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is not as `datasets` writes it ({error!r}); save the data set again") from error
-    if missing:
-        raise ValueError(f"{path} lists {missing[0]}, which is not there; copy the whole folder, or save it again")
-    return (listed, []) if path.name == SPLITS_LIST else (folders, listed)
-
-
-def _no_file(path: Path) -> str:
-    if not path.exists():
-        return (
-            f"{path} is a link to {path.readlink()}, which is not there; mend or remove it, or leave it out (--files)"
-        )
-    return f"{path} is neither a file nor a folder (a pipe, a device, a socket); write what it gives to a file"
+        if "dataset_dict.json" in names:
+            return json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"], []
+        if {"state.json", "dataset_info.json"} <= {*names}:
+            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            return folders, [file["filename"] for file in state["_data_files"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{folder} is not as `datasets` writes it ({error!r}); save the data set again") from error
+    is_cache = "dataset_info.json" in names
+    return folders, [name for name in names if not (is_cache and fnmatch(name, "cache-*.arrow"))]
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(name.lower(), pattern.lower()) for pattern in patterns)
 
 
-def _unreadable(error: OSError) -> None:
-    raise ValueError(f"{error.filename} cannot be read ({error.strerror}); mend its rights, or name the files to take")
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _files_of_split(source: Source) -> tuple[str, ...]:
+    """Patterns that each match one file of a data set's configuration and split, by the rules of `datasets`: the
+    README's `configs` decide, or else the names of folders and files."""
+    import datasets  # takes two seconds
+    from datasets.exceptions import DataFilesNotFoundError
+
+    path, is_folder = source.path, Path(source.path).is_dir()
+    if source.config is None and source.split is not None and Path(path, "dataset_dict.json").is_file():
+        return (f"{glob.escape(source.split)}/*",)
+    name, revision = (str(Path(path).resolve()), None) if is_folder else _repository(path)
+    with _hub_errors(path):
+        try:
+            by_split = datasets.load_dataset_builder(name, source.config, revision=revision).config.data_files or {}
+        except (ValueError, RuntimeError, DataFilesNotFoundError) as error:  # RuntimeError: a script makes the data set
+            raise ValueError(f"source {path!r}, config {source.config!r}: {' '.join(str(error).split())}") from error
+    chosen = by_split if source.split is None else {name: by_split[name] for name in by_split if name == source.split}
+    files = [file for of_split in chosen.values() for file in of_split]
+    if not files:
+        names = ", ".join(map(repr, by_split)) or "none"
+        raise ValueError(f"source {path!r}, config {source.config!r} has no split {source.split!r}; it has {names}")
+    root = f"{name}/" if is_folder else f"{REMOTE}datasets/{name}@"
+    relative = [file.removeprefix(root) for file in files]
+    # A remote file's path follows the commit.
+    return tuple(glob.escape(file if is_folder else file.partition("/")[2]) for file in relative)
+
+
+def _fetch(path: str, patterns: Sequence[str]) -> Path:
+    """The folder in the hub's cache with the files of a data set that match a pattern, those of the cache if there is
+    no network."""
+    from huggingface_hub import snapshot_download
+
+    name, revision = _repository(path)
+    with _hub_errors(path):
+        folder = snapshot_download(
+            name, repo_type="dataset", revision=revision, allow_patterns=list(patterns), max_workers=4
+        )
+    return Path(folder)
+
+
+def _remote(source: Source, number: int) -> list[SourceFile]:
+    """A data set's files on the hub, of a fixed commit, with the hub's own digests."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import filter_repo_objects  # which `snapshot_download` uses too
+
+    name, revision = _repository(source.path)
+    with _hub_errors(source.path):
+        info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
+    found = []
+    for file in filter_repo_objects(info.siblings or [], allow_patterns=list(_patterns(source)), key=_file_name):
+        digest = f"git-{file.blob_id}" if file.lfs is None else str(file.lfs.sha256)
+        url = f"{REMOTE}datasets/{name}@{info.sha}/{file.rfilename}"
+        listed = (int(file.size or 0), digest)
+        found.append(SourceFile(url, f"{source.path}/{file.rfilename}", _kind(url, source), number, listed))
+    return found
+
+
+def _file_name(file: object) -> str:
+    return file.rfilename  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _repository(path: str) -> tuple[str, str | None]:
+    """(Name, revision) of a data set. Raises ValueError if the path exists here, or is no data set's name."""
+    match = HUB_NAME.fullmatch(path)
+    if match is None or Path(path).exists():
+        raise ValueError(
+            f"source {path!r} is neither a folder nor a data set of the hub; leave out streaming, config and split"
+        )
+    return match["repository"], match["revision"]
+
+
+@contextmanager
+def _hub_errors(path: str) -> Iterator[None]:
+    """Turn the hub's errors into a ValueError that says what to do."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        why = "asks for its terms to be accepted: do so on its page, then `hf auth login` or HF_TOKEN"
+        raise ValueError(f"source {path!r} {why}") from error
+    except (errors.HTTPError, errors.OfflineModeIsEnabled, OSError) as error:  # pyright: ignore
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"source {path!r} is neither a file or folder here nor to be read on the hub ({reason}); give the folder "
+            "that its files are in"
+        ) from error

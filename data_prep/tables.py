@@ -1,36 +1,55 @@
-"""Reads tables from any row on: Parquet, Arrow (also as `datasets` saves it) and MDS (mds.py).
+"""Reads tables from any row on: Parquet, Arrow (also as `datasets` saves it), and Mosaic Data Shards (MDS).
 
-Parquet and Arrow are read by pyarrow, which `datasets` uses too, and not through `datasets` itself. Its streams reach a
-row only by reading all rows before it, and its Parquet reader decodes a whole row group at once. Measured on 231 MB of
-text in one row group (datasets 5.2, pyarrow 26): a process holds 1.0 GB instead of 0.3, and waits 4.6 s instead of 0.3
-for its first row (the import brings torch along). Of 10 processes that stopped before the end of a file, as one with a
-full budget does, 2 were aborted at exit. `datasets` does say which files a split has (hub.py).
+pyarrow reads Parquet and Arrow. `datasets` would read all rows before the wanted one, and whole row groups at once.
+
+An MDS shard is uint32 n, uint32 offsets [n + 1] into the file, a JSON header with the names and encodings of the
+columns, and n samples. A sample is the sizes of the columns that have no fixed size (uint32), and then the columns. All
+numbers are little-endian. `mosaicml-streaming`, which writes the format, needs transformers below 5. Pickled columns
+are not read, because unpickling runs any code that they hold.
 """
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from longdraft.data_prep import mds
-from longdraft.data_prep.hub import REMOTE, open_bytes
-from longdraft.data_prep.streams import damaged, is_compressed, open_plain
+from longdraft.data_prep.sources import REMOTE, damaged, is_compressed, open_plain
 
-TABLE_SUFFIXES = (".parquet", ".arrow", *mds.SUFFIXES)
 ROWS_AT_ONCE = 64  # of a Parquet file; a row can be a book of PG-19 with half a megabyte
+SIZE = np.dtype("<u4")  # of MDS
+SHAPE_TYPES = ("u1", "<u2", "<u4", "<u8")
+# The codes with which an MDS array of any type names its type.
+VALUE_TYPES = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
+    64: "uint64", 65: "int64", 66: "float64",
+}  # fmt: skip
 
 
 def table_parts(path: str, part_bytes: int, group_bytes: int) -> list[tuple[int, int]]:
     """Cut a table into runs of about `part_bytes`, at least a row each: (rows, uncompressed bytes) of each, in order.
 
     A row group of a Parquet file can only be read from its beginning, so it is cut only if it has more than
-    `group_bytes`. Raises ValueError for a damaged file."""
+    `group_bytes`. Raises ValueError for a damaged file.
+    """
+    runs: list[tuple[int, int]] = []
+    rows = size = 0
     with _open(path) as table:
         cut_bytes = group_bytes if isinstance(table, _Parquet) else part_bytes
-        return _runs(table.chunks(), part_bytes, cut_bytes)
+        for n_rows, n_bytes in table.chunks():
+            n_cuts = max(1, min(n_rows, n_bytes // cut_bytes))
+            for i in range(n_cuts):
+                cut = n_rows * (i + 1) // n_cuts - n_rows * i // n_cuts
+                rows, size = rows + cut, size + n_bytes * cut // max(1, n_rows)
+                if size >= part_bytes:
+                    runs.append((rows, size))
+                    rows = size = 0
+    return [*runs, (rows, size)] if rows else runs
 
 
 def table_rows(path: str, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -42,50 +61,36 @@ def table_rows(path: str, first: int, n_rows: int, fields: Sequence[str]) -> Ite
         yield from table.rows(first, n_rows, fields)
 
 
+@lru_cache(maxsize=4)  # it is asked for every row that lacks a field
 def table_fields(path: str) -> list[str]:
     """The names of a table's fields. Raises ValueError for a damaged file."""
     with _open(path) as table:
         return table.fields
 
 
-def _runs(chunks: Iterable[tuple[int, int]], part_bytes: int, cut_bytes: int) -> list[tuple[int, int]]:
-    """Join chunks of (rows, bytes) until they reach `part_bytes`, after cutting those beyond `cut_bytes` evenly."""
-    runs: list[tuple[int, int]] = []
-    rows = size = 0
-    for n_rows, n_bytes in chunks:
-        n_cuts = max(1, min(n_rows, n_bytes // cut_bytes))
-        for i in range(n_cuts):
-            cut = n_rows * (i + 1) // n_cuts - n_rows * i // n_cuts
-            rows, size = rows + cut, size + n_bytes * cut // max(1, n_rows)
-            if size >= part_bytes:
-                runs.append((rows, size))
-                rows = size = 0
-    return [*runs, (rows, size)] if rows else runs
-
-
 @contextmanager
-def _open(path: str) -> "Iterator[_Parquet | _Arrow | mds.Shard]":
+def _open(path: str) -> "Iterator[_Parquet | _Arrow | _Mds]":
     """Raises ValueError if the file is damaged, also from inside the block."""
+    kind = path.lower().rpartition(".")[2]
     try:
-        if path.lower().endswith(mds.SUFFIXES):
-            with open_plain(path) as stream:
-                # Samples are read by their offsets, so a compressed shard must be in memory.
-                yield mds.Shard(io.BytesIO(stream.read()) if is_compressed(path) else stream)
+        if kind == "arrow" and not path.startswith(REMOTE):
+            with pa.memory_map(path) as source:
+                yield _Arrow(source)
             return
-        is_parquet = path.lower().endswith(".parquet")
-        if path.startswith(REMOTE):
-            source = pa.PythonFile(open_bytes(path), mode="r")
-        else:
-            source = pa.OSFile(path) if is_parquet else pa.memory_map(path)
-        with source:
-            yield _Parquet(source) if is_parquet else _Arrow(source)
+        with open_plain(path) as stream:
+            if kind == "parquet":
+                yield _Parquet(stream)
+            elif kind == "arrow":
+                yield _Arrow(pa.PythonFile(stream, mode="r"))
+            else:  # samples are read by their offsets, so a compressed shard must be in memory
+                yield _Mds(io.BytesIO(stream.read()) if is_compressed(path) else stream)
     # IndexError, KeyError: an MDS cell without its type or shape.
     except (OSError, ValueError, IndexError, KeyError, pa.ArrowException) as error:
         raise damaged(path, error) from error
 
 
 class _Parquet:
-    def __init__(self, source: pa.NativeFile):
+    def __init__(self, source: BinaryIO):
         self._file = pq.ParquetFile(source)
         self.fields = list(self._file.schema_arrow.names)
 
@@ -135,14 +140,96 @@ def _rows_in(
             return
         columns = {name: batch.column(name) for name in batch.schema.names if name in fields}
         for i in range(max(first - at, 0), min(first + n_rows - at, batch.num_rows)):
-            yield {name: _value(column[i]) for name, column in columns.items()}
+            yield {name: _cell(column[i]) for name, column in columns.items()}
         at += batch.num_rows
 
 
-def _value(value: pa.Scalar) -> Any:
+def _cell(value: pa.Scalar) -> Any:
     """A cell's value. Bytes are decoded as a text, since some writers do not declare theirs as one."""
     try:
         cell = value.as_py()
-        return cell.decode("utf-8") if isinstance(cell, bytes) else cell
     except UnicodeDecodeError:
         return b""
+    return _text(cell) if isinstance(cell, bytes) else cell
+
+
+class _Mds:
+    def __init__(self, stream: BinaryIO):
+        self._stream = stream
+        n = int(_numbers(stream, 1)[0])
+        self._offsets = _numbers(stream, n + 1).astype(np.int64)  # where each sample begins in the file, and the end
+        begin = (n + 2) * SIZE.itemsize
+        if self._offsets[0] < begin or (np.diff(self._offsets) < 0).any():
+            raise ValueError("no MDS shard: its samples overlap")
+        header = json.loads(_exactly(stream, int(self._offsets[0]) - begin))
+        columns = zip(*(header[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)
+        self._columns: list[tuple[str, str, int | None]] = list(columns)  # the size is None if it is not fixed
+        self.fields = [name for name, _, _ in self._columns]
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """(rows, bytes) of each sample, which is one row."""
+        return [(1, size) for size in np.diff(self._offsets).tolist()]
+
+    def rows(self, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
+        readers = {name: _reader(encoding) for name, encoding, _ in self._columns if name in fields}
+        n_variable = sum(size is None for _, _, size in self._columns)
+        for row in range(first, min(first + n_rows, len(self._offsets) - 1)):
+            begin, end = self._offsets[row : row + 2].tolist()
+            self._stream.seek(begin)
+            raw = _exactly(self._stream, end - begin)
+            variable_sizes = iter(np.frombuffer(raw, SIZE, n_variable).tolist())
+            at, sample = n_variable * SIZE.itemsize, {}
+            for name, _, fixed in self._columns:
+                size = next(variable_sizes) if fixed is None else fixed
+                if name in readers:
+                    sample[name] = readers[name](raw[at : at + size])
+                at += size
+            if at != len(raw):
+                raise ValueError(f"sample {row} has {len(raw)} bytes, and its columns {at}")
+            yield sample
+
+
+def _reader(encoding: str) -> Callable[[bytes], Any]:
+    kind, *parameters = encoding.split(":")
+    if kind == "str":
+        return _text
+    if kind == "json":
+        return json.loads
+    if kind == "int" or kind in VALUE_TYPES.values():
+        return partial(_scalar, "<i8" if kind == "int" else kind)
+    if kind == "ndarray" and len(parameters) <= 2:
+        shape = tuple(map(int, parameters[1].split(","))) if len(parameters) == 2 else None
+        return partial(_array, parameters[0] if parameters and parameters[0] else None, shape)
+    raise ValueError(f"a column is encoded as {encoding!r}, which is not read here; known: str, json, numbers, ndarray")
+
+
+def _text(raw: bytes) -> str | bytes:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return b""
+
+
+def _scalar(kind: str, raw: bytes) -> Any:
+    return np.frombuffer(raw, kind)[0].item()
+
+
+def _array(kind: str | None, shape: tuple[int, ...] | None, raw: bytes) -> np.ndarray:
+    if kind is None:
+        kind, raw = VALUE_TYPES[raw[0]], raw[1:]
+    if shape is None:
+        n_axes, shape_type = raw[0] >> 2, np.dtype(SHAPE_TYPES[raw[0] & 3])
+        stop = 1 + n_axes * shape_type.itemsize
+        shape, raw = tuple(np.frombuffer(raw[1:stop], shape_type).tolist()), raw[stop:]
+    return np.frombuffer(raw, np.dtype(kind).newbyteorder("<")).reshape(shape)
+
+
+def _numbers(stream: BinaryIO, n: int) -> np.ndarray:
+    return np.frombuffer(_exactly(stream, n * SIZE.itemsize), SIZE)
+
+
+def _exactly(stream: BinaryIO, n: int) -> bytes:
+    raw = stream.read(n)
+    if len(raw) < n:
+        raise ValueError(f"the file ends {n - len(raw)} bytes early")
+    return raw

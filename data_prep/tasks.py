@@ -1,24 +1,27 @@
-"""How tasks are divided: among machines (`--shard i/n`), and on each machine among processes.
+"""How the tasks of a folder are divided among machines (`--shard i/n`) and processes, and their records added up.
 
 If any of these processes is killed, none of the others keeps running.
 """
 
+import hashlib
+import json
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.connection import wait
-from multiprocessing.reduction import DupFd
-from tempfile import TemporaryFile
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+NAMED_BAD = 20  # bad documents named in a manifest; all are counted
 
 
 @dataclass(frozen=True)
@@ -28,16 +31,19 @@ class Machine:
     number: int
     of: int
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.number <= self.of:
-            raise ValueError(f"shard is {self.number}/{self.of}, valid: 1/n to n/n")
+    @property
+    def name(self) -> str:
+        return f"{self.number}-of-{self.of}"
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
 
 
 def read_machine(text: str) -> Machine:
     """Parse the i/n of --shard."""
     number, _, of = text.partition("/")
-    if not (number.isdecimal() and of.isdecimal()):
-        raise ValueError(f"--shard: {text!r} does not have the form i/n, such as 1/4 for the first of four machines")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise ValueError(f"--shard: {text!r} is not valid; give i/n from 1/n to n/n, such as 1/4 for the first of four")
     return Machine(int(number), int(of))
 
 
@@ -55,81 +61,39 @@ def run_in_processes(
     Raises ValueError if a worker was killed, and whatever `work` raises. After Ctrl-C no worker is left.
     """
     # spawn: a fork would copy the locks of threads that the caller's libraries run (torch, tokenizers).
-    context = multiprocessing.get_context("spawn")
-    not_ours = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (_Inherited(work),))
-    try:
-        with _sigint_blocked():  # the first submit starts the workers, which inherit the mask and keep it
-            futures = {pool.submit(_work_on, task): task for task in tasks}
-        for future in as_completed(futures):
-            future.result()
-            on_done(futures[future])
-    except BrokenProcessPool:
-        raise ValueError(
-            "a worker was killed (out of memory?); finished shards are kept: call again, with fewer --workers"
-        ) from None
-    except KeyboardInterrupt:
-        # A task takes seconds, and nothing of a half-done task is kept anyway.
-        for worker in set(multiprocessing.active_children()) - not_ours:
-            worker.kill()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Delay Ctrl-C until the block ends. Processes started inside never receive it, from their first instruction on.
-
-    The mask is this thread's alone. If another thread (tqdm's) gets the signal, Python still calls the handler here.
-    Its exception would leave a worker half started, which ends with a traceback. So the handler only notes the signal.
-    """
-    noted: list[int] = []
-    handler = signal.getsignal(signal.SIGINT)
-    ours = threading.current_thread() is threading.main_thread() and handler is not None
-    if ours:
-        signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if ours:
-            signal.signal(signal.SIGINT, handler)
-        for number in noted[:1]:
-            signal.raise_signal(number)
+    context, not_ours = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    with NamedTemporaryFile() as file:  # workers read it at the same time; a pipe would make them start one by one
+        file.write(pickle.dumps(work))
+        file.flush()
+        pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (file.name,))
+        try:
+            # The first submit starts the workers. They inherit this mask and so never receive Ctrl-C.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                futures = {pool.submit(_work_on, task): task for task in tasks}
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            for future in as_completed(futures):
+                future.result()
+                on_done(futures[future])
+        except BrokenProcessPool:
+            raise ValueError(
+                "a worker was killed (out of memory?); finished shards are kept: call again, with fewer --workers"
+            ) from None
+        except KeyboardInterrupt:
+            for worker in set(multiprocessing.active_children()) - not_ours:
+                worker.kill()  # nothing of a half-done task is kept anyway
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 _work: Callable[[Any], object] | None = None  # set in worker processes only
 
 
-class _Inherited:
-    """An object that worker processes read from a file without a name, whose descriptor they inherit.
-
-    A plain argument goes through a pipe, which holds less than a tokenizer's megabytes. So the next worker would start
-    only once this one has begun to read, 0.4 s later.
-    """
-
-    def __init__(self, value: object):
-        self._file = TemporaryFile()  # noqa: SIM115 - open for as long as workers are started
-        self._file.write(pickle.dumps(value))
-        self._file.flush()
-
-    def __reduce__(self) -> tuple:
-        return _read_inherited, (DupFd(self._file.fileno()),)
-
-
-def _read_inherited(descriptor: Any) -> Any:
-    """The object in the file of `_Inherited`."""
-    with os.fdopen(descriptor.detach(), "rb") as file:
-        # From its start, wherever other processes are in it.
-        return pickle.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0))
-
-
-def _begin_worker(work: Any) -> None:
-    """work: what was `_Inherited` in the process that started this one."""
+def _begin_worker(file: str) -> None:
     global _work
-    _work = work
+    _work = pickle.loads(Path(file).read_bytes())
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
 
@@ -144,3 +108,23 @@ def _die_with_parent() -> None:
 def _work_on(task: Any) -> None:
     assert _work is not None, "the pool did not call _begin_worker"
     _work(task)
+
+
+def add_up(records: Sequence[dict]) -> dict:
+    """Combine records of tasks into one. Numbers are added, lists are concatenated, dicts are combined key by key with
+    their keys sorted, and of texts the first is taken. The first record has all fields."""
+
+    def added(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            names = sorted(set().union(*values))
+            return {name: added([value[name] for value in values if name in value]) for name in names}
+        if isinstance(values[0], list):
+            return [*chain.from_iterable(values)]
+        return values[0] if isinstance(values[0], str) else sum(values)
+
+    return {name: added([record[name] for record in records if name in record]) for name in records[0]}
+
+
+def count_and_hash(sources: Mapping[str, dict]) -> dict:
+    """The number of a plan's source files, and one hash over their names and hashes."""
+    return {"files": len(sources), "sha256": hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()}

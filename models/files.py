@@ -215,21 +215,28 @@ class WorkFolder:
             self._check_unused()
         (self.path / PROGRESS).mkdir(parents=True, exist_ok=True)
         with self._locked(share):
-            if overwrite and (self.path / PLAN).exists():
-                self._clear()
-            if not share:
-                for name in self._files():
-                    if HALF_WRITTEN.search(name) and self._is_own(name):
-                        (self.path / name).unlink()
-            if not (self.path / PLAN).exists():
-                write_json(self.path / PLAN, {"address": self.address, **self.plan})
-            if found := _differences(read_plan(self.path), json.loads(json.dumps(self.plan))):
-                more = f"; {len(found) - SHOWN_DIFFERENCES} more" if len(found) > SHOWN_DIFFERENCES else ""
-                raise ValueError(
-                    f"{self.path} was begun with other settings: {'; '.join(found[:SHOWN_DIFFERENCES])}{more}; choose "
-                    "another folder, or overwrite it"
-                )
-            yield
+            try:
+                self._make_ready(share, overwrite)
+                yield
+            finally:
+                if not share and not self.tasks():
+                    self.remove_progress()
+
+    def _make_ready(self, share: str, overwrite: bool) -> None:
+        if overwrite and (self.path / PLAN).exists():
+            self._clear()
+        if not share:
+            for name in self._files():
+                if HALF_WRITTEN.search(name) and self._is_own(name):
+                    (self.path / name).unlink()
+        if not (self.path / PLAN).exists():
+            write_json(self.path / PLAN, {"address": self.address, **self.plan})
+        if found := _differences(read_plan(self.path), json.loads(json.dumps(self.plan))):
+            more = f"; {len(found) - SHOWN_DIFFERENCES} more" if len(found) > SHOWN_DIFFERENCES else ""
+            raise ValueError(
+                f"{self.path} was begun with other settings: {'; '.join(found[:SHOWN_DIFFERENCES])}{more}; choose "
+                "another folder, or overwrite it"
+            )
 
     def read(self, task: str) -> dict[str, Any] | None:
         """The task's record, or None unless it is finished by this plan and its output files have their sizes."""
@@ -267,7 +274,7 @@ class WorkFolder:
         for name in self._files():
             if name.startswith(f"{PROGRESS}/") and self._is_own(name):
                 (self.path / name).unlink()
-        if not any((self.path / PROGRESS).iterdir()):
+        if (self.path / PROGRESS).is_dir() and not any((self.path / PROGRESS).iterdir()):
             (self.path / PROGRESS).rmdir()
 
     def _record_path(self, task: str) -> Path:

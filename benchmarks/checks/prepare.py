@@ -14,14 +14,13 @@ import shutil
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import psutil
 
-from longdraft.data_prep.prepare import PrepareConfig, prepare
-from longdraft.data_prep.settings import Source, same_way
+from longdraft.data_prep.prepare import prepare
+from longdraft.data_prep.recipe import PrepareConfig, Source, changed, same_way
 from longdraft.data_prep.shards import ShardSet
 from longdraft.data_prep.sources import list_files
 
@@ -31,7 +30,7 @@ FILE_BYTES = 2_000_000
 def make_texts(root: Path, megabytes: int) -> list[str]:
     """Write JSONL files with about `megabytes` of text, pages of Python's library in random order; return the texts."""
     pages = []
-    for file in list_files([Source("stdlib")]):
+    for file in list_files([Source(path="stdlib")]):
         text = Path(file.path).read_text(encoding="utf-8")
         pages += [text[i : i + 3000] for i in range(0, len(text), 3000)]
     rng, texts, written = random.Random(0), [], 0
@@ -85,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         texts = make_texts(root / "text", args.megabytes)
-        config = PrepareConfig(same_way([str(root / "text")]), root / "out", args.seq_len)
+        config = PrepareConfig(sources=same_way([str(root / "text")]), out=root / "out", seq_len=args.seq_len)
         for _ in range(args.rounds):
             begin = time.perf_counter()
             count = sum(len(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
@@ -93,7 +92,7 @@ def main() -> None:
             for workers in (1, args.workers):
                 shutil.rmtree(root / "out", ignore_errors=True)
                 watch, begin = PeakMemory(), time.perf_counter()
-                prepare(replace(config, workers=workers), tokenizer, tokenizer_hash(tokenizer))
+                prepare(changed(config, workers=workers), tokenizer, tokenizer_hash(tokenizer))
                 label = f"prepare, {workers} process{'es' if workers > 1 else ''}"
                 speeds.setdefault(label, []).append(count / (time.perf_counter() - begin))
                 peaks[label] = max(watch.stop(), peaks.get(label, 0))

@@ -3,17 +3,15 @@
 Not here: which fields a suite's records have (suites.py).
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 from longdraft.data_prep.documents import Unusable
-from longdraft.data_prep.settings import Source
+from longdraft.data_prep.recipe import Source
+from longdraft.data_prep.records import all_records, parse_json
 from longdraft.data_prep.sources import SourceFile, list_files
-from longdraft.data_prep.streams import stream_records
-from longdraft.data_prep.tables import table_fields, table_rows
 from longdraft.infer.values import short_repr
 
 # What the place of a record is called in each kind of file.
@@ -97,11 +95,11 @@ def read_rows(data: str, files: Sequence[str], all_files: bool, source: str) -> 
     """
     for name in files:
         try:
-            found = list_files([Source(data, files=(name, f"*/{name}"))])
+            found = list_files([Source(path=data, files=(name, f"*/{name}"))])
         except ValueError as error:
             if not all_files and name != files[-1]:
                 continue
-            reason = str(error).removesuffix("; see --files")
+            reason = str(error).removesuffix("; name other files by --files")
             raise ValueError(f"--data: {reason}; {name} comes from {source}") from error
         for file in found:
             yield from _records(file)
@@ -111,21 +109,14 @@ def read_rows(data: str, files: Sequence[str], all_files: bool, source: str) -> 
 
 def _records(file: SourceFile) -> Iterator[Row]:
     place = PLACES.get(file.kind, "line")
-    if file.kind == "table":
-        for number, fields in enumerate(table_rows(file.path, 0, 1 << 62, table_fields(file.path)), start=1):
-            yield Row(file.name, place, number, fields)
-        return
-    for record in stream_records(file.path, "array" if file.kind == "array" else "jsonl"):
-        value, why = record.value, "no record"
-        if isinstance(value, bytes):
-            if not value.strip():
-                continue
-            try:
-                value = json.loads(value.decode("utf-8-sig"))
-            except ValueError as error:  # a UnicodeDecodeError is one
-                why = f"no JSON in UTF-8 ({error})"
-        if isinstance(value, Unusable):
-            why = str(value)
-        if not isinstance(value, dict):
-            raise ValueError(f"--data: {file.name}, {place} {record.number} is {why}; expected a JSON object of fields")
-        yield Row(file.name, place, record.number, value)
+    for number, value in all_records(file):
+        try:
+            if isinstance(value, Unusable):
+                raise value
+            fields = parse_json(value) if isinstance(value, bytes) else value
+            if not isinstance(fields, dict):
+                raise Unusable("missing_field", f"is {type(fields).__name__}")
+        except Unusable as error:
+            why = error.detail or error.why
+            raise ValueError(f"--data: {file.name}, {place} {number} {why}; expected a JSON object of fields") from None
+        yield Row(file.name, place, number, fields)

@@ -11,9 +11,9 @@ from longdraft.data_prep import response_generation as module
 from longdraft.data_prep.chat import PLAIN, make_chat_encoder
 from longdraft.data_prep.documents import BadDocument, Document
 from longdraft.data_prep.prepare import prepare
+from longdraft.data_prep.recipe import PrepareConfig, Source
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
 from longdraft.data_prep.response_generation import Completion, beginning
-from longdraft.data_prep.settings import PrepareConfig, Source
 from longdraft.data_prep.shards import ShardSet
 from longdraft.data_prep.tokenize import rust_tokenizer
 
@@ -100,8 +100,10 @@ def test_special_tokens_in_a_text_are_text(begin):
 
 def test_prepare_learns_the_continuation_alone(config, tiny_tokenizer, tmp_path):
     regenerate(config, make_chat_encoder(tiny_tokenizer, PLAIN), "hash", Parrot(tiny_tokenizer).start)
-    source = Source(str(config.out), files=("*.jsonl",), chat_field="messages")
-    made = PrepareConfig({"own": source}, tmp_path / "rows", seq_len=64, chat_template=Path(PLAIN), heldout_share=0.2)
+    source = Source(path=str(config.out), files=("*.jsonl",), chat_field="messages")
+    made = PrepareConfig(
+        sources={"own": source}, out=tmp_path / "rows", seq_len=64, chat_template=Path(PLAIN), heldout_share=0.2
+    )
     prepare(made, tiny_tokenizer, "hash")
     learned: dict[str, list[int]] = {}
     for split in ("train", "heldout"):

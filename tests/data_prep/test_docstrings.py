@@ -6,8 +6,8 @@ import textwrap
 
 from longdraft.data_prep.docstrings import DOCUMENT, IMPLEMENT, MAX_CODE, MIN_DOCSTRING, read_docstrings
 from longdraft.data_prep.documents import BadDocument, Conversation
-from longdraft.data_prep.segments import read_documents, scan
-from longdraft.data_prep.settings import Source
+from longdraft.data_prep.recipe import Source
+from longdraft.data_prep.records import read_documents, scan
 from longdraft.data_prep.sources import list_files
 
 LONG = "Say in some more words than the name has what this is good for, so that it counts."
@@ -124,9 +124,9 @@ def test_what_is_no_python_is_named():
 
 
 def test_the_standard_library_gives_thousands():
-    files = list_files([Source("stdlib-chat")])
+    files = list_files([Source(path="stdlib-chat")])
     assert {file.kind for file in files} == {"docstrings"} and all(file.path.endswith(".py") for file in files)
-    sources = {file.name for file in list_files([Source("stdlib")])}
+    sources = {file.name for file in list_files([Source(path="stdlib")])}
     assert {file.name for file in files} < sources
     small = [
         file for file in files if file.name.partition("/")[2].startswith(("json/", "email/", "random", "idlelib/c"))

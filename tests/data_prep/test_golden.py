@@ -15,7 +15,6 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,8 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 from longdraft.data_prep import prepare as prepare_module
 from longdraft.data_prep.inspection import inspect
-from longdraft.data_prep.prepare import PrepareConfig, merge, prepare
-from longdraft.data_prep.settings import Source
+from longdraft.data_prep.prepare import merge, prepare
+from longdraft.data_prep.recipe import PrepareConfig, Source, changed
 from longdraft.data_prep.shards import ShardSet
 from longdraft.data_prep.tasks import Machine
 
@@ -158,7 +157,7 @@ def digests(out: Path) -> list:
     return [len(paths), shards.hexdigest()[:20], hashlib.sha256(content.encode()).hexdigest()[:20]]
 
 
-def made(name: str, root: Path, out: Path, machines: int = 0, **changed) -> list:
+def made(name: str, root: Path, out: Path, machines: int = 0, **fields) -> list:
     """The digests of a preparation, by one call or by `machines` calls and a merge."""
     tokenizer = fixed_tokenizer()
     with pytest.MonkeyPatch.context() as patch:
@@ -167,7 +166,7 @@ def made(name: str, root: Path, out: Path, machines: int = 0, **changed) -> list
         patch.setattr(sysconfig, "get_path", lambda _: str(root / "lib"))
         for number in range(1, machines + 1) if machines else [None]:
             machine = None if number is None else Machine(number, machines)
-            config = replace(config_of(name, root, out), **changed)
+            config = changed(config_of(name, root, out), **fields)
             prepare(config, tokenizer, "hash", {"theirs": tokenizer}, machine, log=lambda _: None)
     if machines:
         merge(out, max_bad_share=0.2, log=lambda _: None)

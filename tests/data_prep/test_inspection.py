@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from longdraft.data_prep.inspection import as_text, draw_lengths, inspect
-from longdraft.data_prep.prepare import PrepareConfig, prepare
-from longdraft.data_prep.settings import same_way
+from longdraft.data_prep.prepare import prepare
+from longdraft.data_prep.recipe import PrepareConfig, same_way
 from longdraft.launch.prepare import main
 
 TEMPLATE = (
@@ -25,7 +25,11 @@ def folder(tmp_path_factory, tiny_tokenizer):
     records = [{"text": text} for text in [*texts, texts[3], texts[3], texts[3], ""]] + [{"text": 5}]
     (root / "lines.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     config = PrepareConfig(
-        same_way([str(root / "lines.jsonl")]), root / "out", seq_len=64, heldout_share=0.2, max_bad_share=0.1
+        sources=same_way([str(root / "lines.jsonl")]),
+        out=root / "out",
+        seq_len=64,
+        heldout_share=0.2,
+        max_bad_share=0.1,
     )
     prepare(config, tiny_tokenizer, "hash")
     return config.out
@@ -53,7 +57,7 @@ def test_samples_decode_and_mark_what_counts(tmp_path, tiny_tokenizer):
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     config = PrepareConfig(
-        same_way([str(tmp_path / "chat.jsonl")], chat_field="messages"), tmp_path / "out", seq_len=256,
+        sources=same_way([str(tmp_path / "chat.jsonl")], chat_field="messages"), out=tmp_path / "out", seq_len=256,
         heldout_share=0.2, chat_template=tmp_path / "template.jinja",
     )  # fmt: skip
     prepare(config, tiny_tokenizer, "hash")

@@ -28,7 +28,7 @@ def test_wrong_values_do_not_wait_for_the_target(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(f"--source stdlib --target none --out {tmp_path} --seq-len 1".split())
     assert stop.value.code == 2
-    assert capsys.readouterr().err.endswith("error: seq_len is 1, valid: at least 2\n")
+    assert "error: seq_len: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [["--seed", "0"], ["--heldout-share", "0"], ["--files", "*.txt"], ["--overwrite"]])

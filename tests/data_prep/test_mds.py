@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longdraft.data_prep import mds
-from longdraft.data_prep.record_formats import TextFormat, TokenIdsFormat
-from longdraft.data_prep.segments import read_documents, scan
-from longdraft.data_prep.settings import Source
+from longdraft.data_prep.formats import TextFormat, TokenIdsFormat
+from longdraft.data_prep.recipe import Source
+from longdraft.data_prep.records import read_documents, scan
 from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tables import table_parts, table_rows
 
@@ -38,7 +37,7 @@ def samples():
 def test_every_column_comes_back(kind, part_bytes):
     expected = list(samples())
     found = []
-    for file in list_files([Source(str(WRITTEN / kind))]):
+    for file in list_files([Source(path=str(WRITTEN / kind))]):
         first, n_parts = 0, 0
         for n_rows, _ in table_parts(file.path, part_bytes, part_bytes):
             found += table_rows(file.path, first, n_rows, tuple(expected[0]))
@@ -54,7 +53,7 @@ def test_every_column_comes_back(kind, part_bytes):
 
 
 def test_more_rows_than_there_are_are_all_of_them():
-    files = list_files([Source(str(WRITTEN / next(iter(ENDING))))])
+    files = list_files([Source(path=str(WRITTEN / next(iter(ENDING))))])
     texts = [row["text"] for file in files for row in table_rows(file.path, 0, 1 << 62, ("text",))]
     assert texts == [sample["text"] for sample in samples()]
 
@@ -71,7 +70,7 @@ def test_only_what_is_asked_for_is_decoded():
 @pytest.mark.parametrize("kind", ENDING)
 def test_ids_of_another_tokenizer_become_a_document_a_span(kind, tiny_tokenizer):
     form = TokenIdsFormat("input_ids", "indices", tiny_tokenizer.backend_tokenizer.to_str())
-    files = list_files([Source(str(WRITTEN / kind))])
+    files = list_files([Source(path=str(WRITTEN / kind))])
     segments = scan(files, 2000)[1]
     # A compressed shard is unpacked for each of its segments, so it has one.
     assert (len(segments) > len(files)) == (kind == "plain")
@@ -88,7 +87,7 @@ def test_ids_of_another_tokenizer_become_a_document_a_span(kind, tiny_tokenizer)
 
 
 def test_texts_and_damage(tmp_path):
-    files = list_files([Source(str(WRITTEN / "plain"))])
+    files = list_files([Source(path=str(WRITTEN / "plain"))])
     found = [d for segment in scan(files, 2000)[1] for d in read_documents(segment, TextFormat())]
     assert [document.text for document in found] == [f"text {i}\n" for i in range(40)]
     whole = Path(files[0].path).read_bytes()
@@ -105,4 +104,3 @@ def test_texts_and_damage(tmp_path):
     (tmp_path / "far.mds").write_bytes(np.array([1, 12, 4], dtype=np.uint32).tobytes())
     with pytest.raises(ValueError, match="no MDS shard: its samples overlap"):
         table_parts(str(tmp_path / "far.mds"), 1 << 20, 1 << 20)
-    assert mds.SUFFIXES[0] == ".mds"

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.data_prep.pack import MODES, Piece, best_fit, first, pack
-from longdraft.data_prep.plan import SHARD_TEXT_BYTES
+from longdraft.data_prep.prepare import SHARD_TEXT_BYTES
 
 lengths_and_row = st.tuples(st.lists(st.integers(1, 200), max_size=60), st.integers(2, 64))
 

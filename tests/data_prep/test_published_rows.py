@@ -7,10 +7,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from longdraft.data_prep.documents import BAD_REASONS, BadDocument, Conversation
-from longdraft.data_prep.record_formats import ChatFormat
+from longdraft.data_prep.formats import ChatFormat
+from longdraft.data_prep.recipe import Source
+from longdraft.data_prep.records import read_documents, scan
 from longdraft.data_prep.response_generation import OpenConversation
-from longdraft.data_prep.segments import read_documents, scan
-from longdraft.data_prep.settings import Source
 from longdraft.data_prep.sources import list_files
 
 SYSTEM, USER, ANSWER = ("system", "Be brief."), ("user", "Why?"), ("assistant", "So.")
@@ -89,7 +89,7 @@ def read(tmp_path, row, stored, record_format):
         pq.write_table(pa.Table.from_pylist([row]), path)
     else:
         path.write_text(json.dumps(row) + "\n")
-    _, segments = scan(list_files([Source(str(path))]), 1 << 20)
+    _, segments = scan(list_files([Source(path=str(path))]), 1 << 20)
     (document,) = (one for segment in segments for one in read_documents(segment, record_format))
     return document
 

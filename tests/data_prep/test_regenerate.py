@@ -13,7 +13,7 @@ import pytest
 
 from longdraft.data_prep.chat import PLAIN, make_chat_encoder
 from longdraft.data_prep.documents import Conversation, Unusable
-from longdraft.data_prep.record_formats import ChatFormat
+from longdraft.data_prep.formats import ChatFormat
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
 from longdraft.data_prep.response_generation import Answerer, Completion, OpenConversation, open_answers
 from longdraft.data_prep.tasks import Machine

@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from longdraft.data_prep import tokenize
 from longdraft.data_prep.documents import Document
-from longdraft.data_prep.segments import read_documents, scan
-from longdraft.data_prep.settings import Source
+from longdraft.data_prep.recipe import Source
+from longdraft.data_prep.records import read_documents, scan
 from longdraft.data_prep.sources import list_files
-from longdraft.data_prep.tokenize import make_encoder
+from longdraft.data_prep.tokenize import encode_in_parts, make_encoder, rust_tokenizer
 
 
 def test_documents_end_with_eos_and_begin_as_the_tokenizer_says(tiny_tokenizer, bos_tokenizer):
@@ -58,10 +60,67 @@ def test_unusable_tokenizers_are_refused(tiny_tokenizer):
 def test_smollm2_gives_the_standard_library_back(smollm2):
     encoder = make_encoder(smollm2, ends_documents=False)
     assert (encoder.bos_ids, encoder.vocab_size) == ((), 49152)
-    files = [file for file in list_files([Source("stdlib")]) if "/encodings/" in file.name or "/json/" in file.name]
+    files = [
+        file for file in list_files([Source(path="stdlib")]) if "/encodings/" in file.name or "/json/" in file.name
+    ]
     for file in files:
         (document,) = read_documents(scan([file], 1 << 20)[1][0])
         assert isinstance(document, Document)
         ids = encoder.encode(document.text).tolist()
         decoded = smollm2.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert decoded.encode() == Path(file.path).read_bytes(), file.name
+
+
+PROSE = (
+    "The ship's log of 1843, kept by hand: it'll say \"fair winds\", and then\n\n    nothing -- for 12 days.\r\n"
+    "def f(x):\n\treturn {'a': x, \"b\": [1, 22, 333]}  # größer als é\n日本語の文章は、空白がない。🙂👩‍👩‍👧‍👦\n"
+)
+LONG_TEXTS = {
+    "prose": PROSE * 9,
+    "one line": PROSE.replace("\n", " ") * 9,
+    "no blank": "".join(PROSE.split()) * 9,
+    "blanks": "a" + " " * 700 + "b" + "\n" * 700 + "c" + " \n" * 300,
+    "letters": "acgt" * 400,
+}
+
+
+def metaspace(scheme: str) -> Tokenizer:
+    """Like SentencePiece's BPE in Llama 2 ("always", by its normalizer) and Mistral ("first")."""
+    words = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz", "▁a", "▁t", "he"]
+    merges = [("▁", "a"), ("▁", "t"), ("h", "e")]
+    model = models.BPE({word: i for i, word in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    steps: list = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if scheme == "always":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["byte level", "smollm2", "always", "first"])
+@pytest.mark.parametrize("name", LONG_TEXTS)
+def test_the_parts_of_a_long_text_are_decoded_to_it(tiny_tokenizer, smollm2, monkeypatch, kind, name):
+    text = LONG_TEXTS[name]
+    theirs = {"byte level": tiny_tokenizer, "smollm2": smollm2}.get(kind)
+    tokenizer = metaspace(kind) if theirs is None else rust_tokenizer(theirs.backend_tokenizer.to_str())
+    ((whole, _),) = encode_in_parts(tokenizer, text)
+    monkeypatch.setattr(tokenize, "LONG", 200)
+    parts = list(encode_in_parts(tokenizer, text))
+    ids = np.concatenate([ids for ids, _ in parts])
+    assert tokenizer.decode(ids.tolist()) == tokenizer.decode(whole.tolist()) == text
+    offsets = np.concatenate([offsets for _, offsets in parts])
+    assert len(parts) > 4 and len(offsets) == len(ids) and offsets.max() == len(text)
+    assert all(a <= b for a, b in zip(offsets[:-1, 0], offsets[1:, 0], strict=True))
+    # Only around the cuts are there other tokens than those of one call.
+    assert len(ids) - len(whole) <= 2 * len(parts)
+
+
+def test_the_ends_of_a_long_text_are_marked_once(bos_tokenizer, monkeypatch):
+    encoder = make_encoder(bos_tokenizer, ends_documents=True)
+    whole = encoder.encode(PROSE * 9)
+    monkeypatch.setattr(tokenize, "LONG", 200)
+    ids = encoder.encode(PROSE * 9).tolist()
+    assert ids[0] == bos_tokenizer.bos_token_id and ids[-1] == bos_tokenizer.eos_token_id
+    assert bos_tokenizer.decode(ids) == bos_tokenizer.decode(whole.tolist())

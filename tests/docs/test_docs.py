@@ -26,11 +26,11 @@ from typing import get_type_hints
 import pytest
 from safetensors.torch import load_file, save_file
 
-from longdraft.data_prep.prepare import PrepareConfig
+from longdraft.data_prep.recipe import PrepareConfig
 from longdraft.launch import cli, quickstart
+from longdraft.models.schema import validate
 from longdraft.train.config import DRAFT_SECTIONS, Config, to_yaml
 from longdraft.train.config_file import load_config, load_stages, read_yaml, resolve
-from longdraft.train.typed import build
 
 ROOT = Path(__file__).resolve().parents[2]
 # In the order in which their commands need each other.
@@ -298,7 +298,7 @@ def _check_arguments(words: list[str], line: str) -> None:
         assert load_stages(asked.config, asked.overrides, asked.stage, None)
     if getattr(asked, "recipe", None):
         values = resolve(read_yaml(asked.recipe, asked.overrides))
-        build(PrepareConfig, {"out": "out", **values})
+        validate(PrepareConfig, {"out": "out", **values})
 
 
 # ---- commands that run, as one story

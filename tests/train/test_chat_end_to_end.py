@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longdraft.data_prep.prepare import prepare
-from longdraft.data_prep.settings import PrepareConfig, Source
+from longdraft.data_prep.recipe import PrepareConfig, Source
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.fingerprint import tokenizer_hash
 from longdraft.models.hf import load_target, load_tokenizer
@@ -47,8 +47,12 @@ def folder(tmp_path_factory):
                 messages += [{"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")
     tokenizer = load_tokenizer(TARGET)
-    sources = {"chats": Source(str(folder / "chats.jsonl"), chat_field="messages")}
-    prepare(PrepareConfig(sources, folder / "data", SEQ_LEN, heldout_share=0.1), tokenizer, tokenizer_hash(tokenizer))
+    sources = {"chats": Source(path=str(folder / "chats.jsonl"), chat_field="messages")}
+    prepare(
+        PrepareConfig(sources=sources, out=folder / "data", seq_len=SEQ_LEN, heldout_share=0.1),
+        tokenizer,
+        tokenizer_hash(tokenizer),
+    )
     (folder / "config.yaml").write_text(TEXT.format(folder=folder, draft=LONGSPEC))
     return folder
 

@@ -2,7 +2,7 @@
 
 A format's `documents` turns the record `name`, a mapping from field names to values, into documents, and raises
 `Unusable` for a record that it cannot use. `fields` are the fields that it reads if a record has them. `named_by` says,
-for messages, which settings name these fields. How records are stored is in streams.py, tables.py and archives.py.
+for messages, which settings name these fields. records.py reads the records.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longdraft.data_prep.documents import Conversation, Document, Unusable, messages_digest, read_messages
-from longdraft.data_prep.settings import Source, fields_of
+from longdraft.data_prep.recipe import Source, fields_of
 from longdraft.data_prep.tokenize import rust_tokenizer
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ class TextFormat:
         return (self.text_field,)
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
-        text = _text(record, self.text_field)
-        return [Document(name, hashlib.sha256(text.encode()).digest(), text)]
+        return [_document(name, _text(record, self.text_field))]
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class QuestionAnswerFormat:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(fields_of(self.prompt, "prompt") + fields_of(self.answer, "answer")))
+        return tuple(dict.fromkeys(fields_of(self.prompt) + fields_of(self.answer)))
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
         texts = {field: _text(record, field) for field in self.fields}
@@ -99,22 +98,20 @@ class TokenIdsFormat:
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
         tokenizer = rust_tokenizer(self.serialised)
-        ids = _integers(_present(record, self.tokens_field))
+        ids = _integers(_present(record, self.tokens_field), "not_token_ids")
         if ids.ndim != 1 or (ids < 0).any() or (ids >= tokenizer.get_vocab_size()).any():
             raise Unusable("not_token_ids")
         spans = np.array([[0, len(ids)]])
         if self.spans_field is not None:
             spans = _integers(_present(record, self.spans_field), "not_spans")
-            if spans.ndim != 2 or spans.shape[1] != 2 or (np.diff(spans, axis=1) < 0).any():
-                raise Unusable("not_spans")
-            if (spans < 0).any() or (spans > len(ids)).any():
+            is_paired = spans.ndim == 2 and spans.shape[1] == 2
+            if not is_paired or (np.diff(spans) < 0).any() or (spans < 0).any() or (spans > len(ids)).any():
                 raise Unusable("not_spans")
         found = []
         for number, (begin, end) in enumerate(spans.tolist(), start=1):
             text = tokenizer.decode(ids[begin:end].tolist(), skip_special_tokens=True).strip("\ufffd")
             if text:
-                digest = hashlib.sha256(text.encode()).digest()
-                found.append(Document(name if len(spans) == 1 else f"{name}.{number}", digest, text))
+                found.append(_document(name if len(spans) == 1 else f"{name}.{number}", text))
         if not found:
             raise Unusable("empty")
         return found
@@ -127,16 +124,18 @@ def record_format_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokeniz
     """The format of a source's records. tokenizers: the tokenizers that sources of token ids name, by name."""
     if source.chat_field is not None:
         return ChatFormat(source.chat_field)
-    if source.prompt is not None:
-        assert source.answer is not None
+    if source.prompt is not None and source.answer is not None:
         return QuestionAnswerFormat(source.prompt, source.answer)
-    if source.tokens_field is not None:
-        assert source.tokenizer is not None
+    if source.tokens_field is not None and source.tokenizer is not None:
         tokenizer = tokenizers[source.tokenizer]
         if not tokenizer.is_fast:
             raise ValueError(f"tokenizer {source.tokenizer!r} of {source.path} has no Rust form; name a fast one")
         return TokenIdsFormat(source.tokens_field, source.spans_field, tokenizer.backend_tokenizer.to_str())
     return TextFormat(source.text_field or TEXT_FIELD)
+
+
+def _document(name: str, text: str) -> Document:
+    return Document(name, hashlib.sha256(text.encode()).digest(), text)
 
 
 def _present(record: Mapping[str, Any], name: str) -> Any:
@@ -160,7 +159,7 @@ def _text(record: Mapping[str, Any], name: str) -> str:
     return text
 
 
-def _integers(value: Any, why: str = "not_token_ids") -> np.ndarray:
+def _integers(value: Any, why: str) -> np.ndarray:
     try:
         array = np.asarray(value)
     except ValueError:  # lists of different lengths

@@ -1,0 +1,160 @@
+"""What a preparation is asked for: its sources, how their records are read, and its settings."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from string import Formatter
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from longdraft.models.files import from_home
+from longdraft.models.schema import Bool, Float, Int, Schema, Str
+
+MOST_SEQ_LEN = 1 << 24  # a row of 64 MiB, with as many tokens as the largest shard has bytes of text
+T = TypeVar("T", bound=Schema)
+
+
+class Source(Schema):
+    """One source of a mix: where it is, which of its files to take, and how to read a record.
+
+    path: a file, a folder, "stdlib", "stdlib-chat", or a data set of the Hugging Face hub, "owner/name[@revision]".
+    files: patterns of file names within it ("data/train-*"); () takes every file with a known suffix.
+    config, split: a data set's configuration and split by the rules of `datasets`, instead of `files`. None means the
+    default configuration, and all splits.
+
+    How a record (a JSONL line, a row of a table, a sample of MDS) is read, one of:
+      text_field: the field that holds a text; the loss counts every token;
+      chat_field: the field that holds a list of messages; the loss counts the answers;
+      prompt, answer: two templates with fields in braces ("Summarise:\\n\\n{report}"), a conversation with one answer;
+      tokens_field: the field that holds token ids of the model `tokenizer`, which are turned back into text.
+        spans_field: the field with (start, stop) of each document among them; None: they are one document.
+
+    share: fraction of the documents to take, chosen by hash. weight: the source's part of `PrepareConfig.max_tokens`,
+    relative to the other sources' weights; None for all sources takes documents as they come. streaming: read what is
+    needed of a data set of the hub without storing its files.
+    """
+
+    path: Str
+    files: tuple[Str, ...] = ()
+    text_field: Str | None = None
+    chat_field: Str | None = None
+    prompt: Str | None = None
+    answer: Str | None = None
+    tokens_field: Str | None = None
+    spans_field: Str | None = None
+    tokenizer: Str | None = None
+    share: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    weight: Annotated[Float, Field(gt=0)] | None = None
+    streaming: Bool = False
+    config: Str | None = None
+    split: Str | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _from_home(cls, path: str) -> str:
+        return from_home(path)
+
+    @field_validator("prompt", "answer")
+    @classmethod
+    def _names_fields(cls, template: str | None) -> str | None:
+        if template is not None and not fields_of(template):
+            raise ValueError(f"{template!r} names no field in braces")
+        return template
+
+    @model_validator(mode="after")
+    def _one_way_to_read(self) -> Self:
+        ways = {"text_field": self.text_field, "chat_field": self.chat_field}
+        ways |= {"prompt": self.prompt, "tokens_field": self.tokens_field}
+        if len(given := [name for name, value in ways.items() if value is not None]) > 1:
+            raise ValueError(f"{', '.join(given)} are given for {self.path}; a record is read in one way, leave one")
+        for one, other in (("prompt", "answer"), ("tokens_field", "tokenizer")):
+            if (getattr(self, one) is None) != (getattr(self, other) is None):
+                raise ValueError(f"{one} and {other} of {self.path} belong together, and one of them is missing")
+        if self.spans_field is not None and self.tokens_field is None:
+            raise ValueError(f"spans_field of {self.path} goes with tokens_field, which is not given")
+        if self.files and (self.config, self.split) != (None, None):
+            raise ValueError(f"files and config or split are given for {self.path}; each chooses the files, leave one")
+        return self
+
+    @property
+    def field_named(self) -> str | None:
+        """The name of the setting that says how records are read; None if the source has none."""
+        fields = ("text_field", "chat_field", "prompt", "tokens_field")
+        return next((name for name in fields if getattr(self, name) is not None), None)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the settings say that records are conversations."""
+        return self.chat_field is not None or self.prompt is not None
+
+    def describe(self) -> dict[str, Any]:
+        """The settings that decide the source's content, apart from its files. Those that are not set are left out."""
+        given = {name: value for name, value in self if name not in ("path", "streaming") and value not in (None, ())}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+
+
+class PrepareConfig(Schema):
+    """What to prepare. Everything except `workers`, `max_bad_share` and `overwrite` decides the content of the shards.
+
+    sources: by name. out: the folder to make; {address} in it is replaced by the first digits of the plan's digest.
+    seq_len: tokens of a row. documents: "pack" or "first" (pack.py). chat_template: a Jinja file, "plain" (chat.py), or
+    None for the tokenizer's own. heldout_share: fraction of the documents that are held out. max_tokens: of both splits
+    together, without filler; text that it leaves unread is not counted as left out. max_bad_share: the fraction of the
+    documents seen that may be bad; above it the folder is not finished. shard_bytes: text of a shard; None: it follows
+    from the size of the sources.
+    """
+
+    sources: Annotated[dict[Str, Source], Field(min_length=1)]
+    out: Path
+    seq_len: Annotated[Int, Field(ge=2, le=MOST_SEQ_LEN)]
+    documents: Literal["pack", "first"] = "pack"
+    chat_template: Path | None = None
+    heldout_share: Annotated[Float, Field(ge=0, lt=1)] = 0.05
+    max_tokens: Annotated[Int, Field(ge=1)] | None = None
+    max_bad_share: Annotated[Float, Field(ge=0, le=1)] = 0.01
+    seed: Int = 0
+    workers: Annotated[Int, Field(ge=1)] = 1
+    shard_bytes: Annotated[Int, Field(ge=1)] | None = None
+    overwrite: Bool = False
+
+    @model_validator(mode="after")
+    def _weights_for_all(self) -> Self:
+        without = [name for name, source in self.sources.items() if source.weight is None]
+        if without and len(without) < len(self.sources):
+            raise ValueError(f"weight is missing for {', '.join(without)}; give it to every source or to none")
+        if not without and self.max_tokens is None:
+            raise ValueError("max_tokens is missing, and weights share it out: say how many tokens the mix is to have")
+        return self
+
+    def budget_of(self, source: int) -> int:
+        """The number of a source's budget: each source has its own if they have weights, else all share budget 0."""
+        first = next(iter(self.sources.values()))  # all sources have a weight, or none has
+        return 0 if first.weight is None else source
+
+
+def changed(settings: T, **fields: Any) -> T:
+    """The same settings with some fields changed, validated anew."""
+    return type(settings)(**{**dict(settings), **fields})
+
+
+def fields_of(template: str) -> tuple[str, ...]:
+    """The fields that a template names in braces, each once, in order. Raises ValueError for any other brace."""
+    try:
+        parsed = [part for part in Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        raise ValueError(f"{template!r}: {error}; a brace that names no field is written twice") from error
+    for _, name, form, conversion in parsed:
+        if not name or set(name) & set(".[") or form or conversion:
+            raise ValueError(f"{template!r}: write a field as {{name}} alone, and any other brace twice")
+    return tuple(dict.fromkeys(str(name) for _, name, _, _ in parsed))
+
+
+def same_way(paths: Sequence[str], **fields: Any) -> dict[str, Source]:
+    """Sources that are all read with the same settings, by the last part of their paths (numbered if it repeats)."""
+    sources: dict[str, Source] = {}
+    for path in dict.fromkeys(paths):
+        name = stem = Path(path).name or path
+        while name in sources:
+            name = f"{stem}-{len(sources) + 1}"
+        sources[name] = Source(path=path, **fields)
+    return sources
