@@ -5,7 +5,6 @@ step, together with other drafters' trees (infer/drafters/combine.py). Shapes: B
 """
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,61 +13,82 @@ from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree, Trie
+from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 
 # How many of the last committed tokens are read from the device in every step, because the host may hear of them a step
 # late. A step rarely commits more.
 READ_AHEAD = 32
+# Host memory of an index for each token of the text and each n, if no n-gram occurs twice (else it is less).
+ENTRY_BYTES = 200
 # More tokens than any sequence has.
 NOWHERE = 2**40
 
 
-class Table:
-    """A look-up table of one sequence. Attributes: tokens: the sequence so far."""
+class NgramIndex:
+    """One sequence's tokens, and where each of their n-grams ends, for every n up to `longest`.
 
-    def __init__(self):
+    Attributes:
+        tokens: the sequence so far.
+        ends: for each n from 1 on, n-gram -> the indices behind its occurrences, ascending.
+    """
+
+    def __init__(self, longest: int = 1):
         self.tokens = list[int]()
+        self.ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(longest)]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens."""
-        raise NotImplementedError
+        sequence = self.tokens
+        for token in tokens:
+            sequence.append(token)
+            end = len(sequence)
+            for n, ends in enumerate(self.ends[:end], 1):
+                ends.setdefault(tuple(sequence[end - n :]), []).append(end)
 
     def truncate(self, length: int) -> None:
         """Remove all tokens from index `length` on, as if they had never been appended."""
-        raise NotImplementedError
+        sequence = self.tokens
+        while len(sequence) > length:
+            end = len(sequence)
+            for n, ends in enumerate(self.ends[:end], 1):
+                gram = tuple(sequence[end - n :])
+                ends[gram].pop()
+                if not ends[gram]:
+                    del ends[gram]
+            sequence.pop()
 
 
-T = TypeVar("T", bound=Table)
-
-
-class HostDrafter(Drafter, Generic[T]):
-    """Fills a trie below each root from the slot's table. A subclass implements `new_table` and `fill`.
+class HostDrafter(Drafter):
+    """Fills a trie below each root from the slot's n-grams. A subclass implements `fill`.
 
     Attributes:
+        longest_ngram: the longest n-grams that it looks up.
         behind_trunk: whether its candidates start at the end of another drafter's trunk (`Drafter.trunk`), if there is
             one, instead of at the root.
     """
 
+    longest_ngram = 1
     behind_trunk = False
-    _tables: list[T | None] = []  # one for each slot, None before its first request
+    _tables: list[NgramIndex | None] = []  # one for each slot, None before its first request
 
-    def new_table(self) -> T:
-        """Make an empty table for one sequence."""
-        raise NotImplementedError
-
-    def fill(self, trie: Trie, node: int, table: T, max_nodes: int) -> None:
+    def fill(self, trie: Trie, node: int, table: NgramIndex, max_nodes: int) -> None:
         """Put candidates below this node of the trie, likeliest first, until it has `max_nodes` beside the root."""
         raise NotImplementedError
+
+    def allocations(self, batch: int, capacity: int) -> Allocations:
+        entries = batch, capacity, self.longest_ngram, ENTRY_BYTES
+        return {"n-grams of the text (host)": [(entries, torch.uint8)]}
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if len(self._tables) != cache.batch:
             self._tables = [None] * cache.batch
             # How many tokens of each table are still valid after a rewind. The host learns it with its next read.
             self._standing_B = torch.full((cache.batch,), NOWHERE, device=cache.lengths.device)
-        self._tables[slot] = table = self.new_table()
+        self._tables[slot] = table = NgramIndex(self.longest_ngram)
         table.extend(request.prompt)
         self._standing_B[slot].fill_(NOWHERE)
 

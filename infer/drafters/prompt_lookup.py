@@ -9,102 +9,65 @@ candidate: the place that matches the text without its last token, continued aft
 from bisect import bisect
 from collections.abc import Sequence
 
-import torch
-
 from longdraft.infer.drafters.base import Count
-from longdraft.infer.drafters.host import HostDrafter, Table
+from longdraft.infer.drafters.host import HostDrafter, NgramIndex
 from longdraft.infer.tree import Trie
-from longdraft.models.footprint import Allocations
 from longdraft.models.schema import validated
 
 # Lower bounds of the groups of match lengths: matches within a group are about equally good, and a node's class names
 # the group. Length 0 is right after a replaced token.
 GROUPS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 20)
-MAX_NGRAM = 3  # the longest n-gram with a table; longer matches are found among these
 RANKS = 3  # of a node among its siblings; later ones count as the last
-# Host memory of a table for each token of the text, if no n-gram occurs twice (else it is less).
-ENTRY_BYTES = 200
+SEARCHED = 64  # occurrences of an n-gram that are compared, the most recent ones
+LONGEST = 32  # matches are not measured beyond this length
 
 
-class SuffixIndex(Table):
-    """Finds earlier occurrences of a sequence's suffixes.
-
-    A table for each n up to MAX_NGRAM holds where every n-gram ends; longer matches are measured by comparing tokens
-    backwards from there. So a new token costs MAX_NGRAM entries, and a look-up compares at most `search` occurrences
-    of each n-gram, however long the context is.
+def matches(
+    table: NgramIndex, enough: int, skipped: int = 0, search: int = SEARCHED, longest: int = LONGEST
+) -> list[tuple[int, int]]:
+    """Find earlier occurrences of the longest suffix, then of shorter ones until there are `enough`.
 
     Args:
+        skipped: how many of the last tokens are not part of the suffix. What follows an occurrence corresponds to
+            these.
         search: how many occurrences of an n-gram are compared, the most recent ones.
         longest: matches are not measured beyond this length.
+
+    Returns:
+        (match length, index of the token after the match), longest first, among equal lengths the latest first.
     """
-
-    def __init__(self, search: int = 64, longest: int = 32):
-        super().__init__()
-        self.search, self.longest = search, longest
-        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(MAX_NGRAM)]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        sequence = self.tokens
-        for token in tokens:
-            sequence.append(token)
-            end = len(sequence)
-            for n, ends in enumerate(self._ends[:end], 1):
-                ends.setdefault(tuple(sequence[end - n :]), []).append(end)
-
-    def truncate(self, length: int) -> None:
-        sequence = self.tokens
-        while len(sequence) > length:
-            end = len(sequence)
-            for n, ends in enumerate(self._ends[:end], 1):
-                gram = tuple(sequence[end - n :])
-                ends[gram].pop()
-                if not ends[gram]:
-                    del ends[gram]
-            sequence.pop()
-
-    def matches(self, enough: int, skipped: int = 0) -> list[tuple[int, int]]:
-        """Find earlier occurrences of the longest suffix, then of shorter ones until there are `enough`.
-
-        Args:
-            skipped: how many of the last tokens are not part of the suffix. What follows an occurrence corresponds to
-                these.
-
-        Returns:
-            (match length, index of the token after the match), longest first, among equal lengths the latest first.
-        """
-        sequence, end = self.tokens, len(self.tokens) - skipped
-        found: dict[int, int] = {}
-        for n in range(min(MAX_NGRAM, end), 0, -1):
-            ends = self._ends[n - 1][tuple(sequence[end - n : end])]
-            stop = len(ends)
-            while stop and ends[stop - 1] >= end:  # the suffix itself, and what ends in skipped tokens
-                stop -= 1
-            for at in ends[max(stop - self.search, 0) : stop]:
-                if at not in found:
-                    found[at] = self._length(at, end, n)
-            if len(found) >= enough:
-                break
-        return sorted(((length, at) for at, length in found.items()), reverse=True)
-
-    def _length(self, at: int, end: int, known: int) -> int:
-        """How many tokens before index `at` equal those before `end`; `known` of them are known to."""
-        sequence, back = self.tokens, end - at
-        stop = max(at - self.longest, 0)
-        place = at - known
-        while place > stop and sequence[place - 1] == sequence[place - 1 + back]:
-            place -= 1
-        return at - place
-
-    def continuation(self, at: int, count: int) -> list[int]:
-        """The `count` tokens from index `at` on; at the sequence's end they start over from `at`, as in a loop."""
-        tokens = self.tokens[at : at + count]
-        period = len(self.tokens) - at
-        for i in range(len(tokens), count):
-            tokens.append(tokens[i - period])
-        return tokens
+    sequence, end = table.tokens, len(table) - skipped
+    found: dict[int, int] = {}
+    for n in range(min(len(table.ends), end), 0, -1):
+        ends = table.ends[n - 1][tuple(sequence[end - n : end])]
+        stop = len(ends)
+        while stop and ends[stop - 1] >= end:  # the suffix itself, and what ends in skipped tokens
+            stop -= 1
+        for at in ends[max(stop - search, 0) : stop]:
+            if at not in found:
+                found[at] = _match_length(sequence, at, end, n, longest)
+        if len(found) >= enough:
+            break
+    return sorted(((length, at) for at, length in found.items()), reverse=True)
 
 
-class PromptLookup(HostDrafter[SuffixIndex]):
+def _match_length(sequence: Sequence[int], at: int, end: int, known: int, longest: int) -> int:
+    """How many tokens before index `at` equal those before `end`; `known` of them are known to."""
+    back, stop, place = end - at, max(at - longest, 0), at - known
+    while place > stop and sequence[place - 1] == sequence[place - 1 + back]:
+        place -= 1
+    return at - place
+
+
+def continuation(sequence: Sequence[int], at: int, count: int) -> list[int]:
+    """The `count` tokens from index `at` on; at the sequence's end they start over from `at`, as in a loop."""
+    tokens, period = list(sequence[at : at + count]), len(sequence) - at
+    for i in range(len(tokens), count):
+        tokens.append(tokens[i - period])
+    return tokens
+
+
+class PromptLookup(HostDrafter):
     """Proposes the continuations of earlier occurrences, as one trie.
 
     When verification reaches a node, the tokens of its occurrence's match and of the nodes above it agree with the
@@ -116,6 +79,8 @@ class PromptLookup(HostDrafter[SuffixIndex]):
         candidates: occurrences with different continuations, beside the one after a replaced token.
     """
 
+    longest_ngram = 3
+
     @validated
     def __init__(self, length: Count = 24, candidates: Count = 3):
         self.length, self.candidates = length, candidates
@@ -125,28 +90,22 @@ class PromptLookup(HostDrafter[SuffixIndex]):
     def n_classes(self) -> int:
         return 1 + 2 * RANKS * len(GROUPS)
 
-    def allocations(self, batch: int, capacity: int) -> Allocations:
-        return {"prompt lookup's tables (host)": [((batch, capacity, MAX_NGRAM, ENTRY_BYTES), torch.uint8)]}
-
-    def new_table(self) -> SuffixIndex:
-        return SuffixIndex()
-
-    def fill(self, trie: Trie, node: int, table: SuffixIndex, max_nodes: int) -> None:
+    def fill(self, trie: Trie, node: int, table: NgramIndex, max_nodes: int) -> None:
         found, worth = self._collect(table, trie.tokens[0])
         added = {0: 0}  # node of `found` -> node of `trie`
         # A child is worth less than its parent, so the parent comes first.
         for place in sorted(range(1, len(found)), key=worth.__getitem__, reverse=True)[:max_nodes]:
             added[place] = trie.add(added[found.parents[place]], found.tokens[place], found.classes[place])
 
-    def _collect(self, index: SuffixIndex, root: int) -> tuple[Trie, list[float]]:
+    def _collect(self, table: NgramIndex, root: int) -> tuple[Trie, list[float]]:
         """A trie of all candidates, and each node's estimated chance that verification reaches it."""
         trie, worth, found = Trie(root), [1.0], 0
-        for matched, at in index.matches(self.candidates):
-            found += self._add(trie, worth, index.continuation(at, self.length), matched)
+        for matched, at in matches(table, self.candidates):
+            found += self._add(trie, worth, continuation(table.tokens, at, self.length), matched)
             if found == self.candidates:
                 break
-        for _, at in index.matches(1, skipped=1)[:1]:
-            self._add(trie, worth, index.continuation(at + 1, self.length), 0)
+        for _, at in matches(table, 1, skipped=1)[:1]:
+            self._add(trie, worth, continuation(table.tokens, at + 1, self.length), 0)
         return trie, worth
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The n-gram table and the suffix index equal brute force after any order of appending and taking back."""
+"""The index of n-grams and what is looked up in it equal brute force after any order of appending and taking back."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft.infer.drafters.base import Request
-from longdraft.infer.drafters.host import READ_AHEAD, HostDrafter
-from longdraft.infer.drafters.ngrams import NgramTable
-from longdraft.infer.drafters.prompt_lookup import SuffixIndex
+from longdraft.infer.drafters.host import READ_AHEAD, HostDrafter, NgramIndex
+from longdraft.infer.drafters.ngrams import most_frequent
+from longdraft.infer.drafters.prompt_lookup import continuation, matches
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_sampling import SlotSampling
@@ -47,31 +47,19 @@ def brute_ranking(tokens, n, first, k):
 @settings(max_examples=150, deadline=None)
 @given(moves=MOVES, n=st.integers(2, 4), k=st.integers(0, 30))
 def test_ranking_equals_counting_anew(moves, n, k):
-    table = NgramTable(n)
+    table = NgramIndex()
     tokens = play(table, moves)
     for first in range(5):
-        assert table.ranked(first, k) == brute_ranking(tokens, n, first, k)
+        assert most_frequent(table, first, k, n) == brute_ranking(tokens, n, first, k)
 
 
 @settings(max_examples=60, deadline=None)
 @given(moves=MOVES, n=st.integers(2, 4))
 def test_taking_everything_back_leaves_an_empty_table(moves, n):
-    table, index = NgramTable(n), SuffixIndex(n)
+    table = NgramIndex(n)
     play(table, moves)
-    play(index, moves)
     table.truncate(0)
-    index.truncate(0)
-    assert (table._starts, table._groups, index._ends) == ({}, {}, [{}] * n)
-
-
-def test_ranking_looks_at_few_groups_however_long_the_text():
-    """A token with 2000 different continuations, one of which came 3000 times: three groups of counts."""
-    table = NgramTable(2)
-    table.extend([token for i in range(2000) for token in (0, 1 + i)])
-    table.extend([0, 1] * 3000)
-    table.extend([0, 2, 0])
-    assert sorted(table._groups[0]) == [1, 2, 3001]
-    assert table.ranked(0, 4) == [(1,), (2,), (2000,), (1999,)]
+    assert table.ends == [{}] * n
 
 
 def brute_matches(tokens, max_ngram, search, longest, enough, skipped):
@@ -98,20 +86,21 @@ def brute_matches(tokens, max_ngram, search, longest, enough, skipped):
     skipped=st.integers(0, 2),
 )
 def test_matches_equal_a_search_of_the_whole_text(moves, max_ngram, search, extra, enough, skipped):
-    index, longest = SuffixIndex(max_ngram, search, max_ngram + extra), max_ngram + extra
-    tokens = play(index, moves)
-    assert index.matches(enough, skipped) == brute_matches(tokens, max_ngram, search, longest, enough, skipped)
+    table, longest = NgramIndex(max_ngram), max_ngram + extra
+    tokens = play(table, moves)
+    found = matches(table, enough, skipped, search, longest)
+    assert found == brute_matches(tokens, max_ngram, search, longest, enough, skipped)
 
 
 def test_the_longest_match_comes_first_and_a_loop_goes_on():
-    index = SuffixIndex(max_ngram=2)
+    index = NgramIndex(2)
     index.extend([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3])
     # "1 2 3" stood at the beginning, "2 3" once more behind it.
-    assert index.matches(2) == [(3, 3), (2, 7)]
-    assert index.continuation(3, 4) == [4, 9, 2, 3]
+    assert matches(index, 2) == [(3, 3), (2, 7)]
+    assert continuation(index.tokens, 3, 4) == [4, 9, 2, 3]
     index.extend([1, 2, 3])
-    assert index.matches(1)[0] == (3, 11)
-    assert index.continuation(11, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert matches(index, 1)[0] == (3, 11)
+    assert continuation(index.tokens, 11, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
 def state_of(sequences):
@@ -132,8 +121,8 @@ def test_tables_catch_up_with_the_history(monkeypatch, free, committed):
     sequences = [list(range(n)) for n in (1, READ_AHEAD + 5, 3 * READ_AHEAD, 7)]
     drafter, caught_up = HostDrafter(), []
     drafter.fill = lambda trie, node, table, max_nodes: caught_up.append((trie.tokens, table.tokens[:]))
-    for slot, table in enumerate((SuffixIndex(2), NgramTable(2), SuffixIndex(1))):
-        drafter.new_table = lambda table=table: table
+    drafter.longest_ngram = 2
+    for slot in range(3):
         drafter.on_start(slot, Request(slot, [0] if slot < 2 else [], SamplingParams()), KVCache(1, 4, 1, 1, 1, None))
     drafter._tables[1].extend(sequences[1][1:5])
     for end in (4, 1000):  # what was read is taken back, and then read again
