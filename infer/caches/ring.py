@@ -126,14 +126,6 @@ class StreamingCache(RingCache):
         self.lengths.copy_(stay_B + tail_B - moved_B)
         self._rotate_sinks(before_B)
 
-    def take_slot(self, slot: int, other: "StreamingCache", place: int) -> None:
-        """Copy slot `place` of another cache, settled and of the same window, sinks and slack, into this slot."""
-        rows = slice(0, self.budget + 2 * self._slack)
-        self.keys[:, slot, rows], self.values[:, slot, rows] = other.keys[:, place, rows], other.values[:, place, rows]
-        self._sinks_LBsKd[:, slot] = other._sinks_LBsKd[:, place]
-        for name in ("lengths", "prompt_lengths", "held", "_written"):
-            getattr(self, name)[slot] = getattr(other, name)[place]
-
     def rewind(self, lengths_B: Tensor) -> None:
         """Go back to the first lengths_B[b] tokens; to none if rows of them have been overwritten."""
         kept_B = torch.minimum(lengths_B, self.tokens)

@@ -11,7 +11,7 @@ from longdraft.infer.tree import Trie
 
 N = 4
 # How many occurrences of a token are counted, the last ones: what they cost does not grow with the text.
-SEARCHED = 4096
+SEARCHED = 1024
 
 
 def most_frequent(table: NgramIndex, first: int, k: int, n: int = N) -> list[tuple[int, ...]]:

@@ -17,12 +17,11 @@ from longdraft.infer.caches.ring import StreamingCache, check_streaming
 from longdraft.infer.drafters.base import Count, CountOrZero, DeviceDrafter, Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.kernels import backend
 from longdraft.kernels.transfer import HostCopy, integers
 from longdraft.kernels.tree_mask import MOST_ROWS
 from longdraft.models.footprint import Allocations, cache_rows
 from longdraft.models.kv_cache import KVCache
-from longdraft.models.passes import Pass, TargetOutput, prompt_rows
+from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
@@ -65,12 +64,6 @@ class SmallModelDrafter(DeviceDrafter):
         self.small, self.gamma, self._sinks, self._window = small, gamma, sinks, window
         self.max_nodes = self.max_depth = gamma
         self._widest = min(max(window, 2), MOST_ROWS)
-        # A GPU reads a prompt in wide passes. On 2 CPU cores they gain nothing: SmolLM2 read 400 and 3000 tokens in
-        # 0.53 and 5.6 s by 128 rows, in 1.07 and 5.4 s by 512, which need a second cache of 18 MB.
-        device, room = small.model.embed_tokens.weight.device, small.model.config.max_positions - window
-        # `room`: no two rows of a pass are farther apart than the model was trained for.
-        most = self._widest if backend.is_host(device) else min(prompt_rows(device.type), room)
-        self._reading = max(self._widest, most)  # rows of a pass over a prompt
         self._cache: StreamingCache | None = None
         # A slot lacks at most `_most_behind` tokens, and those that `_lacked` counted after the last rewind.
         self._most_behind, self._lacked = 0, None
@@ -82,8 +75,6 @@ class SmallModelDrafter(DeviceDrafter):
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
         rows, model = batch * (self._window + self._tail + 1), self.small.model
-        if self._reading > self._widest:  # the cache that a prompt is read with
-            rows += self._window + self._reading + 1
         return {"small model's cache": cache_rows(model.config, rows, model.embed_tokens.weight.dtype)}
 
     @property
@@ -93,7 +84,7 @@ class SmallModelDrafter(DeviceDrafter):
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._cache is None or self._cache.batch != cache.batch:
-            self._cache, self._appended = self._new_cache(cache.batch, self._tail), 0
+            self._cache, self._appended = self._new_cache(cache.batch), 0
             self._drafted = torch.full((cache.batch, self.gamma - 1), -1, device=cache.lengths.device)
             self._drafted_at = torch.zeros_like(cache.lengths)  # position of the first of them
             self._half_read = set[int]()  # slots whose prompt is being read, or was given up before its end
@@ -107,10 +98,9 @@ class SmallModelDrafter(DeviceDrafter):
     def buffers(self) -> tuple[object, ...]:
         return self._cache, self._drafted, self._drafted_at
 
-    def _new_cache(self, batch: int, widest: int) -> StreamingCache:
-        return StreamingCache(
-            self.small.model, batch, window=self._window, sinks=self._sinks, slack=self.slack, widest=widest
-        )
+    def _new_cache(self, batch: int) -> StreamingCache:
+        sizes = {"window": self._window, "sinks": self._sinks, "slack": self.slack, "widest": self._tail}
+        return StreamingCache(self.small.model, batch, **sizes)
 
     def _settle(self) -> None:
         assert self._cache is not None
@@ -123,27 +113,14 @@ class SmallModelDrafter(DeviceDrafter):
         assert cache is not None
         if end == len(prompt) - 1:
             self._half_read.discard(slot)
-        tokens_T = integers(prompt[start:end], cache.lengths.device)
         self._settle()
-        if len(tokens_T) <= self._widest or self._reading == self._widest:
-            for chunk in tokens_T.split(self._widest):
-                self._read(cache.slot(slot), cache.tokens[slot], chunk)
-                self._appended = len(chunk)
-                self._settle()  # or the prompt's length would be part of the next step's plan
-            return
-        # Wide passes need a cache with more room: a temporary one, of this slot only.
-        wide = self._new_cache(1, self._reading)
-        wide.take_slot(0, cache, slot)
-        for chunk in tokens_T.split(self._reading):
-            self._read(wide, wide.tokens[0], chunk)
-            wide.settle(len(chunk))
-        cache.take_slot(slot, wide, 0)
-
-    def _read(self, slot_cache: KVCache, first: Tensor, tokens_T: Tensor) -> None:
-        """Run a pass over tokens of one slot and commit them. first: a scalar, the position of the first one."""
-        positions_1T = (first + torch.arange(len(tokens_T), device=tokens_T.device))[None]
-        self.small.model(Pass(tokens_T[None], slot_cache, positions_1T, needs=frozenset({"last_kv"})))
-        slot_cache.commit(None, torch.full_like(slot_cache.lengths, len(tokens_T)))
+        slot_cache = cache.slot(slot)
+        for tokens_T in integers(prompt[start:end], cache.lengths.device).split(self._widest):
+            positions_1T = (cache.tokens[slot] + torch.arange(len(tokens_T), device=tokens_T.device))[None]
+            self.small.model(Pass(tokens_T[None], slot_cache, positions_1T, needs=frozenset({"last_kv"})))
+            slot_cache.commit(None, torch.full_like(slot_cache.lengths, len(tokens_T)))
+            self._appended = len(tokens_T)
+            self._settle()  # or the prompt's length would be part of the next step's plan
 
     def plan(self, state: SlotState, budget: Budget) -> tuple[int, int, int]:
         """How many tokens to draft, the most tokens that a slot must read before that, and the most rows appended to

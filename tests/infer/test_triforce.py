@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from longdraft.infer.budget import Budget
-from longdraft.infer.caches.ring import StreamingCache
 from longdraft.infer.drafters import triforce
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.small_model import SmallModelDrafter
@@ -158,40 +157,6 @@ def test_rope_that_depends_on_the_length_and_half_precision(request, tiny_target
     for prompt in prompts(15, 3):
         (result,) = engine.generate([prompt], params)
         assert result.acceptance == 1.0 and result.tokens == Engine(target).generate([prompt], params)[0].tokens
-
-
-@pytest.mark.parametrize("length", [60, 150])
-def test_a_small_model_reads_a_prompt_in_wide_passes_on_a_gpu(pretended_cuda, tiny_target, length):
-    """As many rows as its positions allow behind a window; what stays in its cache is what such a pass computes, and
-    where it goes on from there is as in the passes of few rows."""
-    target, small = tiny_target(vocab_size=VOCAB), tiny_target(vocab_size=VOCAB, n_layers=1, max_positions=120, seed=5)
-    prompt = torch.tensor(prompts(length))
-    cache = StreamingCache(small.model, 1, window=20, sinks=2, slack=4, widest=100)
-    shapes = []
-    for chunk in prompt.split(100, dim=1):
-        positions = cache.tokens[:, None] + torch.arange(chunk.shape[1])
-        small.model(Pass(chunk, cache=cache, positions_BT=positions, needs={"last_kv"}))
-        cache.commit(None, torch.tensor([chunk.shape[1]]))
-        cache.settle(chunk.shape[1])
-        shapes.append(chunk.shape)
-    expected = Engine(target).generate([prompt[0].tolist()], SamplingParams(max_new_tokens=12, ignore_eos=True))
-    with pretended_cuda.PretendedCuda() as gpu:
-        gpu.put(target.model), gpu.put(small.model)
-        drafter = SmallModelDrafter(target, small, gamma=2, sinks=2, window=20)
-        engine = Engine(target, drafter)
-        passes = []
-        hook = small.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].tokens_BT.shape))
-        read = [*prompt[0].tolist(), 0]
-        drafter.on_start(1, Request(0, read, SamplingParams()), target.model.new_cache(2, 200))
-        drafter.on_prefill(1, read, 0, length, TargetOutput())
-        hook.remove()
-        assert passes == shapes
-        assert drafter._cache.tokens.tolist() == [0, length]
-        held = int(cache.lengths)
-        own = drafter._cache.keys[:, 1, :held].cpu(), drafter._cache.values[:, 1, :held].cpu()
-        torch.testing.assert_close(own, (cache.keys[:, 0, :held], cache.values[:, 0, :held]), rtol=1e-5, atol=1e-5)
-        found = engine.generate([prompt[0].tolist()], SamplingParams(max_new_tokens=12, ignore_eos=True))
-        assert [g.tokens for g in found] == [g.tokens for g in expected]
 
 
 def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, small):
