@@ -129,25 +129,34 @@ def test_it_is_as_wide_and_deep_as_its_parts_and_asks_for_what_they_need(tiny_ta
 
 def test_combinations_that_cannot_be():
     lookup = PromptLookup()
-    with pytest.raises(ValueError, match="drafters"):
-        Combined([lookup])
-    with pytest.raises(ValueError, match="drafters"):
-        Combined([lookup, lookup])
+    for drafters in ([lookup], [lookup, lookup], [lookup, "plain"]):
+        with pytest.raises(ValueError, match="drafters"):
+            Combined(drafters)
 
 
 PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
 
 
+TOGETHER = {
+    "token_recycling": lambda target, slots: TokenRecycling(target),
+    "token_recycling_12": lambda target, slots: TokenRecycling(target, 12),
+    "prompt_lookup": lambda target, slots: PromptLookup(),
+    "with_a_wrong_one": lambda target, slots: Combined(
+        [PromptLookup(), TokenRecycling(target), Fixed([[[1], [2, 2]]] * slots, max_nodes=3)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_it_gives_plain_decodings_tokens(tiny_target, exact_dtype, temperature, slots):
+def test_they_give_plain_decodings_tokens(tiny_target, exact_dtype, temperature, slots, name):
+    """In bf16 with the C kernels, where rows do not depend on the width of their pass, so equality needs no margin."""
     target = tiny_target(vocab_size=61, dtype=exact_dtype)
     params = [SamplingParams(temperature=temperature, seed=i, max_new_tokens=50) for i in range(3)]
     plain = Engine(target).generate(PROMPTS, params)
-    wrong = Fixed([[[1], [2, 2]]] * slots, max_nodes=3)
-    for nodes in ("auto", MOST_NODES):
-        combined = Combined([PromptLookup(), TokenRecycling(target), wrong])
-        ours = Engine(target, combined, slots=slots, nodes=nodes).generate(PROMPTS, params)
+    for nodes in ("auto", None):
+        ours = Engine(target, TOGETHER[name](target, slots), slots=slots, nodes=nodes).generate(PROMPTS, params)
         assert [g.tokens for g in ours] == [g.tokens for g in plain]
 
 
@@ -192,5 +201,3 @@ def test_all_let_go_of_a_cache():
     drafters = [Holding([]), Holding([])]
     Combined(drafters).release()
     assert [drafter.cache for drafter in drafters] == [None, None]
-    with pytest.raises(ValueError, match="drafters"):
-        Combined([Holding([]), "plain"])

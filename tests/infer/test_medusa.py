@@ -77,16 +77,6 @@ def test_levels_are_the_heads_top_ranks(target, temperature, nodes):
     assert drafter.compared > 20 and drafter.max_nodes == 39 and drafter.max_depth == 3
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_decoding_is_plain_decoding(target, temperature, batch, plain_tokens, seeded):
-    params = seeded(SamplingParams(temperature=temperature), batch, 40)
-    plain = plain_tokens(target, PROMPTS[:batch], params)
-    for shape in (None, TreeShape.cartesian((2, 2))):
-        engine = Engine(target, MedusaDrafter(target, heads(target), shape), slots=min(batch, 2))
-        assert [generation.tokens for generation in engine.generate(PROMPTS[:batch], params)] == plain
-
-
 def test_after_a_rewind_nothing_is_proposed_without_the_state_before_the_root(target):
     """Until a pass has computed it; a rewind that leaves that state alone changes nothing."""
     drafter, text = MedusaDrafter(target, heads(target)), PROMPTS[0]

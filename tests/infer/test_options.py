@@ -25,7 +25,7 @@ CASES = {
     "tokenswift": {
         "shape": (SHAPE, (None, 3, (3, 3), [3, 2, 1], TreeShape.cartesian((2, 2)))),
         "draft_pass": (("sometimes", 1, None, True, [], {}, object()), ("auto", "always", "never")),
-        "budget": (COUNT, (17, 64)),
+        "budget": ((*COUNT, 16), (17, 64)),
         "sinks": (tuple(v for v in COUNT if v != 0), (0, 3)),
         "ngrams": (tuple(v for v in COUNT if v != 0), (0, 3)),
     },

@@ -3,7 +3,6 @@
 import tracemalloc
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,19 +124,6 @@ def test_the_memory_estimate_holds_where_nothing_repeats():
     tracemalloc.stop()
     (estimate,) = sizes(drafter.allocations(1, count)).values()
     assert estimate / 2 < used < estimate
-
-
-PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_it_gives_plain_decodings_tokens(tiny_target, exact_dtype, temperature, slots):
-    target = tiny_target(vocab_size=61, dtype=exact_dtype)
-    params = [SamplingParams(temperature=temperature, seed=i, max_new_tokens=60) for i in range(3)]
-    plain = Engine(target).generate(PROMPTS, params)
-    ours = Engine(target, PromptLookup(), slots=slots).generate(PROMPTS, params)
-    assert [g.tokens for g in ours] == [g.tokens for g in plain]
 
 
 def test_a_text_that_repeats_itself_takes_few_steps(tiny_target, exact_dtype):
