@@ -178,7 +178,7 @@ class Evaluator:
         far."""
         begin, config = self.clock(), self.config
         weights = read()
-        drafter = open_drafter(config, self.target, frozen_draft(config, self.target, weights))
+        drafter = open_drafter(config.draft.method, self.target, frozen_draft(config.draft, self.target, weights))
         measured = decode(self.target, drafter, self.tasks, config.decoding.new_tokens, self.ranks, stop)
         if measured is not None:
             score = mean_tokens_per_step(measured)
@@ -192,14 +192,14 @@ class Evaluator:
         return measured
 
 
-def open_drafter(config: Config, target: Target, draft: Draft) -> Drafter:
+def open_drafter(method: str, target: Target, draft: Draft) -> Drafter:
     """The method's drafter, with the tree of an exported draft that has no measured rates."""
     options: dict[str, Any] = {}
     if isinstance(draft, LongSpec):
         options = {"widths": WIDTHS[: draft.config.noise], "extended": max(WIDTHS)}  # on a CPU as on a GPU
-    elif config.draft.method == "tokenswift":
+    elif method == "tokenswift":
         options = {"draft_pass": "never", "ngrams": 0}
-    return build_drafter(config.draft.method, target, draft, options)
+    return build_drafter(method, target, draft, options)
 
 
 def decode(

@@ -1,7 +1,4 @@
-"""What happens before a run's first step: check the data, load target and draft, put the engine around the draft.
-
-Not here: the steps (loop.py), what lets a run go on (resuming.py).
-"""
+"""What happens before a run's first step: check the data, load target and draft, put the engine around the draft."""
 
 import hashlib
 import os
@@ -22,7 +19,7 @@ from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import LOADERS, load_through_transformers, read_target_config
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
-from longdraft.train.config import DTYPES, Config
+from longdraft.train.config import DTYPES, Config, DataSection, DraftSection, TargetSection
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.evaluate import Evaluator
 from longdraft.train.memory import estimate
@@ -41,26 +38,18 @@ TRAINING_ALONE = ("noise", "warm_start", "init_std", "out_norm_init")
 TOLD_ABOVE = 10**9
 
 
-def make_deterministic() -> None:
-    """Turn on PyTorch's deterministic algorithms for `train.deterministic`; an operation without one then raises."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-
-
-def whole_target(config: Config, device: torch.device | str = "cpu") -> Target:
-    """The run's target in its precision, whole, on this device."""
-    section = config.target
-    loader, dtype = LOADERS[section.loader], DTYPES[config.train.precision]
-    return loader(section.path, dtype, device, section.gguf_file, section.max_positions)
+def whole_target(section: TargetSection, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
+    """The target, whole, on this device."""
+    return LOADERS[section.loader](section.path, dtype, device, section.gguf_file, section.max_positions)
 
 
 def open_target(config: Config, ranks: Ranks) -> Target:
     """The run's frozen target: a whole copy on this rank's device, or this rank's share of it."""
     section, dtype = config.target, DTYPES[config.train.precision]
-    if ranks.device.type == "cuda":
+    if ranks.device.type == "cuda" and section.loader == "longdraft":
         check_room(config, ranks)
     if section.zero_stage == 0:
-        return whole_target(config, ranks.device)
+        return whole_target(section, dtype, ranks.device)
     options = section.gguf_file, section.max_positions
     if section.loader == "longdraft":
         return load_sharded_target(section.path, dtype, ranks, *options)
@@ -74,30 +63,23 @@ def check_room(config: Config, ranks: Ranks) -> None:
     Raises ValueError, on all ranks, where a GPU has no room for what training keeps there all the time. Where only the
     peak, which is an estimate, is more than what is free, it is logged.
     """
-    if config.target.loader != "longdraft":
-        ranks.log(f"Memory is not estimated for target.loader={config.target.loader}: what does not fit ends the run")
-        return
     target = read_target_config(config.target.path, config.target.gguf_file, config.target.max_positions)
     needed = estimate(config, target, ranks.world_size, gpu=True)
     kept, (moment, peak) = sum(needed.kept.values()), needed.peak
     # The process has taken what it needs beside tensors by now.
     free, place = min(ranks.gather((free_bytes(ranks.device), f"{ranks.device} of {socket.gethostname()}")))
-    there = f"{place} has {_gib(free)} free"
+    there = f"{place} has {free / 2**30:.2f} GiB free"
     if kept > free:
-        parts = ", ".join(f"{name} {_gib(n)}" for name, n in needed.kept.items() if n)
+        parts = ", ".join(f"{name} {n / 2**30:.2f} GiB" for name, n in needed.kept.items())
         raise ValueError(
-            f"train.device: {there}, and training keeps {_gib(kept)} there ({parts}); take more or larger GPUs, or "
-            "share out by target.zero_stage=3, train.zero_stage=3 or train.offload_optimizer=true"
+            f"train.device: {there}, and training keeps {kept / 2**30:.2f} GiB there ({parts}); take more or larger "
+            "GPUs, or share out by target.zero_stage=3, train.zero_stage=3 or train.offload_optimizer=true"
         )
     if peak - needed.process > free:
         ranks.log(
-            f"The {moment} is estimated at {_gib(peak)} in all, and {there}: should it run out, lower "
-            "train.micro_batch or data.query_share (--estimate counts part by part)"
+            f"The {moment} is estimated at {peak / 2**30:.2f} GiB in all, and {there}: should it run out, lower "
+            "train.micro_batch or data.query_share"
         )
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.2f} GiB"
 
 
 def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
@@ -109,20 +91,22 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
                 "train.deterministic: true, but PyTorch's running sums on a GPU, which train.loss = acceptance takes, "
                 "are not; set it to false, or train.loss to overlap or kl"
             )
-        make_deterministic()
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)  # an operation that has no such algorithm raises
     target = target or open_target(config, ranks)
     note_weights(target)
-    rows, heldout_rows = (open_rows(config, split, target) for split in ("train", "heldout"))
+    rows, heldout_rows = (open_rows(config.data, split, target) for split in ("train", "heldout"))
     verify_shards([rows, heldout_rows], ranks, target.model.config.vocab_size)
     decoding = Evaluator(config, target, heldout_rows, ranks) if config.decoding.every else None
-    check_draft(config, target)
-    start = None if config.draft.start_from is None else load_draft(config.draft.start_from, target)
+    check_draft(config.draft, target)
+    folder = config.draft.start_from
+    start = None if folder is None else load_draft(folder, target)
     with whole_layers(target.model, 0, -1):  # a warm start reads them
-        method = open_method(config, target.model, _draft_vocabulary(config, start, rows, target))
+        method = open_method(config, target.model, _draft_vocabulary(config.draft, start, rows, target))
     masters, start_record = {}, None
-    if start is not None and config.draft.start_from is not None:
-        begin_with(method, start, config.draft.start_from)
-        masters, start_record = take_masters(method, config.draft.start_from, ranks)
+    if start is not None and folder is not None:
+        begin_with(method, start, folder)
+        masters, start_record = take_masters(method, folder, ranks)
     parallel = None
     if train.sequence_parallel > 1:
         parallel = SequenceParallel(target.model.config, sequence_group(train.sequence_parallel))
@@ -144,12 +128,11 @@ def note_weights(target: Target) -> None:
         target.fingerprint["weights"] = digest
 
 
-def check_draft(config: Config, target: Target) -> None:
+def check_draft(section: DraftSection, target: Target) -> None:
     """Raises ValueError where a target loaded through transformers lacks what the draft section needs of it."""
     if target.loader != "transformers":
         return
     model: Any = target.model  # of models/transformers_model.py, which imports much of transformers
-    section = config.draft
     if section.method == "longspec" and not model.rotates:
         raise ValueError(
             f"draft.method: longspec's block rotates its queries over whole heads, and the last layer's keys of "
@@ -197,51 +180,46 @@ def take_masters(method: Method, folder: str, ranks: Ranks) -> tuple[dict[str, T
     return masters, {"start_from": folder, "weights": form, "sha256": digest.hexdigest()}
 
 
-def _draft_vocabulary(config: Config, start: Draft | None, rows: ShardSet, target: Target) -> torch.Tensor | None:
+def _draft_vocabulary(section: DraftSection, start: Draft | None, rows: ShardSet, target: Target) -> Tensor | None:
     """The restricted vocabulary, if any: that of the draft which training starts from, else the most frequent ids."""
-    if config.draft.draft_vocab_size is None:
+    if section.draft_vocab_size is None:
         return None
-    if start is not None and start.config.draft_vocab_size == config.draft.draft_vocab_size:
+    if start is not None and start.config.draft_vocab_size == section.draft_vocab_size:
         return start.token_ids
-    vocab_size = target.model.config.vocab_size
-    return frequent_tokens(rows, vocab_size, config.draft.draft_vocab_size, target.eos_token_ids)
+    return frequent_tokens(rows, target.model.config.vocab_size, section.draft_vocab_size, target.eos_token_ids)
 
 
-def open_rows(config: Config, split: str, target: Target) -> ShardSet:
-    """Open a split of the prepared folder; raises ValueError where its rows or tokenizer do not fit the run."""
-    rows = ShardSet(Path(config.data.path) / split)
-    if rows.manifest["seq_len"] != config.data.seq_len:
+def open_rows(data: DataSection, split: str, target: Target) -> ShardSet:
+    """Open a split of the prepared folder; raises ValueError where its rows or tokenizer do not fit the run, the loss
+    counts no token, or too many documents were left out."""
+    rows = ShardSet(Path(data.path) / split)
+    if rows.manifest["seq_len"] != data.seq_len:
         raise ValueError(
-            f"data.seq_len: {config.data.seq_len}, but {rows.folder} has rows of {rows.manifest['seq_len']} tokens; "
-            f"set data.seq_len={rows.manifest['seq_len']} or prepare with --seq-len {config.data.seq_len}"
+            f"data.seq_len: {data.seq_len}, but {rows.folder} has rows of {rows.manifest['seq_len']} tokens; "
+            f"set data.seq_len={rows.manifest['seq_len']} or prepare with --seq-len {data.seq_len}"
         )
     prepared_with, tokenizer = rows.manifest["tokenizer_sha256"], target.fingerprint["tokenizer"]
     if prepared_with != tokenizer:
         raise ValueError(
             f"data.path: {rows.folder} was prepared with the tokenizer {prepared_with}, but {target.name}'s is "
-            f"{tokenizer}; prepare it with --target {config.target.path}"
+            f"{tokenizer}; prepare it for this target"
         )
     if not len(rows):
         raise ValueError(f"data.path: {rows.folder} has no rows; prepare more text")
-    _check_content(rows, config)
-    config.data.check_positions(target.name, target.model.config.max_positions)
-    return rows
-
-
-def _check_content(rows: ShardSet, config: Config) -> None:
-    """Raises ValueError where the loss counts no token, or too many documents were left out."""
     if not rows.manifest.get("supervised_tokens", 1):  # older manifests do not count them
         raise ValueError(
             f"data.path: {rows.folder} has no token that the loss counts; look at longdraft prepare --inspect "
-            f"{config.data.path}"
+            f"{data.path}"
         )
     share, reasons = rows.left_out()
-    if share > config.data.max_dropped_share:
+    if share > data.max_dropped_share:
         why = ", ".join(f"{reason}: {n:,}" for reason, n in reasons.items() if n)
         raise ValueError(
-            f"data.max_dropped_share: {config.data.max_dropped_share:g}, but {share:.0%} of the documents of "
-            f"{rows.folder} were left out ({why}); fix the sources, or raise it"
+            f"data.max_dropped_share: {data.max_dropped_share:g}, but {share:.0%} of the documents of {rows.folder} "
+            f"were left out ({why}); fix the sources, or raise it"
         )
+    data.check_positions(target.name, target.model.config.max_positions)
+    return rows
 
 
 def verify_shards(splits: Sequence[ShardSet], ranks: Ranks, vocab_size: int) -> None:
@@ -257,28 +235,23 @@ def verify_shards(splits: Sequence[ShardSet], ranks: Ranks, vocab_size: int) -> 
             rows.verify(place, n_places, vocab_size)
         except ValueError as error:
             damage = damage or str(error)
-    found = [text for text in ranks.gather(damage) if text is not None]
-    if found:
+    if found := [text for text in ranks.gather(damage) if text is not None]:
         raise ValueError(f"data.path: {'; '.join(found)}")
 
 
 def describe(run: Run) -> str:
     """What is logged before the first step."""
-    train = run.config.train
+    train, data, target = run.config.train, run.config.data, run.config.target
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.engine.draft.parameters())
-    tokens = train.global_batch * run.config.data.seq_len
     kind = "GPU" if run.ranks.device.type == "cuda" else "CPU"
-    share, _ = run.rows.left_out()
-    allowed = run.config.target.max_positions
+    counted, used = (run.rows.manifest.get(name) for name in ("supervised_tokens", "tokens"))
+    tokens = f" with {used:,} tokens, of which the loss counts {counted / used:.1%}" if counted and used else ""
+    allowed = target.max_positions
     return (
         (f"Positions of the target: {allowed:,}, by target.max_positions\n" if allowed else "")
-        + f"Rows: {len(run.rows):,}{_token_counts(run.rows)}; {share:.1%} of the documents were left out\n"
-        f"Training {run.config.draft.method} ({parameters / 1e6:.1f} M parameters) for {run.config.target.path} on "
+        + f"Rows: {len(run.rows):,}{tokens}; {run.rows.left_out()[0]:.1%} of the documents were left out\n"
+        f"Training {run.config.draft.method} ({parameters / 1e6:.1f} M parameters) for {target.path} on "
         f"{run.ranks.world_size} {kind} rank(s), {train.precision}, ZeRO-{train.zero_stage}: step {run.step} to "
-        f"{train.n_steps}, up to {tokens:,} tokens each, from {run.config.data.path}; all goes to {train.run_dir}"
+        f"{train.n_steps}, up to {train.global_batch * data.seq_len:,} tokens each, from {data.path}; all goes to "
+        f"{train.run_dir}"
     )
-
-
-def _token_counts(rows: ShardSet) -> str:
-    counted, used = (rows.manifest.get(name) for name in ("supervised_tokens", "tokens"))
-    return f" with {used:,} tokens, of which the loss counts {counted / used:.1%}" if counted and used else ""

@@ -291,7 +291,7 @@ def test_the_best_is_kept_and_ties_keep_the_earlier(evaluator, trained, folder, 
     # Under other settings the score is another one, which later weights must beat.
     other = evaluator(clock, "decoding.contexts=[8]")
     other.begin(one.saved(), resumed=True)
-    draft = frozen_draft(other.config, target, good.weights())
+    draft = frozen_draft(other.config.draft, target, good.weights())
     expected = direct(target, "tokenswift", draft, prompts_of(folder, [8]))["decode_tokens_per_step"]
     kept, saved = checkpoint.best(tmp_path) or (None, {})
     assert other.best == (expected, 8) and expected != scores[0]

@@ -27,8 +27,7 @@ from longdraft.train import checkpoint
 from longdraft.train import export as exporting
 from longdraft.train.config import DTYPES, config_from_dict, to_dict
 from longdraft.train.config_file import load_config
-from longdraft.train.export import export, largest_difference
-from longdraft.train.setup import open_rows
+from longdraft.train.export import export
 from longdraft.train.tracking import read_metrics
 from longdraft.train.vocabulary import frequent_tokens
 
@@ -77,7 +76,7 @@ def made_run(config_file, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_export_is_the_trained_draft(runs, tmp_path, capsys, name):
     out = export(runs / name, tmp_path / "draft")
-    assert out == tmp_path / "draft" and "largest difference of a logit 0\n" in capsys.readouterr().out
+    assert out == tmp_path / "draft" and "every weight is the same\n" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     found = checkpoint.newest(runs / name)
     assert found is not None
@@ -123,19 +122,6 @@ def test_who_else_may_read_a_run_is_the_umasks_to_say(runs):
         assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask, path
 
 
-def test_the_comparison_sees_a_difference(runs, tmp_path):
-    out = export(runs / "fp32-2-1", tmp_path / "draft")
-    found = checkpoint.newest(runs / "fp32-2-1")
-    assert found is not None
-    config = checkpoint.saved_config(runs / "fp32-2-1", found[1])
-    target = load_target(config.target.path, torch.float32)
-    one, other = load_draft(out, target), load_draft(out, target)
-    heldout = open_rows(config, "heldout", target)
-    assert largest_difference(heldout, target, one, other) == 0
-    other.proj[2].weight[0, 0] += 1e-3
-    assert largest_difference(heldout, target, one, other) > 0
-
-
 def test_exports_are_read_without_unpickling(runs, tmp_path, monkeypatch):
     out = export(runs / "bf16-1-3", tmp_path / "draft")
     for name in ("load", "loads", "Unpickler"):
@@ -150,19 +136,13 @@ def test_only_a_folder_of_ours_is_written(made_run, target_folder, tmp_path, cap
     (tmp_path / "file").touch()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.setitem(LOADERS, "longdraft", lambda *given, **named: pytest.fail("loaded"))
-    for out, message in {
-        tmp_path
-        / "model": f"out: {tmp_path}/model holds config.json, generation_config.json, model.safetensors, which is",
-        run: f"out: {run} holds checkpoints, which is no draft that longdraft wrote, and is left as it is; give",
-        run / "checkpoints" / "step_000007": "which is no draft that longdraft wrote",
-        tmp_path / "file": "Not a directory",
-        tmp_path / "file" / "draft": "Not a directory",
-        tmp_path / ("x" * 300): "File name too long",
-        Path("/dev/full"): "Not a directory",
-    }.items():
+    for out in (
+        tmp_path / "model", run, run / "checkpoints" / "step_000007", tmp_path / "file", tmp_path / "file" / "draft",
+        tmp_path / ("x" * 300), Path("/dev/full"),
+    ):  # fmt: skip
         assert main([str(run), "--out", str(out)]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("longdraft export: error: out: ") and message in error and error.count("\n") == 1
+        assert error.startswith("longdraft export: error: out: ") and str(out) in error and error.count("\n") == 1
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     shutil.copy(export(run, tmp_path / "once", target) / CONFIG, run)  # which makes it no draft's folder
     assert main([str(run), "--out", str(run)]) == 2
@@ -181,13 +161,11 @@ def test_an_export_that_finds_no_room_leaves_the_older_one(made_run, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2 and all(
-        "File too large" in error and "is untouched: make room" in error for error in errors
-    )
+    assert len(errors) == 2 and all("error: out: " in error and "File too large" in error for error in errors)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not (run / "new").exists()
 
 
-@pytest.mark.parametrize("moment", ["load_target", "open_rows", "save_draft"])
+@pytest.mark.parametrize("moment", ["load_target", "frozen_draft", "save_draft"])
 def test_ctrl_c_is_one_line_and_leaves_nothing(made_run, capsys, monkeypatch, moment):
     run, _, _ = made_run("medusa")
     interrupt = lambda *given, **named: signal.raise_signal(signal.SIGINT)  # noqa: E731
@@ -209,10 +187,10 @@ def test_a_draft_that_fails_its_proof_does_not_replace_a_good_one(made_run, caps
     run, target, _ = made_run("medusa")
     out = export(run, target=target)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    monkeypatch.setattr("longdraft.train.export.largest_difference", lambda *given: 0.5)
+    monkeypatch.setattr("longdraft.train.export._bits", lambda weight: torch.rand(1))
     for folder in (out, run / "new"):
         assert main([str(run), "--out", str(folder)]) == 2
-        assert f"out: the draft for {folder}, read again, gives logits up to 0.5 off" in capsys.readouterr().err
+        assert "error: out: " in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not (run / "new").exists()
 
 
@@ -293,7 +271,7 @@ def test_every_method(made_run, capsys, name, precision):
     out = export(run)
     said = capsys.readouterr().out
     assert out == run / "draft" and f"Exported step 7 of {run} to {out}" in said
-    assert said.endswith(": reloaded, largest difference of a logit 0\n")
+    assert said.endswith(": read back, every weight is the same\n")
     assert (", for 20 of 97 tokens" in said) == ("draft_vocab_size" in SECTIONS[name])
     exported, weights = load_draft(out), trained.state_dict()
     assert exported.config == trained.config and exported.state_dict().keys() == weights.keys()
@@ -307,33 +285,22 @@ def test_every_method(made_run, capsys, name, precision):
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_the_comparison_meets_every_weight(made_run, name):
+def test_an_export_that_is_not_the_trained_draft_is_refused(made_run, monkeypatch, name):
+    """Any weight in its last bit, and the restricted vocabulary."""
     run, target, trained = made_run(name)
-    found = checkpoint.newest(run)
-    assert found is not None
-    heldout = open_rows(checkpoint.saved_config(run, found[1]), "heldout", target)
-    out = export(run, target=target)
     for key in trained.state_dict():
-        other = load_draft(out, target)
-        weight = other.state_dict()[key]
-        weight[-2:] = weight[-2:].flip(0) if key == "token_ids" else weight[-2:] + 0.01
-        assert largest_difference(heldout, target, trained, other) > 0, key
-    next(other.parameters()).fill_(torch.nan)
-    assert largest_difference(heldout, target, trained, other) != 0
 
+        def damaged(folder, key=key):
+            draft = load_draft(folder)
+            bits = draft.state_dict()[key].flatten()[-1:].view(torch.uint8)
+            bits[0] ^= 1
+            return draft
 
-def test_an_export_that_is_not_the_trained_draft_is_refused(made_run, monkeypatch):
-    run, _, _ = made_run("medusa")
-
-    def damaged(folder):
-        draft = load_draft(folder)
-        draft.proj[1].weight.data[0, 0] += 1
-        return draft
-
-    monkeypatch.setattr("longdraft.train.export.load_draft", damaged)
-    with pytest.raises(ValueError, match=r"out: the draft for .* gives logits up to \d.* off the trained one's"):
-        export(run)
-    assert not (run / "draft").exists()
+        with monkeypatch.context() as patch:
+            patch.setattr("longdraft.train.export.load_draft", damaged)
+            with pytest.raises(ValueError, match=r"^out: "):
+                export(run, target=target)
+        assert not (run / "draft").exists(), key
 
 
 @pytest.mark.parametrize("restrict", [False, True])
@@ -343,7 +310,7 @@ def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_fold
     assert main([str(run), *(["--draft-vocab-size", "30"] if restrict else [])]) == 0
     draft = load_draft(run / "draft", target)
     if restrict:
-        assert ", for 30 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
+        assert ", for 30 of 97 tokens: read back, every weight is the same\n" in capsys.readouterr().out
         assert read_info(run / "draft").train_config["draft"]["draft_vocab_size"] is None  # trained with all tokens
         rows = ShardSet(data_folder / "train")
         assert torch.equal(draft.token_ids, frequent_tokens(rows, 97, 30, target.eos_token_ids))
@@ -369,7 +336,7 @@ def test_a_restricted_draft_is_restricted_further(made_run, data_folder, capsys)
     """To the most frequent of the tokens it was trained with, which need not be those of the training data."""
     run, target, trained = made_run("longspec-narrow")
     assert main([str(run), "--draft-vocab-size", "10"]) == 0
-    assert ", for 10 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
+    assert ", for 10 of 97 tokens: read back, every weight is the same\n" in capsys.readouterr().out
     draft = load_draft(run / "draft", target)
     kept, most = set(draft.token_ids.tolist()), frequent_tokens(ShardSet(data_folder / "train"), 97, 10)
     assert len(kept) == draft.config.draft_vocab_size == 10
@@ -388,7 +355,7 @@ def test_the_runtime_decodes_with_heads_of_few_words(made_run, data_folder, caps
     run, target, trained = made_run(name)
     restrict = [] if name == "silu_narrow" else ["--draft-vocab-size", "20"]
     assert main([str(run), *restrict]) == 0
-    assert ", for 20 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
+    assert ", for 20 of 97 tokens: read back, every weight is the same\n" in capsys.readouterr().out
     draft = load_draft(run / "draft", target)
     ids = trained.token_ids
     if restrict:

@@ -82,17 +82,17 @@ def test_teacher_sees_each_piece_alone_and_gives_its_own_choices(target):
 
 def test_data_must_fit_config_and_target(config_file, target, data_folder, tmp_path):
     config = load_config(config_file)
-    assert len(open_rows(config, "train", target)) == 45
+    assert len(open_rows(config.data, "train", target)) == 45
     with pytest.raises(ValueError, match=r"data\.seq_len: 32, but .* has rows of 24 tokens; set data\.seq_len=24"):
-        open_rows(load_config(config_file, ["data.seq_len=32"]), "train", target)
+        open_rows(load_config(config_file, ["data.seq_len=32"]).data, "train", target)
     far = ["data.positions=anchor_offset", "data.max_position=30000"]
     with pytest.raises(ValueError, match=r"data\.max_position: 30000, but target0 has 2048 positions; stay within"):
-        open_rows(load_config(config_file, far), "train", target)
+        open_rows(load_config(config_file, far).data, "train", target)
     manifest = json.loads((data_folder / "train" / "manifest.json").read_text()) | {"tokenizer_sha256": "abc"}
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "manifest.json").write_text(json.dumps(manifest | {"shards": []}))
     with pytest.raises(ValueError, match=r"was prepared with the tokenizer abc, but target0's is none"):
-        open_rows(load_config(config_file, [f"data.path={tmp_path}"]), "train", target)
+        open_rows(load_config(config_file, [f"data.path={tmp_path}"]).data, "train", target)
 
 
 LEFT_OUT = {"documents": 40, "bad": {"empty": 50}, "dropped": {"shorter_than_seq_len": 10, "beyond_max_tokens": 900}}
@@ -111,10 +111,10 @@ def test_data_that_is_mostly_missing_is_refused(config_file, target, data_folder
     file.write_text(json.dumps(json.loads(file.read_text()) | counts))
     config = load_config(config_file, [f"data.path={tmp_path / 'data'}", *overrides])
     if said is None:
-        assert len(open_rows(config, "train", target)) == 45
+        assert len(open_rows(config.data, "train", target)) == 45
         return
     with pytest.raises(ValueError, match=said):
-        open_rows(config, "train", target)
+        open_rows(config.data, "train", target)
 
 
 def test_ids_outside_of_the_vocabulary_are_refused(data_folder):

@@ -22,7 +22,7 @@ from longdraft.models.drafts.longspec import Queries
 from longdraft.models.drafts.loss import Part, Teaching, ahead
 from longdraft.models.passes import Span, TargetOutput
 from longdraft.train.batches import Batch, draws
-from longdraft.train.config import Config
+from longdraft.train.config import DataSection, TrainSection
 from longdraft.train.teacher import Teacher
 
 # `data.query_share` chooses a piece's tokens in blocks of this size: neighbours share the keys that they read.
@@ -100,8 +100,8 @@ class Method(ABC):
     needs: frozenset[str]
     part_names: list[str]
 
-    def __init__(self, config: Config, draft: Draft, vocab_size: int):
-        self.draft, self.data, self.seed = draft, config.data, config.train.seed
+    def __init__(self, data: DataSection, train: TrainSection, draft: Draft, vocab_size: int):
+        self.draft, self.data, self.seed = draft, data, train.seed
         self._draft_ids: Tensor | None = None  # [V]: token id to index in a restricted vocabulary, or -1
         if draft.token_ids is not None:
             self._draft_ids = torch.full((vocab_size,), -1)

@@ -14,7 +14,7 @@ from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.passes import Span, TargetOutput
 from longdraft.train.batches import Batch
-from longdraft.train.config import Config
+from longdraft.train.config import DataSection, TrainSection
 from longdraft.train.methods.base import Method, MicroBatch, plain_positions
 from longdraft.train.teacher import Teacher
 
@@ -22,8 +22,8 @@ from longdraft.train.teacher import Teacher
 class HeadsMethod(Method):
     """Part i of the loss is head i's, and every head's mean loss counts alike."""
 
-    def __init__(self, config: Config, draft: TokenSwift | Medusa, vocab_size: int):
-        super().__init__(config, draft, vocab_size)
+    def __init__(self, data: DataSection, train: TrainSection, draft: TokenSwift | Medusa, vocab_size: int):
+        super().__init__(data, train, draft, vocab_size)
         self.needs = draft.needs
         (self._field,) = draft.needs
         self.part_names = [f"head{i + 1}" for i in range(draft.config.n_heads)]

@@ -16,7 +16,7 @@ from longdraft.models.drafts.longspec import LongSpec, plan_queries
 from longdraft.models.drafts.loss import Part
 from longdraft.models.passes import Span, TargetOutput
 from longdraft.train.batches import Batch, draws
-from longdraft.train.config import Config
+from longdraft.train.config import DataSection, TrainSection
 from longdraft.train.methods.base import Method, MicroBatch, plain_positions
 from longdraft.train.teacher import Teacher
 
@@ -26,9 +26,9 @@ class LongSpecMethod(Method):
 
     needs = frozenset({"last_kv"})
 
-    def __init__(self, config: Config, draft: LongSpec):
-        super().__init__(config, draft, draft.config.vocab_size)
-        self._window, self._level_weights = draft.config.window, config.train.level_weights
+    def __init__(self, data: DataSection, train: TrainSection, draft: LongSpec, vocab_size: int):
+        super().__init__(data, train, draft, vocab_size)
+        self._window, self._level_weights = draft.config.window, train.level_weights
         self.part_names = [f"level{j + 1}" for j in range(draft.config.noise)]
 
     def micro_batch(self, batch: Batch, span: Span | None = None) -> MicroBatch:
