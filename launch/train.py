@@ -1,7 +1,7 @@
 """Train a draft on prepared shards: `deepspeed launch/train.py configs/quickstart.yaml [section.field=value ...]`.
 
-Only argument parsing is here; the work is in train/loop.py. `longdraft train` starts DeepSpeed's launcher itself and,
-unlike the bare launcher, passes SIGTERM on to the ranks, which save and exit with 0.
+Only argument parsing is here; the work is in train/loop.py. `longdraft train` starts the ranks itself and, unlike
+DeepSpeed's launcher, passes SIGTERM on to them, so that they save and exit with 0.
 """
 
 import argparse
@@ -45,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with signals_noted() as stop:
             # Imported here so that the signal handler is in place during the seconds that this takes.
             from longdraft.train.config_file import load_stages
-            from longdraft.train.launcher import settle_device
+            from longdraft.train.launcher import settle_device, stop_with_launcher
 
+            stop_with_launcher()
             stages = load_stages(args.config, args.overrides, args.stage, args.from_draft)
             settle_device(stages[0].config.train.device)
             from longdraft.train.loop import train_stages
@@ -85,14 +86,14 @@ def start(argv: Sequence[str] | None = None) -> int:
         options += [f"--from-draft={args.from_draft}"] if args.from_draft is not None else []
         with signals_noted() as stop:  # already here: looking for GPUs imports torch, which takes seconds
             from longdraft.train.config_file import load_stages
-            from longdraft.train.launcher import launch_with_deepspeed, rank_devices, settle_device
+            from longdraft.train.launcher import launch_ranks, rank_devices, settle_device
 
             stages = load_stages(args.config, args.overrides, args.stage, args.from_draft)
             devices = rank_devices(args.num_gpus, settle_device(stages[0].config.train.device))
             if stop:
                 print("Stopped before it began; run the same command again", flush=True)
                 return 0
-            return launch_with_deepspeed([__file__, args.config, *args.overrides, *options], devices)
+            return launch_ranks([__file__, args.config, *args.overrides, *options], devices)
 
     return run_command(parser.prog, work, needs_output=args.estimate)
 

@@ -154,11 +154,13 @@ def locked(path: Path, field: str, busy: str, wait: float = 0) -> Iterator[None]
 
 @contextmanager
 def signals_noted(numbers: Sequence[int] = STOP_SIGNALS) -> Iterator[list[int]]:
-    """Inside, these signals are appended to the list instead of ending the process. A SIGHUP that is ignored, as under
-    nohup, stays ignored. Only the main thread may enter."""
+    """Inside, these signals are appended to the list instead of ending the process, and so are those that the process
+    that started this one has held back. A SIGHUP that is ignored, as under nohup, stays ignored. Only the main thread
+    may enter."""
     noted: list[int] = []
     caught = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda n, _: noted.append(n)) for number in caught}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     try:
         yield noted
     finally:

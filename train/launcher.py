@@ -1,11 +1,10 @@
-"""DeepSpeed's launcher as a child process that can be stopped: SIGTERM reaches the ranks, whose status we return.
-
-The bare launcher dies of SIGTERM with status 143 and leaves its ranks behind; this one ignores it (deaf_launcher.py).
-Where a rank dies, it ends the others.
+"""Starts the ranks of this machine and waits for them. Signals to stop reach all of them, where one dies the others are
+ended, and none is left where this process is killed. DeepSpeed's launcher, which also starts ranks on other machines,
+dies of SIGTERM and leaves its ranks behind.
 """
 
-import base64
-import json
+import ctypes
+import math
 import os
 import signal
 import socket
@@ -13,16 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-
-import psutil
 
 from longdraft.models.device import VISIBLE, check_device, default_device, n_gpus
 from longdraft.models.files import STOP_SIGNALS, signals_noted
 
 POLL_S = 0.2
-# The launcher starts every rank with this argument.
-RANK_MARK = "--local_rank="
+# How long ranks have to end by themselves after one of them failed.
+PATIENCE_S = 30.0
+# The variable that tells a rank which process started it, and prctl's option (linux/prctl.h).
+LAUNCHER, PR_SET_PDEATHSIG = "LONGDRAFT_LAUNCHER", 1
 DEVICE_FIELD = "train.device"
 
 
@@ -61,73 +59,75 @@ def rank_devices(num_gpus: int | None, device: str) -> list[str]:
     return names[:num_gpus]
 
 
-def launch_with_deepspeed(argv: Sequence[str], devices: Sequence[str]) -> int:
-    """Run ARGV under DeepSpeed's launcher, with one rank for each device, and return its exit status. A signal to stop
-    (STOP_SIGNALS) is passed to the ranks alone, once to each.
-
-    Why not `deepspeed --num_gpus` or `--include`, which start the same launcher: the first ignores
-    CUDA_VISIBLE_DEVICES, and neither knows UUIDs.
+def launch_ranks(argv: Sequence[str], devices: Sequence[str]) -> int:
+    """Run the Python script ARGV once for each device and return the exit status: that of the first rank that fails, or
+    128 and the number of the signal that killed it. The others are then ended. A signal to stop (STOP_SIGNALS) is
+    passed to the ranks as a SIGTERM, and they are waited for, however long they save.
 
     Args:
-        argv: script and its arguments.
+        argv: script and its arguments. It calls `stop_with_launcher`.
         devices: as `rank_devices` returns them.
     """
-    machine = base64.urlsafe_b64encode(json.dumps({"localhost": list(devices)}).encode()).decode()
-    command = [sys.executable, "-u", "-m", "longdraft.train.deaf_launcher", "--log_level=error"]
-    command += [f"--world_info={machine}", "--master_addr=127.0.0.1"]
-    command += [f"--master_port={free_port()}"]  # DeepSpeed's default is fixed: a second run would fail
-    # Else the import of DeepSpeed looks for a GPU, and warns where there is none.
-    on_cpu = {"DS_ACCELERATOR": "cpu"} if devices[0] == "-1" else {}
+    size = str(len(devices))
+    shared = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {VISIBLE: ",".join(devices), LAUNCHER: str(os.getpid())}
+    if devices[0] == "-1":
+        shared["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed's import looks for a GPU, and warns that there is none
     with signals_noted() as received:
-        # A session of its own, so that Ctrl-C in the terminal does not reach launcher and ranks directly.
-        child = subprocess.Popen([*command, *argv], start_new_session=True, env=os.environ | on_cpu)
-        signalled: set[int] = set()
-        while child.poll() is None:
-            if received:
-                for rank in _ranks(child.pid):
-                    if rank.pid not in signalled:
-                        signalled.add(rank.pid)
-                        rank.send_signal(STOP_SIGNALS[0])
+        # In sessions of their own, so that Ctrl-C in the terminal does not reach them directly. Signals are held back
+        # until they can note them (`signals_noted`).
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-u", *argv],
+                env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                start_new_session=True,
+            )
+            for rank in range(len(devices))
+        ]
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        failure, told, kill_at = 0, False, math.inf
+        while None in (statuses := [rank.poll() for rank in ranks]):
+            failure = failure or _failure(statuses)
+            if (failure or received) and not told:
+                told = True
+                for rank in ranks:
+                    rank.terminate()
+            if failure:
+                kill_at = min(kill_at, time.monotonic() + PATIENCE_S)
+            if time.monotonic() > kill_at:
+                for rank in ranks:
+                    rank.kill()
             time.sleep(POLL_S)
-    if child.returncode < 0:  # nothing is left to end the ranks, which are in its session
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, STOP_SIGNALS[0])
-    _explain(child.returncode)
-    return child.returncode
+    failure = failure or _failure(statuses)
+    if failure < 0:
+        print(
+            f"longdraft train: error: a rank was killed by {signal.Signals(-failure).name} (SIGKILL is often the "
+            "system's answer to a lack of memory) and the others were ended; the same command goes on from the newest "
+            "checkpoint, or from the beginning where there is none",
+            file=sys.stderr,
+            flush=True,
+        )
+    return failure if failure >= 0 else 128 - failure
 
 
-def _explain(status: int) -> None:
-    """Print a line about a rank, or DeepSpeed's launcher, that a signal has killed. The launcher's status is 256 less
-    the signal's number where a rank was killed."""
-    try:
-        name = signal.Signals(-status if status < 0 else 256 - status).name
-    except ValueError:
+def _failure(statuses: Sequence[int | None]) -> int:
+    """The status of the rank that failed: the others fail because they miss it. 0 where none did."""
+    failed = [status for status in statuses if status]
+    return min(failed) if any(status < 0 for status in failed) else (failed or [0])[0]
+
+
+def stop_with_launcher() -> None:
+    """Have the system send a SIGTERM to this rank when `launch_ranks` dies, whatever kills it."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None:  # of DeepSpeed's launcher, or without one
         return
-    who, others = "a rank", "the others were ended"
-    if status < 0:
-        who, others = "DeepSpeed's launcher", "the ranks were told to save and leave"
-    print(
-        f"longdraft train: error: {who} was killed by {name} (SIGKILL is often the system's answer to a lack of "
-        f"memory) and {others}; the same command goes on from the newest checkpoint, or from the beginning where there "
-        "is none",
-        file=sys.stderr,
-        flush=True,
-    )
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != int(launcher):  # it was dead by then
+        signal.raise_signal(signal.SIGTERM)
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _ranks(launcher: int) -> list[psutil.Process]:
-    """The rank processes under the launcher, without those that are just ending."""
-    found = []
-    try:
-        for process in psutil.Process(launcher).children(recursive=True):
-            if any(argument.startswith(RANK_MARK) for argument in process.cmdline()):
-                found.append(process)
-    except psutil.NoSuchProcess:
-        pass
-    return found

@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -44,9 +43,6 @@ TIMEOUT = timedelta(minutes=60)
 # Parts of gloo's and NCCL's messages when the other side of a collective is gone.
 LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 GOES_ON = "from the newest checkpoint, or from the beginning where there is none"
-# A rank that fails because another one did waits this long. DeepSpeed's launcher polls once a second and names any rank
-# that has ended by then: in this time it has seen the one that failed first.
-SEEN_S = 2.0
 T = TypeVar("T")
 
 
@@ -244,8 +240,6 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
         message = f"rank {ranks.rank}: {message} {GOES_ON}"
         if ranks.local_rank:
             log(message)
-        if not full:
-            time.sleep(SEEN_S)
         raise TrainingError(message) from error
 
 

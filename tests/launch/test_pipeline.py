@@ -315,7 +315,7 @@ def test_options_of_train_may_stand_anywhere(monkeypatch, tmp_path):
     started, config = [], str(tmp_path / "c.yaml")
     Path(config).write_text("train: {device: cpu}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("longdraft.train.launcher.launch_with_deepspeed", lambda *given: started.append(given) or 7)
+    monkeypatch.setattr("longdraft.train.launcher.launch_ranks", lambda *given: started.append(given) or 7)
     options = {"--stage": "long", "--num-gpus": "2", "--from-draft": "a/draft"}
     (stage, n_ranks, draft), overrides = options.items(), ("train.steps=3", "log.every=5")
     arguments = [config, *stage, overrides[0], *n_ranks, overrides[1], *draft]

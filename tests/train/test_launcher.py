@@ -19,7 +19,7 @@ from longdraft.launch.train import start as start_command
 from longdraft.models import device
 from longdraft.models.files import signals_noted
 from longdraft.train import launcher
-from longdraft.train.launcher import launch_with_deepspeed, rank_devices
+from longdraft.train.launcher import launch_ranks, rank_devices
 
 # A rank that records what it was given. The first one fails once the others have recorded, since they are then ended.
 RANK = """
@@ -34,24 +34,32 @@ if os.environ["RANK"] == "0":
         time.sleep(0.05)
     sys.exit(3)
 """
-# A rank that saves after a signal to the launcher, or when it gets one itself. The first rank sends the signal.
+# Launches itself on two ranks, which save when they are told to stop. The first one sends a signal to the launcher, at
+# once or, as "late", once both can note it.
 SAVING = """
-import os, signal, sys, time
-folder, told, parent = sys.argv[-2], [], os.getppid()
-signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-mark = os.path.join(folder, "ready-" + os.environ["RANK"])
-open(mark, "w").close()
-if os.environ["RANK"] == "0":
-    while not os.path.exists(mark[:-1] + "1"):
+import os, sys, time
+from pathlib import Path
+folder, number = Path(sys.argv[1]), int(sys.argv[2])
+if "RANK" not in os.environ:
+    from longdraft.train.launcher import launch_ranks
+    sys.exit(launch_ranks(sys.argv, ["-1", "-1"]))
+rank, parent, late = os.environ["RANK"], os.getppid(), sys.argv[3] == "late"
+if rank == "0" and not late:
+    os.kill(parent, number)
+from longdraft.models.files import signals_noted
+from longdraft.train.launcher import stop_with_launcher
+with signals_noted() as told:
+    stop_with_launcher()
+    (folder / f"ready-{rank}").touch()
+    while rank == "0" and late and not (folder / "ready-1").exists():
         time.sleep(0.05)
-    os.kill(parent, int(sys.argv[-1]))
-deadline = time.monotonic() + (60 if sys.argv[-1] == "9" else 3)
-while not told and time.monotonic() < deadline:
-    time.sleep(0.05)
-part = os.path.join(folder, "part-" + os.environ["RANK"])
-with open(part, "w") as file:
-    file.write("told" if told else "not told")
-os.replace(part, part.replace("part", "saved"))
+    if rank == "0" and late:
+        os.kill(parent, number)
+    deadline = time.monotonic() + 60
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    (folder / f"saved-{rank}").write_text(str(len(told)))
 """
 UUIDS = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-e1b5a7c4-0a50-5a2f-9ee1-6f0f6a1b3f0a"]
 
@@ -102,7 +110,7 @@ def test_more_ranks_than_gpus(gpus, count, visible, whose, config_file, capsys):
 
 def test_what_the_command_starts(gpus, config_file, monkeypatch):
     started = []
-    monkeypatch.setattr(launcher, "launch_with_deepspeed", lambda argv, devices: started.append(devices) or 0)
+    monkeypatch.setattr(launcher, "launch_ranks", lambda argv, devices: started.append(devices) or 0)
     gpus(2, "4,5")
     assert start_command([str(config_file)]) == start_command([str(config_file), "--num-gpus", "1"]) == 0
     assert start_command([str(config_file), "train.device=cpu", "--num-gpus", "2"]) == 0
@@ -122,7 +130,7 @@ def test_what_the_command_starts(gpus, config_file, monkeypatch):
 @pytest.mark.parametrize("option", ["--stage=", "--from-draft="])
 def test_an_empty_option_is_not_forgotten(gpus, config_file, monkeypatch, capsys, option):
     started = []
-    monkeypatch.setattr(launcher, "launch_with_deepspeed", lambda argv, devices: started.append(argv) or 0)
+    monkeypatch.setattr(launcher, "launch_ranks", lambda argv, devices: started.append(argv) or 0)
     gpus(0, None)
     assert start_command([str(config_file), option]) == 2 and not started
     assert re.search(r"error: (stages\.|draft\.start_from): ", capsys.readouterr().err)
@@ -135,7 +143,7 @@ def test_a_signal_before_the_ranks_are_there(config_file, monkeypatch, capsys, n
         return "cpu"
 
     monkeypatch.setattr("longdraft.train.launcher.settle_device", interrupted)
-    monkeypatch.setattr(launcher, "launch_with_deepspeed", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launcher, "launch_ranks", lambda *_: pytest.fail("ranks were started"))
     before = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     try:
         assert start_command([str(config_file)]) == 0
@@ -154,27 +162,51 @@ def test_under_nohup_a_closed_terminal_stops_nothing():
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_deepspeeds_launcher(tmp_path, capfd, number):
-    """A signal to the whole job ends the launcher only after its ranks, which may take long to save. Killing the
-    launcher leaves no rank behind."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path, number, when):
+    """Once each, also where they cannot note it yet; the launcher waits for what they save. Where it is killed itself,
+    it leaves no rank behind."""
     script = tmp_path / "rank.py"
     script.write_text(SAVING)
-    status = launch_with_deepspeed([str(script), str(tmp_path), str(int(number))], ["-1", "-1"])
-    killed = number == signal.SIGKILL
-    assert status == (-number if killed else 0)
-    assert ("error: DeepSpeed's launcher was killed by SIGKILL" in capfd.readouterr().err) == killed
-    deadline = time.monotonic() + 20
-    while [path.read_text() for path in tmp_path.glob("saved-*")] != ["told" if killed else "not told"] * 2:
+    done = subprocess.run([sys.executable, script, tmp_path, str(int(number)), when], timeout=100)
+    assert done.returncode == (-number if number == signal.SIGKILL else 0)
+    deadline = time.monotonic() + 50
+    while [path.read_text() for path in tmp_path.glob("saved-*")] != ["1", "1"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_deepspeeds_launcher_gives_each_rank_the_devices(tmp_path):
-    """The real launcher: numbers and UUIDs in order, one for each rank."""
+@pytest.mark.parametrize(("code", "status", "said"), [
+    ("os.kill(os.getpid(), 9)", 137, "a rank was killed by SIGKILL"), ("sys.exit(3)", 3, ""), ("pass", 0, ""),
+])  # fmt: skip
+def test_where_a_rank_ends_the_others_are_ended(tmp_path, monkeypatch, capfd, code, status, said):
+    """The second one waits for SIGTERM, and the third for more; where the first ends well, they are waited for."""
+    monkeypatch.setattr(launcher, "PATIENCE_S", 1)
+    script = tmp_path / "rank.py"
+    script.write_text(f"""
+import os, signal, sys, time
+if os.environ["RANK"] == "0":
+    {code}
+    sys.exit(0)
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+deadline = time.monotonic() + {60 if status else 1}
+while time.monotonic() < deadline and not (told and os.environ["RANK"] == "1"):
+    time.sleep(0.05)
+""")
+    begun = time.monotonic()
+    assert launch_ranks([str(script)], ["-1"] * 3) == status
+    assert time.monotonic() - begun < 30
+    assert said in (err := capfd.readouterr().err) and (said or not err)
+
+
+def test_each_rank_gets_the_devices(tmp_path):
+    """Numbers and UUIDs in order, one for each rank."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    assert launch_with_deepspeed([str(script), str(tmp_path)], ["5", *UUIDS]) == 3
+    assert launch_ranks([str(script), str(tmp_path)], ["5", *UUIDS]) == 3
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
     assert found == [[str(rank), str(rank), "3", "3", ",".join(["5", *UUIDS])] for rank in range(3)]
 
