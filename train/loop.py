@@ -16,7 +16,6 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import read_info
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, resuming, saving
-from longdraft.train.agreement import await_agreement
 from longdraft.train.config import Config
 from longdraft.train.config_file import Stage
 from longdraft.train.export import export
@@ -24,7 +23,7 @@ from longdraft.train.model_card import draw_curves
 from longdraft.train.ranks import Ranks, failures_named
 from longdraft.train.run import Run
 from longdraft.train.setup import describe, open_run, open_target
-from longdraft.train.step import StepResult, train_step
+from longdraft.train.step import StepResult, begin_sums, read_sums, train_step
 from longdraft.train.step_metrics import counted, measure, where_time_goes
 from longdraft.train.tracking import Tracker, read_metrics
 from longdraft.train.validation import validate
@@ -210,9 +209,9 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
             shown = {"loss": record["loss"] and f"{record['loss']:.3f}", "tokens_s": f"{record['tokens_per_s']:.0f}"}
             run.bar.set_postfix(shown, refresh=False)
     validates = last or step % config.heldout.every == 0
-    if validates or (run.decoding is not None and step % config.decoding.every == 0):
-        # Before anything is written about these weights. A wish to stop is not lost: the next step asks again.
-        await_agreement(run)
+    takes_long = validates or (run.decoding is not None and step % config.decoding.every == 0)
+    if takes_long:
+        read_sums(run)  # before anything is written about these weights
     if validates:
         heldout = validate(run, run.heldout_rows)
         if heldout["loss"] is None and run.heldout.get("positions") != 0:  # once a run
@@ -225,6 +224,8 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
             tracker.write({"step": step} | {f"heldout_{key}": value for key, value in run.heldout.items()})
     _decode(run, run.heldout if validates else {})
     saved = _save(run) if last or step % config.train.save_every == 0 else None
+    if not last and (takes_long or saved):  # a wish to stop may have come meanwhile
+        begin_sums(run)
     run.bar.update()
     return saved
 
@@ -241,7 +242,8 @@ def _decode(run: Run, heldout: dict[str, Any]) -> None:
 
 
 def _save(run: Run) -> Path:
-    await_agreement(run)
+    if run.sums is not None:
+        read_sums(run)
     extra = {
         "heldout": run.heldout,
         "wandb_id": run.tracker and run.tracker.wandb_id,

@@ -23,14 +23,14 @@ from longdraft.train.tracking import Tracker
 class StepInput:
     """What a step reads, before it begins.
 
-    `all_rows`: the rows of all ranks. `places` and `micro_batches`: this rank's passes. `n_labels` waits for the sum
-    over the ranks of the labels of each part of the loss, and returns it.
+    `all_rows`: the rows of all ranks. `places` and `micro_batches`: this rank's passes. `n_labels` [P]: this rank's
+    labels of each part of the loss.
     """
 
     all_rows: list[Place]
     places: list[list[Place]]
     micro_batches: list[MicroBatch]
-    n_labels: Callable[[], list[float]]
+    n_labels: Sequence[float]
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Run:
     (checkpoint.START). `stop`: the run ends once there is something in it on any rank.
     `tracker` and a visible `bar` exist on the first rank alone. `recent`: the last logged records.
 
-    Between two steps, `agreement` waits for what the ranks agree on after a step and returns it: [passes left out,
-    wishes to stop] (agreement.py). `next_input` is the next step's, read while the device was still working.
+    Between two steps, `sums` waits for what the ranks sum at a step's end and returns it (step.py), and `next_input` is
+    the next step's, read while the device was still working.
     """
 
     config: Config
@@ -58,7 +58,7 @@ class Run:
     decoding: Evaluator | None = None
     step: int = 0
     skipped: int = 0
-    agreement: Callable[[], list[float]] | None = None
+    sums: Callable[[], list[float]] | None = None
     next_input: StepInput | None = None
     heldout: dict[str, Any] = field(default_factory=dict)
     start: dict[str, str] | None = None

@@ -2,31 +2,26 @@
 
 A step's loss counts all labels of its rows alike, whichever rank and pass they are in; `Method.loss_weights` says how
 its parts weigh. The host runs ahead of a GPU: in a step that is neither logged nor saved it waits for what DeepSpeed
-waits for where the weights move, and for nothing else (agreement.py).
-Not here: the number of steps, evaluation and saving (loop.py), networks and their loss (models/drafts/), a step's
-metrics (step_metrics.py).
+waits for where the weights move, and for nothing else. So what the ranks sum at a step's end is read when the next
+step begins, and before anything is logged or saved. What training gives is the same as if the host had waited; only the
+error of too many passes left out comes later.
 """
 
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from longdraft.kernels.transfer import from_host
+from longdraft.kernels.transfer import HostCopy, Moment, from_host
 from longdraft.models.drafts.loss import DraftLoss
-from longdraft.train.agreement import (
-    LeftOutPasses,
-    StopVotes,
-    await_agreement,
-    begin_agreement,
-    count_skipped,
-    row_names,
-)
+from longdraft.train import checkpoint
 from longdraft.train.batches import Place, rank_rows, read_batch, step_rows
 from longdraft.train.methods.base import MicroBatch
+from longdraft.train.ranks import TrainingError, log
 from longdraft.train.run import Run, StepInput
-from longdraft.train.stopwatch import Stopwatch
 
 
 @dataclass
@@ -42,38 +37,108 @@ class StepResult:
     parts: dict[str, float]
 
 
+class Clock:
+    """Adds up the seconds of each named part of a step. On a GPU it measures there, and waits when it is read. One that
+    is not `running` costs nothing."""
+
+    def __init__(self, device: torch.device, running: bool):
+        self._device, self._running = device, running
+        self._laps: list[tuple[str, Moment, Moment]] = []
+        self._wait()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        if not self._running:
+            yield
+            return
+        begin = Moment(self._device, time.perf_counter)
+        yield
+        self._laps.append((name, begin, Moment(self._device, time.perf_counter)))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by part; empty where it was not running."""
+        self._wait()
+        total: dict[str, float] = {}
+        for name, begin, end in self._laps:
+            total[name] = total.get(name, 0.0) + begin.seconds_to(end)
+        return total
+
+    def _wait(self) -> None:
+        if self._running and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def begin_sums(run: Run, n_left_out: int = 0) -> None:
+    """Begin to sum over the ranks what `read_sums` reads: at a step's end, `n_left_out` of this rank's passes left out,
+    the wish to stop, and the labels of the next step's rows."""
+    n_labels = () if run.next_input is None else run.next_input.n_labels
+    run.sums = run.ranks.begin_sum([n_left_out, float(bool(run.stop)), *n_labels])
+
+
+def read_sums(run: Run) -> tuple[bool, list[float]]:
+    """Whether any rank wished to stop, and all ranks' labels of each part of the next step's loss. The passes left out
+    are counted the first time. All ranks call it before a step is logged, saved or followed by another.
+
+    Raises TrainingError above train.max_skipped.
+    """
+    assert run.sums is not None
+    n_left_out, *others = run.sums()
+    run.sums = lambda: [0, *others]
+    count_skipped(run, int(n_left_out), run.step)
+    return bool(others[0]), others[1:]
+
+
+def count_skipped(run: Run, n: int, step: int) -> None:
+    """Add n to the passes and steps that were left out; raises TrainingError above train.max_skipped."""
+    run.skipped += n
+    if run.skipped > run.config.train.max_skipped:
+        raise TrainingError(
+            f"step {step}: {run.skipped} times a loss or gradient was not a number, more than train.max_skipped "
+            f"= {run.config.train.max_skipped}; {checkpoint.what_is_good(run.config.train.run_dir)}: lower "
+            "optimizer.peak_lr and start a new run, or look at these rows"
+        )
+
+
 def train_step(run: Run) -> StepResult | None:
     """Take one step on this rank's rows. Returns None, with nothing done, if any rank had something in `run.stop`
     before the step or during a pass before its last one."""
     train, ranks = run.config.train, run.ranks
-    if run.agreement is None:  # before the first step, or where the last one's was read to log or save it
-        begin_agreement(run)
-    if await_agreement(run):
+    if run.sums is None:  # the run's first step
+        run.next_input = _read_input(run, run.step)
+        begin_sums(run)
+    stopping, n_labels = read_sums(run)
+    if stopping:
         return None
     is_logged = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.n_steps
-    clock = Stopwatch(ranks.device, running=is_logged)
+    clock = Clock(ranks.device, running=is_logged)
     if is_logged and ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)  # step_metrics.py reads the step's peak
     begin = time.perf_counter()
-    inputs, run.next_input = run.next_input or _read_input(run, run.step), None
-    n_labels = inputs.n_labels()
+    inputs, run.next_input = run.next_input, None
+    assert inputs is not None
     weights_P = from_host(torch.tensor(run.method.loss_weights(n_labels)), ranks.device)
     rate = run.engine.begin_step(run.step)
-    left_out_passes, stop_votes, losses = LeftOutPasses(run), StopVotes(run), []
+    losses: list[DraftLoss] = []
+    flags: list[HostCopy] = []  # of passes left out
+    vote: Callable[[], list[float]] | None = None
     for number, (micro_batch, places) in enumerate(zip(inputs.micro_batches, inputs.places, strict=True), start=1):
         loss, left_out = _forward(run, micro_batch.to(ranks.device), places, is_logged, clock)
-        left_out_passes.add(places, left_out)
+        flags.append(HostCopy(left_out))
         last = number == len(inputs.micro_batches)
-        if stop_votes.stop_in_pass(last):
+        # The ranks vote in one pass and read the result in the next, so that none waits for another.
+        previous, vote = vote, None if last else ranks.begin_sum([float(bool(run.stop))])
+        if previous is not None and previous()[0]:
+            if vote is not None:
+                vote()
             return None
         if last and run.step + 1 < train.n_steps:  # now, since DeepSpeed will then wait for the gradient
             run.next_input = _read_input(run, run.step + 1)
         with clock.part("backward"):
             run.engine.backward((loss.sums * weights_P).sum(), left_out)
         losses.append(DraftLoss(*(field.detach() for field in loss)))
-    begin_agreement(run, left_out_passes.count())
+    begin_sums(run, _count_left_out(run, inputs.places, flags))
     if not run.engine.stepped():
-        names = row_names(inputs.all_rows)
+        names = _row_names(inputs.all_rows)
         ranks.log(f"The gradient of step {run.step + 1} is not a number, the step is left out; rows {names}")
         count_skipped(run, 1, run.step + 1)
     loss = DraftLoss(*(torch.stack(field).sum(0) for field in zip(*losses, strict=True)))
@@ -81,15 +146,30 @@ def train_step(run: Run) -> StepResult | None:
     return StepResult(loss, n_labels, rate, time.perf_counter() - begin, parts)
 
 
+def _count_left_out(run: Run, places: Sequence[list[Place]], flags: Sequence[HostCopy]) -> int:
+    """Log and count this rank's passes that were left out as their loss was not a number; those of ranks that share
+    rows count once."""
+    if run.ranks.rank % run.config.train.sequence_parallel:
+        return 0
+    left_out = [of_pass for of_pass, flag in zip(places, flags, strict=True) if flag.lists()[0]]
+    for of_pass in left_out:
+        log(f"The loss of step {run.step + 1} is not a number for rows {_row_names(of_pass)}")
+    return len(left_out)
+
+
+def _row_names(places: Sequence[Place]) -> str:
+    return ", ".join(f"{place.row} (epoch {place.epoch})" for place in places)
+
+
 def _read_input(run: Run, step: int) -> StepInput:
-    """This rank's passes of step 0, 1, ..., and the sum of all ranks' labels, under way."""
+    """This rank's passes of step 0, 1, ..."""
     train, ranks = run.config.train, run.ranks
     rows = step_rows(train.seed, step, len(run.rows), train.global_batch)
     degree = train.sequence_parallel
     places = rank_rows(rows, ranks.rank // degree, ranks.world_size // degree, train.micro_batch)
     micro_batches = [_read_micro_batch(run, of_pass, step) for of_pass in places]
-    rank_labels = [sum(n) for n in zip(*(micro_batch.n_labels for micro_batch in micro_batches), strict=True)]
-    return StepInput(rows, places, micro_batches, ranks.begin_sum(rank_labels))
+    n_labels = [sum(n) for n in zip(*(micro_batch.n_labels for micro_batch in micro_batches), strict=True)]
+    return StepInput(rows, places, micro_batches, n_labels)
 
 
 def _read_micro_batch(run: Run, places: list[Place], step: int) -> MicroBatch:
@@ -100,7 +180,7 @@ def _read_micro_batch(run: Run, places: list[Place], step: int) -> MicroBatch:
 
 
 def _forward(
-    run: Run, micro_batch: MicroBatch, places: list[Place], count_ranks: bool, clock: Stopwatch
+    run: Run, micro_batch: MicroBatch, places: list[Place], count_ranks: bool, clock: Clock
 ) -> tuple[DraftLoss, torch.Tensor]:
     """Target and draft of one pass.
 

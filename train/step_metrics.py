@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from longdraft.models.drafts.loss import RANKS
-from longdraft.train.agreement import await_agreement
 from longdraft.train.estimate import Operations, operations
 from longdraft.train.run import Run
-from longdraft.train.step import StepResult
+from longdraft.train.step import StepResult, read_sums
 
 # The parts of a step's time (`StepResult.parts`), and what they are called.
 PARTS = {"target": "the target's passes", "draft": "draft and loss", "backward": "backward and update"}
@@ -34,7 +33,7 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     without labels all are None. `{part}_share`: the share of the first rank's time in each of PARTS. `over_target`: the
     step's time over that of its target's passes; estimate.py says what it could be. Others: `_speed`.
     """
-    await_agreement(run)
+    read_sums(run)
     loss, n_parts = result.loss, len(run.method.part_names)
     sums = torch.cat([loss.sums[:, None], loss.rank_counts, loss.n_labels[:, None]], dim=1).double()
     totals = torch.tensor(run.ranks.sum(sums.flatten().tolist())).view(n_parts, RANKS + 2)

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from longdraft.kernels import backend, segment_attention
-from longdraft.train.agreement import await_agreement
 from longdraft.train.config import DTYPES
 from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.build import open_method
 from longdraft.train.run import Run
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
-from longdraft.train.step import train_step
+from longdraft.train.step import read_sums, train_step
 from longdraft.train.step_metrics import measure
 from longdraft.train.teacher import Teacher
 from longdraft.train.validation import validate
@@ -176,12 +175,12 @@ def test_rows_without_a_number_are_left_out_unseen(opened, pretended_cuda, capsy
     """The host learns of them once the step is queued; their gradient is already zero by then."""
     run = opened(METHODS[name], poisoned=True)
     expected = step(run, pretended_cuda)
-    await_agreement(run)
+    read_sums(run)
     with pretended_cuda.PretendedCuda() as gpu:
         run = opened(METHODS[name], gpu, poisoned=True)
         assert_close(step(run, pretended_cuda), expected, 1e-5, 1e-4)
         step_without_a_wait(run, gpu, pretended_cuda)
-        await_agreement(run)
+        read_sums(run)
     assert run.skipped == 2
     said = [line[:43] for line in capsys.readouterr().out.splitlines() if " is not a number for rows 1 (epoch " in line]
     assert said == [f"The loss of step {n} is not a number for rows" for n in (1, 1, 2)]
