@@ -1,9 +1,6 @@
 """The processes of a training: how they meet, what they agree on, how they end.
 
-Ranks wait for one another in `Ranks.control`, on the CPU, for at most TIMEOUT. gloo and NCCL listen on one network
-interface each. gloo takes the one that the machine's own name resolves to, which on many machines is the loopback
-(127.0.1.1 in /etc/hosts). Ranks on several machines would then not find each other, so this is checked first.
-Not here: DeepSpeed's engine (deepspeed_engine.py), how the processes are started (launcher.py).
+Ranks wait for one another in `Ranks.control`, on the CPU, for at most TIMEOUT. How they are started: launcher.py.
 """
 
 import logging
@@ -42,7 +39,6 @@ REMEDY = (
 TIMEOUT = timedelta(minutes=60)
 # Parts of gloo's and NCCL's messages when the other side of a collective is gone.
 LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-GOES_ON = "from the newest checkpoint, or from the beginning where there is none"
 T = TypeVar("T")
 
 
@@ -142,30 +138,28 @@ def join_ranks() -> Ranks:
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    local_rank = int(os.environ["LOCAL_RANK"])
-    size = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")  # DeepSpeed's name, torchrun's
-    local_size = int(size or os.environ["WORLD_SIZE"])
+    local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    # DeepSpeed's name and torchrun's for the number of ranks on this machine.
+    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size)
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
     n_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # the others of a list are for nested regions
     torch.set_num_threads(int(n_threads) if n_threads.isdigit() else max(1, cores // local_size))
-    device = _open_device(local_rank, local_size)
     _set_up_deepspeed()
-    check_own_name(int(os.environ["WORLD_SIZE"]), local_size)
-    cuda = device.type == "cuda"
-    with failures_to_meet():  # a faulty interface is every rank's of a machine: it is enough that the first logs it
+    check_own_name(world_size, local_size)
+    cuda = torch.cuda.is_available()
+    device = _open_device(local_rank, local_size) if cuda else torch.device("cpu")
+    with rendezvous_errors():  # a faulty interface is every rank's of a machine: it is enough that the first logs it
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
         control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
-    if cuda and dist.get_world_size() > 1:
-        with _own_failure_logged(local_rank), failures_to_meet():
+    if cuda and world_size > 1:
+        with _own_failure_logged(local_rank), rendezvous_errors():
             dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects at its first collective
             torch.cuda.synchronize(device)
     return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device, control)
 
 
 def _open_device(local_rank: int, local_size: int) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
+    """This rank's GPU."""
     n_gpus = torch.cuda.device_count()
     if local_size > n_gpus:
         raise ValueError(f"num_gpus: {local_size} ranks, but this machine has {n_gpus} GPUs; start at most {n_gpus}")
@@ -176,26 +170,17 @@ def _open_device(local_rank: int, local_size: int) -> torch.device:
     return device
 
 
-def _import_without_compiler(module: str) -> None:
-    """Import a module with PyTorch's compiler turned off, for this import alone: the process may compile things of its
-    own. DeepSpeed imports its Muon, whose functions are wrapped for the compiler, to check the type of each optimizer;
-    with the compiler that takes two seconds."""
-    name, before = "TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ[name] = "1"
-    try:
-        with suppress(ImportError):  # another version of DeepSpeed may not have it
-            import_module(module)
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-
-
 def _set_up_deepspeed() -> None:
     """Keep DeepSpeed from printing, and from compiling operations that no rank uses."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
-    _import_without_compiler("deepspeed.runtime.zero.muon.muon_optimizer")
+    # DeepSpeed imports its Muon to check the type of each optimizer. That takes seconds where PyTorch's compiler is on;
+    # it is turned off for this import alone.
+    if "TORCHDYNAMO_DISABLE" not in os.environ:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        with suppress(ImportError):  # another version may not have it
+            import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+        del os.environ["TORCHDYNAMO_DISABLE"]
     # No setting turns DeepSpeed's compiled operations off. On a CPU it would compile a shared-memory all-reduce for its
     # inference engine, which takes a minute at the first launch. On a GPU without a CUDA toolkit, every rank would
     # print what is missing to compile them.
@@ -204,7 +189,7 @@ def _set_up_deepspeed() -> None:
 
 @contextmanager
 def _own_failure_logged(local_rank: int) -> Iterator[None]:
-    """Inside, an error that ends this rank alone is logged: otherwise only the first rank of a machine logs its own."""
+    """Inside, an error that ends this rank is logged: otherwise only the first rank of a machine logs its own."""
     try:
         yield
     except (ValueError, TrainingError) as error:
@@ -229,15 +214,15 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
         raise
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
-        full = getattr(error, "errno", None) in DISK_FULL or any(f"os error {number}" in reason for number in DISK_FULL)
-        of_a_file = isinstance(error, OSError)  # or a stream, of this rank: no collective's
-        if full:
+        if getattr(error, "errno", None) in DISK_FULL or any(f"os error {number}" in reason for number in DISK_FULL):
             message = f"a file cannot be written ({reason}); make room, then the same command goes on"
-        elif isinstance(error, dist.DistError) or (not of_a_file and any(word in reason for word in LOST)):
+        elif isinstance(error, dist.DistError) or (
+            not isinstance(error, OSError) and any(word in reason for word in LOST)
+        ):
             message = f"another rank is gone, it failed or was killed ({reason}); the same command goes on"
         else:
             raise
-        message = f"rank {ranks.rank}: {message} {GOES_ON}"
+        message = f"rank {ranks.rank}: {message} from the newest checkpoint, or from the beginning where there is none"
         if ranks.local_rank:
             log(message)
         raise TrainingError(message) from error
@@ -251,29 +236,28 @@ def leave_ranks(ranks: Ranks) -> None:
 
 def check_own_name(world_size: int, local_size: int) -> None:
     """Raises ValueError where there are ranks on other machines and this one's name resolves to an address that they
-    cannot reach."""
+    cannot reach. gloo listens on the interface of that address, which in many an /etc/hosts is 127.0.1.1."""
     if world_size <= local_size or os.environ.get(INTERFACE):
         return
     name = socket.gethostname()
     try:
-        address = socket.getaddrinfo(name, None)[0][4][0]
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
     except socket.gaierror:
-        found = "stands for no address"
-    else:
-        if not ip_address(str(address).partition("%")[0]).is_loopback:
-            return
-        found = f"stands for {address} (/etc/hosts), which no other machine reaches"
-    raise ValueError(f"{INTERFACE}: not set, and this machine's name {name} {found}: {REMEDY}")
+        address = "no address"
+    if address == "no address" or ip_address(address.partition("%")[0]).is_loopback:
+        raise ValueError(
+            f"{INTERFACE}: not set, and this machine's name {name} stands for {address} (/etc/hosts), which no other "
+            f"machine reaches: {REMEDY}"
+        )
 
 
 @contextmanager
-def failures_to_meet() -> Iterator[None]:
+def rendezvous_errors() -> Iterator[None]:
     """Inside, where the ranks meet, a RuntimeError becomes a TrainingError that names the address and a remedy."""
     try:
         yield
     except RuntimeError as error:
-        env = os.environ
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        env, reason = os.environ, str(error).strip().partition("\n")[0] or type(error).__name__
         set_to = "".join(f", {name}={env[name]}" for name in (INTERFACE, "NCCL_SOCKET_IFNAME") if name in env)
         raise TrainingError(
             f"rank {env['RANK']} of {env['WORLD_SIZE']} on {socket.gethostname()} does not find the others at "

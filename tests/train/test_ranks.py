@@ -39,11 +39,8 @@ def test_a_name_that_stands_for_the_loopback(address, monkeypatch):
     if address in ("10.0.0.7", "fe80::1%eth0"):
         check_own_name(16, 8)
         return
-    found = "no address" if address is None else f"{address} (/etc/hosts), which no other machine reaches"
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=f"^GLOO_SOCKET_IFNAME: .* node1 stands for {address or 'no address'} "):
         check_own_name(16, 8)
-    begin = f"GLOO_SOCKET_IFNAME: not set, and this machine's name node1 stands for {found}: set GLOO_SOCKET_IFNAME"
-    assert str(refused.value).startswith(begin)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     check_own_name(16, 8)
 
