@@ -45,7 +45,7 @@ def go_on(train_command, config_file):
     return call
 
 
-@pytest.mark.parametrize("name", ["fp32-1-1", "fp32-2-1", "fp32-2-3", "bf16-2-2", "longspec-bf16-2-3", "offload-3"])
+@pytest.mark.parametrize("name", ["fp32-1-1", "bf16-2-2", "longspec-bf16-2-3"])
 def test_every_file_has_its_digest(runs, name):
     found = checkpoint.newest(runs / name)
     assert found is not None

@@ -1,15 +1,8 @@
-"""A run that is killed or stopped at any step goes on to the same bytes. Real processes, once under DeepSpeed's
-launcher."""
+"""Which checkpoint a run goes on from, what stays in its folder, and that no two runs share one. Killed runs:
+test_elastic.py and test_faults.py."""
 
 import json
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,75 +14,6 @@ from longdraft.train.config_file import load_config
 from longdraft.train.loop import train
 from longdraft.train.saving import locked_run
 from longdraft.train.tracking import read_metrics
-
-STEPS = 40  # of the runs' `unbroken`
-
-
-def wait_for_step(run_dir: Path, step: int, processes: Sequence[subprocess.Popen]) -> None:
-    deadline = time.monotonic() + 200
-    while max([record["step"] for record in read_metrics(run_dir)], default=0) < step:
-        for process in processes:
-            assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"step {step} was not reached"
-        time.sleep(0.005)
-
-
-def final_bytes(run_dir: Path) -> bytes:
-    found = checkpoint.newest(run_dir)
-    assert found is not None and found[1]["step"] == STEPS
-    return (found[0] / checkpoint.WEIGHTS).read_bytes()
-
-
-def test_kill_and_stop_and_resume_give_the_same_bytes(runs, config_file, start_ranks, finish_ranks, tmp_path):
-    """kill -9 of both ranks, then SIGTERM to `longdraft train`, each at a random step, then to the end."""
-    broken = tmp_path / "broken"
-    overrides = [*_slow(runs), f"train.run_dir={broken}"]
-    killed_at = random.SystemRandom().randrange(7, 16)
-    ranks = start_ranks(2, [{"train": overrides}])
-    wait_for_step(broken, killed_at, ranks)
-    for rank in ranks:
-        rank.kill()
-    for rank in ranks:
-        rank.communicate()
-    found = checkpoint.newest(broken)
-    assert found is not None and 6 <= found[1]["step"] < 22, f"killed at {killed_at}"
-
-    launched = subprocess.Popen(
-        [sys.executable, "-m", "longdraft.launch.cli", "train", str(config_file), *overrides, "--num-gpus", "2"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    wait_for_step(broken, random.SystemRandom().randrange(22, 30), [launched])
-    launched.send_signal(signal.SIGTERM)
-    output = launched.communicate(timeout=200)[0]
-    assert launched.returncode == 0, output
-    assert f"step {found[1]['step']} to {STEPS}" in output, "it did not go on from the newest checkpoint"
-    found = checkpoint.newest(broken)
-    assert found is not None and 22 <= found[1]["step"] < STEPS
-    assert f"Stopped after {found[1]['step']} of {STEPS} steps" in output
-
-    finish_ranks(start_ranks(2, [{"train": overrides}]))
-    assert final_bytes(broken) == final_bytes(runs / "unbroken"), f"killed at step {killed_at}"
-    losses = [
-        [(record["step"], record["loss"]) for record in read_metrics(run) if "loss" in record]
-        for run in (runs / "unbroken", broken)
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == STEPS
-
-
-def _slow(runs: Path) -> list[str]:
-    """The overrides that made `unbroken`."""
-    train = load_config(runs / "unbroken" / "config.yaml").train
-    names = ("steps", "micro_batch", "global_batch", "save_every", "zero_stage")
-    return [f"train.{name}={getattr(train, name)}" for name in names]
-
-
-@pytest.mark.parametrize("name", ["bf16-1-1", "bf16-1-3"])
-def test_bf16_masters_survive_the_checkpoint(runs, name):
-    ends = [runs / run / "checkpoints" / "step_000020" / checkpoint.WEIGHTS for run in (name, f"{name}-again")]
-    assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
 def test_half_written_and_damaged_checkpoints_are_never_chosen(runs, tmp_path, capsys):
@@ -186,12 +110,6 @@ def test_a_folder_that_cannot_be_written_is_named(config_file, tmp_path):
         config = load_config(config_file, [f"train.run_dir={run}"])
         with pytest.raises(ValueError, match=rf"^train\.run_dir: {run} cannot be written: {reason}"):
             train(config, ALONE)  # pyright: ignore[reportArgumentType]
-
-
-def test_old_checkpoints_go_and_the_last_stay(runs):
-    """40 steps, saved every 6 steps and at the end; two checkpoints are kept."""
-    checkpoints = [path for path in (runs / "unbroken" / "checkpoints").iterdir() if path.is_dir()]
-    assert sorted(path.name for path in checkpoints) == ["step_000036", "step_000040"]
 
 
 def test_only_the_newest_are_kept_and_no_frozen_weight_is_in_them(runs):
