@@ -1,23 +1,13 @@
-"""Checks and chooses the device of a target, and explains why a GPU cannot be used.
-
-Only `start` and `free_bytes` start CUDA (and the explanation, where CUDA does not work).
-"""
+"""Checks and chooses the device of a target; tells how much memory is free there."""
 
 import os
-import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
-# Where the driver shows the GPUs that it has found, and its version.
-NODES, VERSION = Path("/dev"), Path("/proc/driver/nvidia/version")
-MEMORY = Path("/proc/meminfo")
+NODES, MEMORY = Path("/dev"), Path("/proc/meminfo")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# The errors of PyTorch and CUDA if the driver works and shows them no GPU.
-NONE_SEEN = "No CUDA GPUs are available|no CUDA-capable device"
-# The oldest driver for each major version of CUDA, on Linux.
-DRIVERS = {"11": 450, "12": 525, "13": 580}
 
 
 def check_device(device: torch.device | str, name: str = "device") -> torch.device:
@@ -34,9 +24,7 @@ def check_device(device: torch.device | str, name: str = "device") -> torch.devi
     if found is None or found.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: {str(device)!r} is no device for a target; this machine has {here}")
     if found.type == "cuda" and (found.index or 0) >= count:
-        why = "" if count else " (PyTorch sees no CUDA device)"
-        if not count and _nodes():
-            why = f" ({_unusable()})"
+        why = f" ({_unusable()})" if _nodes() and not count else ""
         raise ValueError(f"{name}: {str(device)!r} is not here{why}; this machine has {here}")
     return found
 
@@ -110,30 +98,16 @@ def _nodes() -> list[Path]:
 
 
 def _unusable() -> str:
-    """Why PyTorch does not see the GPUs of this machine, and what to do about it."""
-    nodes, needed = _nodes(), torch.version.cuda
-    found = f"this machine has a GPU ({nodes[0]}) that PyTorch cannot use: "
-    if needed is None:
-        return f"{found}{torch.__version__} is a build of PyTorch without CUDA; install one with CUDA"
-    driver, least = _driver(), DRIVERS.get(needed.split(".")[0])
-    if driver is not None and least is not None and int(driver.split(".")[0]) < least:
-        return f"{found}its driver is {driver}, and CUDA {needed} needs {least} or newer; update the driver"
+    """PyTorch's own reason why it does not see the GPUs of this machine."""
     try:
         torch.cuda.init()
         why = "it gives no reason"
     except (RuntimeError, AssertionError) as error:
         why = _first_line(error)
-    if (visible := os.environ.get(VISIBLE)) is not None and re.search(NONE_SEEN, why):
-        return f"{found}{VISIBLE}={visible} names none that is there; name those of nvidia-smi -L, or unset it"
-    return f"{found}{why} (driver {driver or 'unknown'}, CUDA {needed}); look at nvidia-smi"
-
-
-def _driver() -> str | None:
-    """The version of the loaded NVIDIA driver."""
-    if not VERSION.exists():
-        return None
-    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", VERSION.read_text(encoding="utf-8", errors="replace"))
-    return None if found is None else found[1]
+    return (
+        f"this machine has a GPU ({_nodes()[0]}) that PyTorch cannot use: {why} ({VISIBLE}="
+        f"{os.environ.get(VISIBLE, 'unset')}); look at nvidia-smi"
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -78,9 +78,6 @@ class Pass:
         prompt_lengths: one length per slot: the tokens are whole prompts, padded at the end, and the slots are empty.
             The output is undefined at the padding. On a CPU a prompt's result does not depend on the other prompts of
             the pass. Needs `cache`. None: any other pass.
-
-    Raises ValueError for an unknown name in `needs`, fields that do not go together, and borders that do not cut the
-    sequence.
     """
 
     tokens_BT: Tensor
@@ -98,19 +95,19 @@ class Pass:
 
     def __post_init__(self) -> None:
         cached, has_tree, prompts = self.cache is not None, self.tree_mask_BTT is not None, self.prompt_lengths
-        if not self.tokens_BT.numel():
-            raise ValueError(f"tokens_BT: shape {list(self.tokens_BT.shape)}; give at least one token a slot")
-        if not self.needs <= NEEDS:
-            raise ValueError(f"needs has {sorted(self.needs - NEEDS)}; known: {sorted(NEEDS)}")
-        if has_tree and (not cached or self.positions_BT is None):
-            raise ValueError("tree_mask_BTT needs a cache and positions_BT")
-        if prompts is not None and (not cached or has_tree or len(prompts) != len(self.tokens_BT)):
-            raise ValueError(f"prompt_lengths: {prompts}; give one length a slot, with a cache and without a tree")
-        if self.chunk is not None and (cached or self.chunk < 1):
-            raise ValueError(f"chunk: {self.chunk}; give at least 1, and none with a cache, whose passes are chunks")
+        n_sequences, n_tokens = self.tokens_BT.shape
+        assert self.tokens_BT.numel(), "tokens_BT: at least one token a slot"
+        assert self.needs <= NEEDS, f"needs: unknown {sorted(self.needs - NEEDS)}"
+        assert not has_tree or (cached and self.positions_BT is not None), "tree_mask_BTT needs cache and positions_BT"
+        assert prompts is None or (cached and not has_tree and len(prompts) == n_sequences), (
+            "prompt_lengths: one a slot"
+        )
+        assert self.chunk is None or (not cached and self.chunk > 0), "chunk: none with a cache"
+        assert self.shard is None or self.borders is not None, "shard needs borders"
         if self.borders is not None:
-            self._check_borders(self.borders)
-        assert self.shard is None or self.borders is not None
+            assert not cached and n_sequences == 1, "borders: pieces lie end to end in one sequence without a cache"
+            start, *_, end = self.borders
+            assert [0, *sorted(self.borders), n_tokens] == [start, *self.borders, end], f"borders: {self.borders}"
 
     def positions(self) -> Tensor:
         """`positions_BT` [B, T], or the default positions, which are [1, T] where all slots share them."""
@@ -141,15 +138,6 @@ class Pass:
         if self.cache is None:
             return None
         return PassPlan(self.cache.lengths, self.tokens_BT.shape[1], self.tree_mask_BTT)
-
-    def _check_borders(self, borders: Sequence[int]) -> None:
-        n_sequences, n_tokens = self.tokens_BT.shape
-        if self.cache is not None or n_sequences != 1:
-            given = f"{n_sequences} sequences or a cache"
-            raise ValueError(f"borders: pieces lie end to end in one sequence without a cache; {given} given")
-        if [borders[0], *sorted(borders), borders[-1]] != [0, *borders, n_tokens]:
-            where = f"in order from 0, and then {n_tokens}"
-            raise ValueError(f"borders: {list(borders)}; give where each piece starts, {where}")
 
 
 @dataclass

@@ -117,22 +117,15 @@ def plan_queries(
         shifts: the noise shift j >= 1 of each piece.
         window: rows before its own that a query reads.
         ranges: [start, stop) of the tokens to run for, in order, each within a piece; None: all.
-    Raises: ValueError for a shift below 1, a number of shifts other than that of pieces, or ranges out of order or
-        across a border.
     """
-    if len(shifts) != len(borders) - 1 or min(shifts, default=1) < 1:
-        raise ValueError(f"shifts: {list(shifts)}; give one of at least 1 for each of {len(borders) - 1} pieces")
+    assert len(shifts) == len(borders) - 1 and min(shifts, default=1) >= 1, f"shifts: {list(shifts)}"
     runs = list(pairwise(borders)) if ranges is None else list(ranges)
     in_window, in_target, done, last, piece = [], [], 0, 0, 0
     for start, stop in runs:
         while piece + 1 < len(shifts) and start >= borders[piece + 1]:
             piece += 1
         first, shift = borders[piece], shifts[piece]
-        if not max(first, last) <= start <= stop <= borders[piece + 1]:
-            raise ValueError(
-                f"ranges: [{start}, {stop}) is out of order or crosses the border of its piece, [{first}, "
-                f"{borders[piece + 1]}); give ranges in order, each within one piece"
-            )
+        assert max(first, last) <= start <= stop <= borders[piece + 1], f"ranges: [{start}, {stop}) is not in a piece"
         end, last = done + stop - start, stop
         in_window.append(Segment(done, end, max(first, start - window), stop))
         first_seeing = min(max(start, first + shift), stop)  # earlier tokens of the piece see no target key

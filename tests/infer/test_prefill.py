@@ -121,5 +121,5 @@ def test_prompts_without_empty_slots_for_each_are_refused(tiny_target, wrong):
         "prompt_lengths": [3, 2],
         "positions_BT": torch.arange(3).repeat(2, 1),
     } | wrong
-    with pytest.raises(ValueError, match=r"prompt_lengths|tree_mask_BTT"):
+    with pytest.raises(AssertionError, match=r"prompt_lengths|tree_mask_BTT"):
         model(Pass(torch.zeros(2, 3, dtype=torch.int64), **given))
