@@ -1,5 +1,5 @@
 """Log-probabilities of tokens under the target's own distribution: the softmax of its logits, before anything that a
-request asks of the choice (infer/slot_sampling.py). They are computed only where a request asks for them.
+request asks of the choice (infer/choice/slots.py). They are computed only where a request asks for them.
 
 Shapes: B slots, N tree nodes, P places of a path, R rows, V vocabulary, k alternatives.
 """

@@ -165,14 +165,14 @@ def _check(target: Target, index: int, tokens: list[int], sampling: SamplingPara
         raise ValueError(f"prompt {index} has no tokens; give at least one (the BOS token, for an open start)")
     for name, ids in [
         (f"prompt {index}: token ids", tokens),
-        ("sampling parameter logit_bias", list(sampling.logit_bias)),
-        ("sampling parameter banned_token_ids", sampling.banned_token_ids),
-        ("sampling parameter stop_token_ids", sampling.stop_token_ids),
+        ("logit_bias", list(sampling.logit_bias)),
+        ("banned_token_ids", sampling.banned_token_ids),
+        ("stop_token_ids", sampling.stop_token_ids),
     ]:
         if ids and (min(ids) < 0 or max(ids) >= vocab):
             raise ValueError(f"{name} must lie in 0..{vocab - 1}, got {short_repr(min(ids))}..{short_repr(max(ids))}")
     if len({*sampling.banned_token_ids, *(sampling.stop_token_ids if sampling.min_new_tokens else ())}) == vocab:
-        raise ValueError("sampling parameter banned_token_ids: all tokens are banned; leave at least one")
+        raise ValueError("banned_token_ids: all tokens are banned; leave at least one")
     if len(tokens) >= max_length:
         raise ValueError(
             f"prompt {index} has {len(tokens)} tokens; at most {max_length - 1} fit, to leave room for one more "
@@ -182,7 +182,7 @@ def _check(target: Target, index: int, tokens: list[int], sampling: SamplingPara
 
 def _special_stops(target: Target, strings: Sequence[str]) -> list[int]:
     if target.tokenizer is None:
-        raise ValueError("sampling parameter stop_strings: this target has no tokenizer; use stop_token_ids")
+        raise ValueError("stop_strings: this target has no tokenizer; use stop_token_ids")
     vocab = target.model.config.vocab_size
     return [token for token, text in special_tokens(target.tokenizer).items() if text in strings and token < vocab]
 

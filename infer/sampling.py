@@ -1,10 +1,14 @@
-"""The sampling parameters of one request, checked. infer/slot_sampling.py chooses tokens by them."""
+"""The sampling parameters of one request, validated. infer/choice/slots.py chooses tokens by them."""
 
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import field
+from numbers import Integral, Real
+from typing import Annotated, Any
 
-from longdraft.infer.values import check_text, is_integer, is_number, short_repr
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
+
+from longdraft.models.schema import Bool, Str, validated_dataclass
 
 # Below this a logit / T could overflow; long before, the choice is the greedy one.
 COLDEST = 1e-6
@@ -13,7 +17,36 @@ WARMEST = 1e30
 MOST_LOGPROBS = 20  # as in other servers
 
 
-@dataclass(frozen=True)
+def _python_number(value: Any) -> Any:
+    """Python's number for one of another class, such as NumPy's. The rest is left to pydantic."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _warm_or_greedy(temperature: float) -> float:
+    if temperature and not COLDEST <= temperature <= WARMEST:
+        raise ValueError(f"{temperature} is not valid; give 0 (greedy), or a number from {COLDEST} to {WARMEST}")
+    return temperature
+
+
+def _tuple_of(ids: Any) -> Any:
+    return tuple(ids) if isinstance(ids, Sequence | set | frozenset) and not isinstance(ids, str | bytes) else ids
+
+
+Number = Annotated[float, Strict(), BeforeValidator(_python_number)]
+Integer = Annotated[int, Strict(), BeforeValidator(_python_number)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
+Penalty = Annotated[Number, Field(ge=1e-30, le=1e30)]
+Shift = Annotated[Number, Field(ge=-1e30, le=1e30)]
+AtLeast0 = Annotated[Integer, Field(ge=0, lt=2**62)]
+AtLeast1 = Annotated[Integer, Field(ge=1, lt=2**62)]
+TokenIds = Annotated[tuple[AtLeast0, ...], BeforeValidator(_tuple_of)]
+Logprobs = Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)]
+Text = Annotated[Str, Field(min_length=1)]
+
+
+@validated_dataclass
 class SamplingParams:
     """How one request is decoded. Penalties, biases and bans hold also when greedy, filters only above temperature 0.
 
@@ -48,80 +81,27 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_new_tokens: int = 256
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    eta_cutoff: float = 0.0
-    min_tokens_to_keep: int = 1
-    contextual_penalty: float = 1.0
-    contextual_window: int = 1024
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    banned_token_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    min_new_tokens: int = 0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-
-    def __post_init__(self):
-        def demand(holds: bool, name: str, want: str):
-            if not holds:
-                raise ValueError(f"sampling parameter {name}={short_repr(getattr(self, name))} must be {want}")
-
-        def number(name: str, holds, want: str):
-            value = getattr(self, name)
-            demand(is_number(value) and holds(value), name, want)
-            object.__setattr__(self, name, float(value))
-
-        def integer(name: str, least: int, want: str, most: int = 2**62 - 1):
-            value = getattr(self, name)
-            demand(is_integer(value) and least <= int(value) <= most, name, want)
-            object.__setattr__(self, name, int(value))
-
-        warmest = "0 (greedy) or a number above, from 1e-06 on up to 1e+30"
-        number("temperature", lambda t: t == 0 or COLDEST <= t <= WARMEST, warmest)
-        integer("top_k", 0, "0 (off) or a positive integer")
-        number("top_p", lambda p: 0 < p <= 1, "above 0 and at most 1 (off)")
-        number("min_p", lambda p: 0 <= p < 1, "at least 0 (off) and below 1")
-        number("eta_cutoff", lambda p: 0 <= p < 1, "at least 0 (off) and below 1")
-        integer("max_new_tokens", 1, "at least 1, an integer")
-        integer("min_tokens_to_keep", 1, "at least 1 (off), an integer")
-        integer("min_new_tokens", 0, "at least 0 (off), an integer")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                integer(name, 0, f"None or an integer from 0 to {MOST_LOGPROBS}", MOST_LOGPROBS)
-        integer("contextual_window", 1, "at least 1, an integer")
-        for name in ("contextual_penalty", "repetition_penalty"):
-            number(name, lambda p: 1e-30 <= p <= 1e30, "above 0 (1e-30 to 1e30); 1 is off, above it penalises")
-        for name in ("presence_penalty", "frequency_penalty"):
-            number(name, lambda p: abs(p) <= 1e30, "a number from -1e30 to 1e30; 0 is off, above it penalises")
-        if self.seed is not None:
-            integer("seed", -(2**63), "None or an integer of 64 bits", 2**64 - 1)
-        demand(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
-        for name in ("stop_token_ids", "banned_token_ids"):
-            ids = getattr(self, name)
-            listed = isinstance(ids, Sequence | set | frozenset) and not isinstance(ids, str | bytes)
-            demand(listed and all(is_integer(t) and int(t) >= 0 for t in ids), name, "a list of token ids")
-            object.__setattr__(self, name, tuple(int(token) for token in ids))
-        biases = self.logit_bias
-        sound = isinstance(biases, Mapping) and all(
-            is_integer(token) and token >= 0 and is_number(bias) and abs(bias) <= 1e30 for token, bias in biases.items()
-        )
-        demand(sound, "logit_bias", "a mapping of token ids to numbers from -1e30 to 1e30")
-        object.__setattr__(self, "logit_bias", {int(token): float(bias) for token, bias in biases.items()})
-        listed = isinstance(self.stop_strings, list | tuple)
-        full = listed and all(isinstance(text, str) and text for text in self.stop_strings)
-        demand(full, "stop_strings", "a list of strings that are not empty")
-        for text in self.stop_strings:
-            check_text("sampling parameter stop_strings", text)
-        object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+    temperature: Annotated[Number, AfterValidator(_warm_or_greedy)] = 0.0
+    top_k: AtLeast0 = 0
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    min_p: Fraction = 0.0
+    seed: Annotated[Integer, Field(ge=-(2**63), lt=2**64)] | None = None
+    max_new_tokens: AtLeast1 = 256
+    stop_token_ids: TokenIds = ()
+    ignore_eos: Bool = False
+    eta_cutoff: Fraction = 0.0
+    min_tokens_to_keep: AtLeast1 = 1
+    contextual_penalty: Penalty = 1.0
+    contextual_window: AtLeast1 = 1024
+    repetition_penalty: Penalty = 1.0
+    presence_penalty: Shift = 0.0
+    frequency_penalty: Shift = 0.0
+    banned_token_ids: TokenIds = ()
+    stop_strings: tuple[Text, ...] = ()
+    min_new_tokens: AtLeast0 = 0
+    logit_bias: dict[AtLeast0, Shift] = field(default_factory=dict, hash=False)
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 def draw_seed() -> int:

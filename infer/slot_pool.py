@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
+from longdraft.infer.choice.slots import SlotSampling, choice_bytes
 from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.history import History
 from longdraft.infer.kept_prompts import KeptPrompts, Place
 from longdraft.infer.logprobs import TokenLogprob, prompt_logprobs
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_sampling import SlotSampling, choice_bytes
 from longdraft.infer.slot_state import SlotState
 from longdraft.kernels.cpu import threads
 from longdraft.kernels.linear import prompt_in_c

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.graphs import Graphs
 from longdraft.infer.history import History
-from longdraft.infer.slot_sampling import SlotSampling
 
 T = TypeVar("T")
 

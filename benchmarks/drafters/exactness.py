@@ -20,11 +20,11 @@ import torch
 
 from longdraft.benchmarks.drafters.measurements import choice_logits, decode, prefill_cost
 from longdraft.benchmarks.drafters.progress import Phase, Watch
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.footprint import feed_forward_numbers, layer_weights, size

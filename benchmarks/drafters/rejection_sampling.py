@@ -15,10 +15,10 @@ from torch import Tensor
 
 from longdraft.benchmarks.drafters.measurements import decode
 from longdraft.benchmarks.drafters.progress import UNWATCHED, Watch
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_sampling import SlotSampling
 
 # Figures of a step whose first place a drafter ranked: "classical" is sum_v min(p_v, q_v); "with" and "without" say
 # whether the drafter's best token, ranked with the noise or without it, was the target's choice.

@@ -1,7 +1,7 @@
 """A small model of the same vocabulary drafts a chain: classic draft-model speculation, and TriForce's lowest tier
 (arXiv 2404.11912, section 4.2), on a cache of sinks and recent tokens, so that it drafts at any length.
 
-It chooses as the target would, with the noise that the target's choices will use (infer/slot_sampling.py). Rows of its
+It chooses as the target would, with the noise that the target's choices will use (infer/choice/slots.py). Rows of its
 own passes stay as far as the committed tokens agree with them; other tokens are read when they are next needed. The
 cache is in infer/caches/ring.py. Shapes: B slots, T rows of a pass, V vocabulary.
 """

@@ -9,7 +9,7 @@ Source: OpenAI's API reference, "Chat" and "Completions"; the fields `top_k`, `m
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from inspect import signature
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -50,7 +50,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 ALSO_READ, NOT_READ = ("reasoning", "refusal"), ("audio", "function_call")
 # How the engine's errors name a parameter, and the fields that have another name here.
-PARAMETER = re.compile(r"sampling parameter (\w+)")
+PARAMETER = re.compile(rf"({'|'.join(one.name for one in fields(SamplingParams))})\b")
 FIELDS = {"stop_strings": "stop", "banned_token_ids": "logit_bias", "min_new_tokens": "min_tokens"}
 # Fields of several types; pydantic's message would name only one of them.
 UNIONS = {

@@ -9,10 +9,10 @@ from longdraft.benchmarks.drafters.bench import BenchSettings
 from longdraft.benchmarks.drafters.bench import bench as measure
 from longdraft.benchmarks.drafters.prompts import Asked, Question
 from longdraft.benchmarks.drafters.rejection_sampling import first_places, shares
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.launch import bench
 from longdraft.models.passes import Pass
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.tree import TokenTree
 from longdraft.models.passes import Pass
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft.infer.budget import Budget
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.combine import MOST_NODES, Combined
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
@@ -15,7 +16,6 @@ from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.models.footprint import sizes

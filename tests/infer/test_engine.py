@@ -13,6 +13,7 @@ from scipy import stats
 from longdraft.benchmarks.drafters.measurements import width_curve
 from longdraft.infer import runner as runner_module
 from longdraft.infer import slot_pool as slot_pool_module
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters import build as build_module
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
@@ -23,7 +24,6 @@ from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_pool import SlotPool
-from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models import decoder as decoder_module

@@ -498,6 +498,6 @@ def test_permuting_the_vocabulary_permutes_the_output(tiny_target, monkeypatch, 
         out[..., order] = gumbel_noise(seeds, positions, vocab)
         return out
 
-    monkeypatch.setattr("longdraft.infer.slot_sampling.gumbel_noise", noise)
+    monkeypatch.setattr("longdraft.infer.choice.slots.gumbel_noise", noise)
     for drafter in ("plain", *(DRAFTERS[name](turned, None) for name in names)):
         assert [g.tokens for g in Engine(turned, drafter, slots=3).generate(moved, params)] == want

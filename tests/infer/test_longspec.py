@@ -10,13 +10,13 @@ import torch
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.caches.longspec import _CPasses
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.longspec import EXTENDED_ON_CPU, WIDTHS, LongSpecDrafter, _fit
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels.cpu import draft_block, rows

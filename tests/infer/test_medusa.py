@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from longdraft.infer.budget import Budget
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.medusa import MedusaDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape
-from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD
 from longdraft.kernels.gumbel import gumbel_noise

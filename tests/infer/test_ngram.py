@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.host import READ_AHEAD, HostDrafter, NgramIndex
 from longdraft.infer.drafters.ngrams import most_frequent
 from longdraft.infer.drafters.prompt_lookup import continuation, matches
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.kernels import backend
 from longdraft.models.kv_cache import KVCache

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from longdraft.infer import slot_sampling as sampling_module
 from longdraft.infer.accept import accept
+from longdraft.infer.choice import slots as sampling_module
+from longdraft.infer.choice.penalties import Penalties
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.history import History
-from longdraft.infer.penalties import Penalties
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels import backend

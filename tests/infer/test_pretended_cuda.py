@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from longdraft.infer.caches.partial import SelectedCache
+from longdraft.infer.choice.filters import Filters
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
-from longdraft.infer.filters import Filters
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 

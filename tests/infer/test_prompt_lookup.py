@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft.infer.budget import Budget
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.models.footprint import sizes
 from longdraft.models.kv_cache import KVCache

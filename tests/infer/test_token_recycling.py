@@ -8,13 +8,13 @@ from safetensors.torch import load_file, save_file
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
+from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.token_recycling import BLOCK, CHILD_COUNTS, TokenRecycling, largest, static_tree
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape
-from longdraft.infer.slot_sampling import SlotSampling
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.gumbel import gumbel_noise

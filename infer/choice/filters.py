@@ -1,6 +1,6 @@
 """The filters of a request at T > 0: top-k, top-p, min-p and eta drop what is too unlikely.
 
-They come after penalties, bans and the temperature (infer/slot_sampling.py). Each filter sees what the one before has
+They come after penalties, bans and the temperature (infer/choice/slots.py). Each filter sees what the one before has
 left, renormalised. A filter is a border that probabilities must reach, so equal ones stay or go together, whatever
 their ids. Shapes: B slots, N nodes, V vocabulary.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longdraft.infer.penalties import column
+from longdraft.infer.choice.penalties import column
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels import backend
 

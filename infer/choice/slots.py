@@ -3,16 +3,16 @@
 choice(t) = argmax_v( filter(penalised logits / T)_v + g(seed, t, v) ), and at T = 0 the argmax of the penalised logits.
 Plain decoding and the verification of a tree apply this same rule, so every drafter gives plain decoding's text
 (Drafter-invariant speculative decoding, arXiv 2408.07978). The parameters are infer/sampling.py's, the penalties
-infer/penalties.py's, the filters infer/filters.py's, and the noise g is kernels/gumbel.py's.
+infer/choice/penalties.py's, the filters infer/choice/filters.py's, and the noise g is kernels/gumbel.py's.
 Shapes: B slots, N nodes, V vocabulary.
 """
 
 import torch
 from torch import Tensor
 
-from longdraft.infer.filters import Filters, as_wide
+from longdraft.infer.choice.filters import Filters, as_wide
+from longdraft.infer.choice.penalties import Penalties
 from longdraft.infer.history import History
-from longdraft.infer.penalties import Penalties
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels import backend
 from longdraft.kernels.best_tokens import best_tokens

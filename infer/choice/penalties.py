@@ -1,7 +1,7 @@
 """Penalties, biases and bans: how a request changes the target's logits, by earlier tokens or by its own list.
 
 They see a node's own history: the context and its ancestors in the tree (infer/history.py). They come before
-temperature and filters (infer/slot_sampling.py), in the order contextual, repetition, presence and frequency, biases
+temperature and filters (infer/choice/slots.py), in the order contextual, repetition, presence and frequency, biases
 and bans.
 Shapes: B slots, N nodes, M of them, V vocabulary, C tokens of history looked at, R restricted vocabulary.
 """
@@ -69,31 +69,12 @@ class Penalties:
             return logits
         logits_BNV = (logits if logits.dim() == 3 else logits[:, None]).float()
         if self._looks_back:
-            logits_BNV = self._look_back(logits_BNV, history, positions_B, token_ids_R)
+            tokens_BC, places_BC, seen_B1C = self._history(history, positions_B)
+            own = tokens_BC[:, -1:], positions_B[:, None]
+            logits_BNV = self._look_back(logits_BNV, history, *own, tokens_BC, places_BC, seen_B1C, token_ids_R)
         if self._adds:
             logits_BNV = self._add(logits_BNV, history, positions_B[:, None], token_ids_R)
         return logits_BNV if logits.dim() == 3 else logits_BNV[:, 0]
-
-    def _look_back(self, logits_BNV: Tensor, history: History, positions_B: Tensor, ids_R: Tensor | None) -> Tensor:
-        count = self._reach(history, positions_B)
-        first_B = positions_B - (count - 1)
-        tokens_BC = history.read(first_B, count)
-        places_BC = first_B[:, None] + torch.arange(count, device=first_B.device)
-        if ids_R is not None:
-            # One more column stands for tokens outside of the restricted vocabulary.
-            places = self.places_of(ids_R)
-            tokens_BC = places[tokens_BC.clamp(max=len(places) - 1)]
-            logits_BNV = torch.nn.functional.pad(logits_BNV, (0, 1))
-        if self._contextual is not None:
-            recent = min(self.widest, count)
-            inside_BC = places_BC[:, -recent:] > (positions_B - self._windows).clamp(min=-1)[:, None]
-            logits_BNV = _scale_seen(logits_BNV, tokens_BC[:, -recent:], inside_BC, self._contextual)
-        if self._repetition is not None:
-            logits_BNV = _scale_seen(logits_BNV, tokens_BC, places_BC >= 0, self._repetition)
-        if self._counts:
-            generated_BC = places_BC >= history.prompt_lengths[:, None]
-            logits_BNV = self._subtract(logits_BNV, tokens_BC, generated_BC)
-        return logits_BNV if ids_R is None else logits_BNV[..., :-1]
 
     def apply_at_nodes(
         self,
@@ -106,9 +87,6 @@ class Penalties:
     ) -> Tensor:
         """`apply` at M nodes of a tree, each by its own history, with the same bits. Nothing is written to `history`.
 
-        `apply` has its own arithmetic for one history a slot: over 49152 words a contextual penalty takes a CPU 0.08 ms
-        there and 0.35 ms here at one node, 0.11 and 1.4 ms at four, in steps of 12 ms.
-
         Args:
             logits_BMV: of the nodes first .. first + M - 1.
             history: valid through the roots.
@@ -117,68 +95,62 @@ class Penalties:
         """
         if not self.any:
             return logits_BMV
-        logits_BMV = logits_BMV.float()
+        logits_BMV, some = logits_BMV.float(), slice(first, first + logits_BMV.shape[1])
         if self._looks_back:
-            if ancestors_BNN is None:
-                ancestors_BNN = torch.ones_like(tokens_BN, dtype=torch.bool)[:, None]
-            path_BMN = ancestors_BNN[:, first : first + logits_BMV.shape[1]].clone()
-            path_BMN[:, :, 0] = False  # the root is in the history
-            logits_BMV = self._look_back_at_nodes(logits_BMV, history, tokens_BN, positions_BN, path_BMN, first)
-        if self._adds:
-            places_BM = positions_BN[:, first : first + logits_BMV.shape[1]]
-            logits_BMV = self._add(logits_BMV, history, places_BM, None)
-        return logits_BMV
+            tokens_BC, places_BC, seen_B1C = self._history(history, positions_BN[:, 0])
+            if ancestors_BNN is not None:  # the nodes below the root come before the history
+                tokens_BC = torch.cat([tokens_BN[:, 1:], tokens_BC], 1)
+                places_BC = torch.cat([positions_BN[:, 1:], places_BC], 1)
+                path_BMN = ancestors_BNN[:, some, 1:]
+                seen_B1C = torch.cat([path_BMN, seen_B1C.expand(-1, path_BMN.shape[1], -1)], 2)
+            own = tokens_BN[:, some], positions_BN[:, some]
+            logits_BMV = self._look_back(logits_BMV, history, *own, tokens_BC, places_BC, seen_B1C)
+        return self._add(logits_BMV, history, positions_BN[:, some], None) if self._adds else logits_BMV
 
-    def _look_back_at_nodes(
-        self,
-        logits_BMV: Tensor,
-        history: History,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        path_BMN: Tensor,
-        first: int,
-    ) -> Tensor:
-        """path_BMN: bool, the nodes on the path to each of the M nodes, itself included and the root not."""
-        n_nodes, vocab = logits_BMV.shape[1:]
-        positions_B, positions_BM1 = positions_BN[:, 0], positions_BN[:, first : first + n_nodes, None]
+    def _history(self, history: History, positions_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The last tokens up to positions_B, as many as matter, and their positions, [B, C]; and bool [B, 1, C], which
+        of them are there."""
         count = self._reach(history, positions_B)
         places_BC = (positions_B - (count - 1))[:, None] + torch.arange(count, device=positions_B.device)
-        tokens_BC = history.read(places_BC[:, 0], count)
-        index_BMN = tokens_BN[:, None].expand(-1, n_nodes, -1)
+        return history.read(places_BC[:, 0], count), places_BC, (places_BC >= 0)[:, None]
 
-        def times_on_path(inside_BMN: Tensor) -> Tensor:
-            return torch.zeros_like(logits_BMV).scatter_add_(2, index_BMN, inside_BMN.float())
+    def _look_back(
+        self,
+        logits_BNV: Tensor,
+        history: History,
+        own_BN: Tensor,
+        positions_BN: Tensor,
+        tokens_BC: Tensor,
+        places_BC: Tensor,
+        seen_BNC: Tensor,
+        ids_R: Tensor | None = None,
+    ) -> Tensor:
+        """Penalise tokens that came before.
 
-        # The last position of each token in the history, -1 for none.
-        nowhere_BV = tokens_BC.new_full((len(tokens_BC), vocab), -1)
-        last_B1V = nowhere_BV.scatter_reduce(1, tokens_BC, places_BC.clamp(min=-1), "amax")[:, None]
+        Args:
+            own_BN, positions_BN: int64, the nodes' tokens and positions; [B, 1] if all have the same.
+            tokens_BC, places_BC: int64, the tokens that nodes look back on, their own among them, and their positions.
+            seen_BNC: bool, which of them a node looks back on; [B, 1, C] if all look back on the same.
+        """
+        if ids_R is not None:
+            # One more column stands for tokens outside of the restricted vocabulary.
+            places = self.places_of(ids_R)
+            own_BN, tokens_BC = (places[x.clamp(max=len(places) - 1)] for x in (own_BN, tokens_BC))
+            logits_BNV = torch.nn.functional.pad(logits_BNV, (0, 1))
+        tokens_B1C, own_BN1 = tokens_BC[:, None], own_BN[:, :, None]
         if self._contextual is not None:
-            before_BM1 = positions_BM1 - self._windows[:, None, None]
-            inside_BMN = path_BMN & (positions_BN[:, None] > before_BM1)
-            seen_BMV = (last_B1V > before_BM1.clamp(min=-1)) | (times_on_path(inside_BMN) > 0)
-            logits_BMV = torch.where(seen_BMV, _scaled(logits_BMV, self._contextual[:, None]), logits_BMV)
+            inside_BNC = seen_BNC & (places_BC[:, None] > (positions_BN - self._windows[:, None])[:, :, None])
+            logits_BNV = _scale_seen(logits_BNV, tokens_B1C, own_BN1, inside_BNC, self._contextual)
         if self._repetition is not None:
-            seen_BMV = (last_B1V >= 0) | (times_on_path(path_BMN) > 0)
-            logits_BMV = torch.where(seen_BMV, _scaled(logits_BMV, self._repetition[:, None]), logits_BMV)
+            logits_BNV = _scale_seen(logits_BNV, tokens_B1C, own_BN1, seen_BNC, self._repetition)
         if self._counts:
-            generated_BC = places_BC >= history.prompt_lengths[:, None]
-            times_BV = torch.zeros_like(logits_BMV[:, 0]).scatter_add_(1, tokens_BC, generated_BC.float())
-            logits_BMV = logits_BMV - self._taken_off(times_BV[:, None] + times_on_path(path_BMN))
-        return logits_BMV
-
-    def _taken_off(self, times: Tensor) -> Tensor:
-        """Presence once, and frequency as often as a token was generated. times: [B, ...], exact counts."""
-        less, dims = torch.zeros_like(times), (len(times), *[1] * (times.dim() - 1))
-        if self._presence is not None:
-            less = less + self._presence.view(dims) * (times > 0)
-        if self._frequency is not None:
-            less = less + self._frequency.view(dims) * times
-        return less
+            generated_BNC = seen_BNC & (places_BC >= history.prompt_lengths[:, None])[:, None]
+            logits_BNV = self._subtract(logits_BNV, tokens_B1C, generated_BNC)
+        return logits_BNV if ids_R is None else logits_BNV[..., :-1]
 
     def _reach(self, history: History, positions_B: Tensor) -> int:
         """How many of the last tokens have to be read. On a GPU, where the host does not know positions, it is the most
-        it can be. On a CPU that would take 3 ms a choice in place of 0.06, in a slot of 300 tokens with room for 128K.
-        """
+        it can be; on a CPU that would make a short text in a long slot slow."""
         capacity = history.tokens.shape[1]
         whole = self._repetition is not None or self._counts
         if not backend.is_host(positions_B.device):
@@ -190,13 +162,18 @@ class Penalties:
             longest = min(self.widest, longest)
         return max(1, min(capacity, longest))
 
-    def _subtract(self, logits_BNV: Tensor, tokens_BC: Tensor, generated_BC: Tensor) -> Tensor:
+    def _subtract(self, logits_BNV: Tensor, tokens_B1C: Tensor, generated_BNC: Tensor) -> Tensor:
         """Subtract presence once, and frequency as often as a token was generated, in exact counts."""
-        batch, nodes, vocab = logits_BNV.shape
-        zeros_BV = torch.zeros(batch, vocab, device=logits_BNV.device)
-        times_BC = zeros_BV.scatter_add(1, tokens_BC, generated_BC.float()).gather(1, tokens_BC)
-        index_BNC, less_B1C = tokens_BC[:, None].expand(-1, nodes, -1), self._taken_off(times_BC)[:, None]
-        return logits_BNV.scatter(2, index_BNC, logits_BNV.gather(2, index_BNC) - less_B1C)
+        index_BNC = tokens_B1C.expand_as(generated_BNC)
+        zeros_BNV = logits_BNV.new_zeros(*generated_BNC.shape[:2], logits_BNV.shape[2])
+        times_BNC = zeros_BNV.scatter_add_(2, index_BNC, generated_BNC.float()).gather(2, index_BNC)
+        less_BNC = torch.zeros_like(times_BNC)
+        if self._presence is not None:
+            less_BNC = less_BNC + self._presence[:, None] * (times_BNC > 0)
+        if self._frequency is not None:
+            less_BNC = less_BNC + self._frequency[:, None] * times_BNC
+        index_BNC = tokens_B1C.expand(-1, logits_BNV.shape[1], -1)
+        return logits_BNV.scatter(2, index_BNC, logits_BNV.gather(2, index_BNC) - less_BNC)
 
     def places_of(self, ids_R: Tensor) -> Tensor:
         """int64 [last id + 2]: the index of each target id in `ids_R`, R for ids that are not there; cached."""
@@ -245,16 +222,15 @@ def column(values: Sequence[float], off: float, dtype: torch.dtype, device: torc
     return from_host(torch.tensor(values, dtype=dtype), device)[:, None] if set(values) != {off} else None
 
 
-def _scale_seen(logits_BNV: Tensor, tokens_BC: Tensor, inside_BC: Tensor, penalty_B1: Tensor) -> Tensor:
-    """logit / penalty where positive, logit * penalty where negative, once for each token of the history.
+def _scale_seen(
+    logits_BNV: Tensor, tokens_B1C: Tensor, own_BN1: Tensor, inside_BNC: Tensor, penalty_B1: Tensor
+) -> Tensor:
+    """logit / penalty where positive, logit * penalty where negative, once for each token inside.
 
-    Every occurrence of a token writes the same number. Positions that are not inside repeat the last one, which always
-    is inside. A penalty of 1 leaves every bit as it is.
+    Every occurrence of a token writes the same number. In the place of tokens that are not inside stands the node's
+    own, which always is. A penalty of 1 leaves every bit as it is.
     """
-    tokens_BC = torch.where(inside_BC, tokens_BC, tokens_BC[:, -1:])
-    index_BNC = tokens_BC[:, None].expand(-1, logits_BNV.shape[1], -1)
-    return logits_BNV.scatter(2, index_BNC, _scaled(logits_BNV.gather(2, index_BNC), penalty_B1[:, None]))
-
-
-def _scaled(logits: Tensor, penalty_B11: Tensor) -> Tensor:
-    return torch.where(logits > 0, logits / penalty_B11, logits * penalty_B11)
+    index_BNC = torch.where(inside_BNC, tokens_B1C, own_BN1).expand(-1, logits_BNV.shape[1], -1)
+    seen_BNC, penalty_B11 = logits_BNV.gather(2, index_BNC), penalty_B1[:, None]
+    scaled_BNC = torch.where(seen_BNC > 0, seen_BNC / penalty_B11, seen_BNC * penalty_B11)
+    return logits_BNV.scatter(2, index_BNC, scaled_BNC)
