@@ -5,6 +5,7 @@ The sets themselves are on a hub; what each looks like is written here as its pa
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from longdraft.data_prep.mds import SIZE
 from longdraft.data_prep.shards import ShardSet
+from longdraft.data_prep.tables import SIZE
 from longdraft.launch import prepare as prepare_command
 from longdraft.launch.prepare import main
 from longdraft.train.config_file import read_yaml
@@ -57,24 +58,23 @@ def mds(folder, samples):
     (folder / "index.json").write_text(json.dumps({"shards": [{**columns, "raw_data": basename}], "version": 2}))
 
 
-def rows_of(out):
-    for split in ("train", "heldout"):
-        shards = ShardSet(out / split)
-        for i in range(len(shards)):
-            yield shards, i, shards[i]
-
-
 def decoded(out, tokenizer, counted=False):
-    """The text of each document, or the part of it that the loss counts."""
+    """The text of each document, or the part of it that the loss counts, sorted."""
     pieces = {}
-    for shards, i, row in rows_of(out):
-        for (name, number), start, stop in zip(shards.pieces(i), row["borders"], row["borders"][1:], strict=False):
-            tokens = row["tokens"][start:stop]
-            pieces[name, number] = tokens[row["loss"][start:stop]] if counted else tokens
+    for rows in (ShardSet(out / split) for split in ("train", "heldout")):
+        for i in range(len(rows)):
+            row = rows[i]
+            for (name, number), (start, stop) in zip(rows.pieces(i), pairwise(row["borders"]), strict=True):
+                tokens = row["tokens"][start:stop]
+                pieces[name, number] = tokens[row["loss"][start:stop]] if counted else tokens
     texts = {}
     for name, number in sorted(pieces):
         texts.setdefault(name, []).extend(pieces[name, number].tolist())
-    return {name: tokenizer.decode(tokens) for name, tokens in texts.items()}
+    return sorted(tokenizer.decode(tokens) for tokens in texts.values())
+
+
+def tokens_of(manifest, name):
+    return sum(split["mix"].get(name, {"tokens": 0})["tokens"] for split in manifest["splits"].values())
 
 
 def run(recipe, out, *overrides):
@@ -85,8 +85,6 @@ def run(recipe, out, *overrides):
 def test_there_is_a_test_for_every_recipe():
     names = {path.stem for path in RECIPES.glob("*.yaml")}
     assert names == {"pg19", "slimpajama-6b", "prolong-64k", "long-sft", "qwq-longcot", "chat", "text", "smollm2-mixed"}
-    for name in names:
-        assert "longdraft prepare configs/data/" in (RECIPES / f"{name}.yaml").read_text()
 
 
 def test_pg19(tmp_path, smollm2):
@@ -95,29 +93,20 @@ def test_pg19(tmp_path, smollm2):
     records = [{**fields, "text": f"Book {i}. {book}"} for i, book in enumerate(books)]
     parquet(tmp_path / "hub/data/train-00000-of-00023.parquet", records)
     parquet(tmp_path / "hub/data/test-00000-of-00001.parquet", records)
-    (tmp_path / "files/train").mkdir(parents=True)
-    for i, record in enumerate(records):
-        (tmp_path / f"files/train/{i}.txt").write_text(record["text"])
-    short = ("seq_len=512", "heldout_share=0")
-    manifest = run("pg19", tmp_path / "a", f"sources.pg19.path={tmp_path}/hub", *short)
-    assert manifest["documents_mode"] == "first" and manifest["splits"]["train"]["dropped"] == {
-        "shorter_than_seq_len": 2
-    }
-    run("pg19", tmp_path / "b", f"sources.pg19.path={tmp_path}/files/train", "sources.pg19.files=['*.txt']", *short)
-    for out in ("a", "b"):
-        found = sorted(decoded(tmp_path / out, smollm2).values())
-        assert [text[:7] for text in found] == ["Book 2.", "Book 3."]
-        assert all(books[int(text[5])].startswith(text[8:]) for text in found)
-    manifest = run("pg19", tmp_path / "c", f"sources.pg19.path={tmp_path}/hub", *short, "documents=pack")
-    assert manifest["splits"]["train"]["documents"] == 4 and not manifest["splits"]["train"]["dropped"]
+    given = (f"sources.pg19.path={tmp_path}/hub", "seq_len=512", "heldout_share=0")
+    train = run("pg19", tmp_path / "a", *given)["splits"]["train"]
+    assert train["dropped"] == {"shorter_than_seq_len": 2}
+    found = decoded(tmp_path / "a", smollm2)
+    assert [text[:7] for text in found] == ["Book 2.", "Book 3."]
+    assert all(books[int(text[5])].startswith(text[8:]) for text in found)
+    train = run("pg19", tmp_path / "c", *given, "documents=pack")["splits"]["train"]
+    assert train["documents"] == 4 and not train["dropped"]
 
 
 def test_slimpajama(tmp_path, smollm2):
     names = ["RedPajamaCommonCrawl", "RedPajamaC4", "RedPajamaGithub"]
-    records = [
-        {"text": f"{i} {PROSE * (i % 30)}", "meta": {"redpajama_set_name": names[i % 3]}, "__index_level_0__": i}
-        for i in range(60)
-    ]
+    meta = [{"redpajama_set_name": names[i % 3]} for i in range(60)]
+    records = [{"text": f"{i} {PROSE * (i % 30)}", "meta": meta[i], "__index_level_0__": i} for i in range(60)]
     parquet(tmp_path / "6b/data/train-00000-of-00048-ab2b35705f029d94.parquet", records)
     for part in range(2):
         jsonl_zst(tmp_path / f"627b/train/chunk1/example_train_{part}.jsonl.zst", records[part::2])
@@ -125,9 +114,7 @@ def test_slimpajama(tmp_path, smollm2):
     files = "sources.slimpajama.files=[train/*.jsonl.zst]"
     run("slimpajama-6b", tmp_path / "b", f"sources.slimpajama.path={tmp_path}/627b", files, "heldout_share=0.2")
     texts = sorted(record["text"] + "<|im_end|>" for record in records)
-    assert (
-        sorted(decoded(tmp_path / "a", smollm2).values()) == texts == sorted(decoded(tmp_path / "b", smollm2).values())
-    )
+    assert decoded(tmp_path / "a", smollm2) == texts == decoded(tmp_path / "b", smollm2)
 
 
 def test_prolong(tmp_path, smollm2):
@@ -144,14 +131,11 @@ def test_prolong(tmp_path, smollm2):
     sources = [f"sources.{name}.{field}" for name in ("code", "books", "arxiv") for field in
                (f"path={root}", "tokenizer=smollm2-135m", "streaming=false")]  # fmt: skip
     manifest = run("prolong-64k", tmp_path / "out", *sources, "seq_len=256", "max_tokens=3150", "heldout_share=0.2")
-    found = list(decoded(tmp_path / "out", smollm2).values())
+    found = decoded(tmp_path / "out", smollm2)
     taken = {domain: [t + "<|im_end|>" in found for t in documents] for domain, documents in texts.items()}
     assert sum(map(sum, taken.values())) == len(found), "a document came back as another text"
     assert not any(taken["tuluv2"]) and any(taken["arxiv"])
-    mix = [split["mix"] for split in manifest["splits"].values()]
-    tokens = {
-        name: sum(split.get(name, {"tokens": 0})["tokens"] for split in mix) for name in ("code", "books", "arxiv")
-    }
+    tokens = {name: tokens_of(manifest, name) for name in ("code", "books", "arxiv")}
     assert 1100 < tokens["code"] <= 1500 and 1100 < tokens["books"] <= 1500 and 0 < tokens["arxiv"] <= 150
     assert manifest["sources"]["read_as"]["code"]["tokenizer"] == "smollm2-135m"
 
@@ -173,16 +157,9 @@ def long_sft(root):
 def test_long_sft(tmp_path, smollm2):
     sources, answers = long_sft(tmp_path)
     manifest = run("long-sft", tmp_path / "out", *sources, "seq_len=2048", "heldout_share=0.2")
-    assert {name for split in manifest["splits"].values() for name in split["mix"]} == {
-        "reports",
-        "news",
-        "meetings",
-        "code",
-    }
-    assert sorted(decoded(tmp_path / "out", smollm2, counted=True).values()) == sorted(
-        f"{a}<|im_end|>" for a in answers
-    )
-    text = "".join(decoded(tmp_path / "out", smollm2).values())
+    assert all(tokens_of(manifest, name) for name in ("reports", "news", "meetings", "code"))
+    assert decoded(tmp_path / "out", smollm2, counted=True) == sorted(f"{answer}<|im_end|>" for answer in answers)
+    text = "".join(decoded(tmp_path / "out", smollm2))
     assert "Read the following report and summarise it.\n\nreport 3 It was" in text and "x = 7\ny = {}\n" in text
 
 
@@ -195,7 +172,7 @@ def test_qwq_longcot(tmp_path, smollm2):
     (tmp_path / "set/README.md").write_text("---\nlicense: mit\n---\n")
     run("qwq-longcot", tmp_path / "out", f"sources.longcot.path={tmp_path}/set", "seq_len=1024", "heldout_share=0.2")
     answers = sorted(record["qwq"] + "<|im_end|>" for record in records)
-    assert sorted(decoded(tmp_path / "out", smollm2, counted=True).values()) == answers
+    assert decoded(tmp_path / "out", smollm2, counted=True) == answers
 
 
 def test_chat_and_text(tmp_path, smollm2):
@@ -203,18 +180,14 @@ def test_chat_and_text(tmp_path, smollm2):
     records = [{"prompt": "ask", "prompt_id": str(i), "messages": chat} for i, chat in enumerate(chats)]
     parquet(tmp_path / "chat/data/train_sft-00000-of-00003.parquet", records)
     run("chat", tmp_path / "a", f"sources.chat.path={tmp_path}/chat", "seq_len=512", "heldout_share=0.2")
-    assert sorted(decoded(tmp_path / "a", smollm2, counted=True).values()) == sorted(
-        f"say {i}<|im_end|>" for i in range(20)
-    )
+    assert decoded(tmp_path / "a", smollm2, counted=True) == sorted(f"say {i}<|im_end|>" for i in range(20))
     for name, end in (("books", "txt"), ("code", "py")):
         (tmp_path / name).mkdir()
         for i in range(40):
             (tmp_path / name / f"{i}.{end}").write_text(f"{name} {i} {PROSE * 3}")
     sources = [f"sources.{name}.path={tmp_path / name}" for name in ("books", "code")]
     manifest = run("text", tmp_path / "b", *sources, "seq_len=512", "max_tokens=1200", "heldout_share=0.2")
-    tokens = {name: sum(s["mix"].get(name, {"tokens": 0})["tokens"] for s in manifest["splits"].values()) for name in
-              ("books", "code")}  # fmt: skip
-    assert 600 < tokens["books"] <= 900 and 100 < tokens["code"] <= 300
+    assert 600 < tokens_of(manifest, "books") <= 900 and 100 < tokens_of(manifest, "code") <= 300
 
 
 def test_smollm2_mixed(tmp_path, smollm2):
@@ -227,10 +200,7 @@ def test_smollm2_mixed(tmp_path, smollm2):
             (tmp_path / kind / str(i) / "left.bin").write_bytes(b"\0")
     paths = [f"sources.{kind}.path={tmp_path / kind}" for kind in names]
     manifest = run("smollm2-mixed", tmp_path / "out", *paths, "seq_len=128", "max_tokens=4000", "heldout_share=0.2")
-    tokens = {
-        kind: sum(split["mix"].get(kind, {"tokens": 0})["tokens"] for split in manifest["splits"].values())
-        for kind in names
-    }
+    tokens = {kind: tokens_of(manifest, kind) for kind in names}
     assert 1200 < tokens["documentation"] <= 2200 and sum(tokens.values()) <= 4400
     for kind in ("speeches", "code", "library"):
         assert 400 < tokens[kind] <= 1200
@@ -268,26 +238,6 @@ def test_without_a_folder_the_recipe_names_it(tmp_path, capsys, monkeypatch):
     (out,) = (tmp_path / "data").iterdir()
     address = json.loads((out / "manifest.json").read_text())["address"]
     assert out.name == f"pg19-{address[:12]}" and f"-> data/{out.name}" in capsys.readouterr().out
-
-
-def test_references_in_a_recipe_are_resolved(tmp_path, monkeypatch):
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus/a.txt").write_text(PROSE * 20)
-    monkeypatch.setenv("CORPORA", str(tmp_path))
-    recipe = "sources: {one: {path: '${oc.env:CORPORA}/corpus', files: ['${oc.env:NO_NAME,a}.txt']}}\nseq_len: 64\n"
-    (tmp_path / "recipe.yaml").write_text(recipe)
-    main([str(tmp_path / "recipe.yaml"), *TARGET, "--out", str(tmp_path / "out"), "heldout_share=0"])
-    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
-    assert manifest["splits"]["train"]["documents"] == 1 and "${" not in json.dumps(manifest)
-
-
-def test_the_recipes_name_the_published_sets():
-    paths = {
-        recipe.stem: [source.path for source in read_yaml(recipe, []).sources.values()] for recipe in RECIPES.glob("*")
-    }
-    assert paths["prolong-64k"] == ["princeton-nlp/prolong-data-64K"] * 3
-    assert paths["pg19"] == ["emozilla/pg19"] and paths["slimpajama-6b"] == ["DKYoon/SlimPajama-6B"]
-    assert paths["qwq-longcot"] == ["amphora/QwQ-LongCoT-130K"] and len(paths["long-sft"]) == 4
 
 
 def test_the_commands_in_the_training_recipes_prepare_what_they_read():

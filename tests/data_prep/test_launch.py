@@ -29,24 +29,3 @@ def test_wrong_values_do_not_wait_for_the_target(tmp_path, capsys):
         main(f"--source stdlib --target none --out {tmp_path} --seq-len 1".split())
     assert stop.value.code == 2
     assert "error: seq_len: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("given", [["--seed", "0"], ["--heldout-share", "0"], ["--files", "*.txt"], ["--overwrite"]])
-def test_what_inspect_does_not_read_is_refused_whatever_its_value(tmp_path, capsys, given):
-    with pytest.raises(SystemExit) as stop:
-        main(["--inspect", str(tmp_path), *given])
-    assert stop.value.code == 2
-    assert f"--inspect prepares nothing and does not read {given[0]}; leave it out" in capsys.readouterr().err
-
-
-def test_the_command_line_is_the_documented_one(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = capsys.readouterr().out
-    options = (
-        "source target out seq-len documents text-field chat-field chat-template files heldout-share max-tokens "
-        "max-bad-share seed workers shard merge"
-    )
-    assert [
-        f"--{name}" for name in [*options.split(), "overwrite"] if f"--{name} " not in shown.replace("\n", " \n")
-    ] == []

@@ -207,33 +207,18 @@ def test_what_does_not_go_with_conversations_is_refused(config, tiny_tokenizer, 
     assert not config.out.exists()
 
 
-def test_command_prepares_conversations_for_a_real_target(tmp_path, chats, smollm2, capsys):
-    out = tmp_path / "out"
-    argv = f"--source {tmp_path}/chats.jsonl --chat-field messages --target smollm2-135m --out {out} --seq-len 96"
-    main([*argv.split(), "--heldout-share", "0.2", "--workers", "1"])
-    assert " of them supervised, " in capsys.readouterr().out
-    found = sequences(out)
-    for i, messages in enumerate(chats, start=1):
-        sequence = found.pop(f"chats.jsonl:{i}")
-        assert learned(smollm2, sequence, smollm2.eos_token_id) == said(messages, "<|im_end|>")
-        assert smollm2.decode([token for token, _ in sequence]).startswith("<|im_start|>system\nYou are a helpful AI")
-    assert not found
-    assert ShardSet(out / "train").manifest["tokenizer_sha256"] == tokenizer_hash(smollm2)
-
-
 def test_command_prepares_docstrings_of_the_standard_library(tmp_path, smollm2, capsys):
     out = tmp_path / "out"
-    argv = (
-        f"--source stdlib-chat --target smollm2-135m --out {out} --seq-len 256 --max-tokens 60000 --heldout-share 0.2"
-    )
-    main([*argv.split(), "--workers", "1"])
+    argv = f"--source stdlib-chat --target smollm2-135m --out {out} --seq-len 256 --max-tokens 30000"
+    main([*argv.split(), "--heldout-share", "0.2", "--workers", "1"])
     assert "conversations, " in capsys.readouterr().out
     found = sequences(out)
     assert len(found) > 50
     for sequence in found.values():
         (answer,) = learned(smollm2, sequence, smollm2.eos_token_id)
         assert len(answer) > 40
+        assert smollm2.decode([token for token, _ in sequence]).startswith("<|im_start|>system\nYou are a helpful AI")
     train, heldout = (ShardSet(out / split) for split in ("train", "heldout"))
+    assert train.manifest["tokenizer_sha256"] == tokenizer_hash(smollm2)
     files = [{n.rpartition(":")[0] for i in range(len(side)) for n, _ in side.pieces(i)} for side in (train, heldout)]
     assert all(files) and not files[0] & files[1]
-    assert not any(str(tmp_path.anchor) == name[0] for side in files for name in side)
