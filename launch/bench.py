@@ -1,23 +1,30 @@
 """Measure drafters against plain decoding: `longdraft bench --draft FOLDER --data DATA [--suite SUITE] [--out FOLDER]`.
 
-Only arguments and printing are here. bench_request.py turns the arguments into a bench, benchmarks/drafters/bench.py
-measures, benchmarks/drafters/text_report.py makes the table and the picture. The last line of the output is a JSON
-object.
+Only arguments and printing are here. bench_request.py turns the arguments into a bench; benchmarks/drafters/ measures
+and makes the table, the page and the picture. The last line of the output is a JSON object.
 """
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from longdraft.launch.console import flag, leave, note, run_command, show
-from longdraft.launch.shared_options import NEW_TOKENS, PROMPTS, TEXT_TOKENS, add_drafting, add_loading, add_sampling
+from longdraft.launch.shared_options import (
+    NEW_TOKENS,
+    PROMPTS,
+    TEXT_TOKENS,
+    add_drafting,
+    add_loading,
+    add_sampling,
+    at_least,
+)
 
 # The names in benchmarks/drafters/, repeated here so that --help need not import torch.
 FORMS = ("fp32", "layerwise", "serving", "off")
 SUITES = ("longbench", "aime24", "pg19", "spec-bench", "speed-bench", "mrcr", "mt-bench")
 PAPERS = ("longspec", "tokenswift", "triforce", "token-recycling")
+KINDS = ("continue", "summarise", "edit")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,12 +60,14 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     add("--data", help=help + "data set on the hub")
     help = "instead of --data: the texts are the beginnings of these files"
     add("--text-file", nargs="+", type=Path, help=help)
-    help = "what to do with the texts, in turn: continue, summarise, edit (default: continue)"
-    add("--tasks", nargs="+", default=["continue"], help=help)
+    help = "what to do with the texts, in turn (default: continue)"
+    add("--tasks", nargs="+", choices=KINDS, default=["continue"], help=help)
     help = f"with --data: number of prompts, evenly spaced (default: {PROMPTS}, or all of a suite)"
-    add("--prompts", type=int, help=help)
-    add("--prompt-tokens", type=int, help=f"tokens of a text (default: {TEXT_TOKENS}, or the suite's)")
-    add("--new-tokens", type=int, help=f"maximum tokens of an answer (default: {NEW_TOKENS}, or the suite's)")
+    add("--prompts", type=at_least(1), metavar="N", help=help)
+    help = f"tokens of a text (default: {TEXT_TOKENS}, or the suite's)"
+    add("--prompt-tokens", type=at_least(2), metavar="N", help=help)
+    help = f"maximum tokens of an answer (default: {NEW_TOKENS}, or the suite's)"
+    add("--new-tokens", type=at_least(1), metavar="N", help=help)
 
 
 def _add_measurements(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +80,7 @@ def _add_measurements(parser: argparse.ArgumentParser) -> None:
         "into free memory); or off, and the result says so",
     )
     help = "context lengths at which to time passes of different numbers of query tokens (default: the prompts' length)"
-    add("--contexts", nargs="+", type=int, help=help)
+    add("--contexts", nargs="+", type=at_least(1), metavar="N", help=help)
     help = "also measure acceptance with and without noise in the drafters' ranking, and under classical rejection"
     add("--noise", action="store_true", help=help)
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
@@ -91,59 +100,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
+    """Run the bench, show its result and write it to --run."""
     if (args.data is None) == (args.text_file is None):
-        raise ValueError(
-            "--data, --text-file: give either a prepared folder, whose held-out rows give the texts, or files"
-        )
+        raise ValueError("--data, --text-file: give either a prepared folder or files")
     # Imported here so that --help and a wrong argument need not wait for torch.
     import torch
 
     from longdraft.benchmarks.drafters.exactness import NotExact
+    from longdraft.benchmarks.drafters.pictures import draw_report
     from longdraft.benchmarks.drafters.text_report import table
     from longdraft.launch.bench_request import run_bench
+    from longdraft.models.files import write_atomically
+    from longdraft.train.tracking import read_metrics
 
-    metrics = [] if args.run is None else _metrics(args.run)
+    if args.run is not None and not args.run.is_dir():
+        raise ValueError(f"--run: {args.run} is no folder; name a training run's (train.run_dir), or leave it out")
+    metrics = [] if args.run is None else read_metrics(args.run)
     try:
         result = run_bench(args)
     except NotExact as error:
         note(f"longdraft bench: error: {error}")
         return 1
     except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"--device: {str(error).splitlines()[0]} Take a smaller target, fewer --prompt-tokens or fewer --new-tokens"
-        ) from error
-    text = table(result, metrics)
-    written = args.run is not None and _write_to_run(args.run, text, result, metrics)
-    where = f"Written to {args.run}: report.txt, report.png, bench.json\n" if written else ""
-    show(f"{text}\n{where}{json.dumps(result)}\n")
-    return 0 if written or args.run is None else 2
-
-
-def _metrics(run: Path) -> list[dict]:
-    """The metrics that a training run recorded. Raises ValueError unless its folder exists and can be written."""
-    from longdraft.train.tracking import read_metrics
-
-    if not run.is_dir():
-        raise ValueError(f"--run: {run} is no folder; name a training run's (train.run_dir), or leave it out")
-    if not os.access(run, os.W_OK | os.X_OK):
-        raise ValueError(f"--run: {run} cannot be written; give one that can, or leave it out")
-    return read_metrics(run)
-
-
-def _write_to_run(run: Path, text: str, result: dict, metrics: list[dict]) -> bool:
-    """Write the report to a training run's folder. Returns False, with a note, if that fails."""
-    from longdraft.benchmarks.drafters.pictures import draw_report
-    from longdraft.models.files import write_atomically
-
-    figures = json.dumps(result, indent=1) + "\n"
-    try:
-        write_atomically(run / "bench.json", lambda path: path.write_text(figures))
-        write_atomically(run / "report.png", lambda path: draw_report(result, metrics, path))
-        write_atomically(run / "report.txt", lambda path: path.write_text(text + "\n"))
-    except OSError as error:
-        note(f"longdraft bench: --run: {run} cannot be written: {error.strerror}; the figures come without")
-        return False
-    return True
+        first = str(error).splitlines()[0]
+        raise ValueError(f"--device: {first} Take a smaller target or fewer --prompt-tokens or --new-tokens") from error
+    text, status = table(result, metrics), 0
+    if args.run is not None:
+        try:
+            write_atomically(args.run / "bench.json", lambda path: path.write_text(json.dumps(result, indent=1) + "\n"))
+            write_atomically(args.run / "report.png", lambda path: draw_report(result, metrics, path))
+            write_atomically(args.run / "report.txt", lambda path: path.write_text(text + "\n"))
+            text += f"\nWritten to {args.run}: report.txt, report.png, bench.json"
+        except OSError as error:
+            note(f"longdraft bench: error: --run: {args.run} cannot be written: {error.strerror}")
+            status = 2
+    show(f"{text}\n{json.dumps(result)}\n")
+    return status
 
 
 def _loss_memory(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -153,8 +145,7 @@ def _loss_memory(args: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         raise ValueError(f"--loss-memory: it takes no other option; leave out {flag(given[0])}")
     from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 
-    hidden, vocab, heads = 576, 49152, 3
-    result = {}
+    hidden, vocab, heads, result = 576, 49152, 3, {}
     for tokens in (2048, 4096):
         peak, logits = loss_peak_memory(tokens, hidden, vocab, heads), heads * tokens * vocab * 4
         show(

@@ -33,6 +33,17 @@ NUMBERS = {
 }
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that takes a whole number of at least this."""
+
+    def whole_number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}; give a whole number of at least {least}")
+        return int(text)
+
+    return whole_number
+
+
 def add_model(parser: argparse.ArgumentParser) -> Callable[..., Any]:
     """Add the options of an engine's model. Returns the `add_argument` of their group, for further options."""
     add = parser.add_argument_group("model").add_argument

@@ -107,7 +107,7 @@ def bench(
         NotExact: a drafter whose tokens are not plain decoding's.
     """
     _check_lengths(target, asked, settings)
-    run = _Bench(target, builders, asked, settings, transformers_model, watch, record or Record(None, {}))
+    run = _Bench(target, builders, asked, settings, transformers_model, watch, record or Record({}))
     exactness, speeds = run.exactness(), run.speeds()
     watch.plan([phase for part in (*exactness, *speeds) for phase in next(part)])
     with fp32_layer_by_layer(target.model) if settings.proof == "layerwise" else nullcontext():

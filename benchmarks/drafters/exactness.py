@@ -7,8 +7,6 @@ the proof, the strongest first:
   layerwise  all layers are computed in fp32, but converted one at a time: little more memory than serving takes
   serving    in the dtype of the speeds; tokens may differ only at near-ties, and those that differ are counted
   off        nothing is proved, and the result says so
-
-Not here: the measurements (measure.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +25,7 @@ from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.footprint import feed_forward_numbers, layer_weights, size
+from longdraft.models.footprint import cache_rows, layer_weights, pass_bytes, size, size_of
 from longdraft.models.layer import Layer
 from longdraft.models.target import Target
 
@@ -66,8 +64,11 @@ class Room:
     beside: int = 0
 
 
-def choose_form(asked: str | None, config: DecoderConfig, dtype: torch.dtype, room: Room) -> str:
-    """Return the form that was asked for, or else the strongest that fits. dtype: that of the speeds.
+def choose_form(asked: str | None, config: DecoderConfig, dtype: torch.dtype, room: Room) -> tuple[str, str]:
+    """Return the form that was asked for, or else the strongest that fits, and what is loaded in words.
+
+    Args:
+        dtype: that of the speeds.
 
     Raises: ValueError if it does not fit, with the forms that would, or if not even the dtype of the speeds fits.
     """
@@ -76,20 +77,17 @@ def choose_form(asked: str | None, config: DecoderConfig, dtype: torch.dtype, ro
         raise ValueError(f"--exactness: {asked}, but --dtype fp32 holds the whole target in fp32; leave it out")
     needed = {form: needed_bytes(form, config, dtype, room) for form in possible}
     fitting = [form for form in possible if room.free is None or needed[form] <= room.free]
-    shown = [form for form in fitting if form != "off"]
-    if asked in fitting or (asked is None and shown):
-        return asked or shown[0]
-    free = size(room.free or 0)
-    if not shown:
-        least = min(needed, key=needed.__getitem__)
+    form, free = asked or next(iter(fitting), "off"), size(room.free or 0)
+    if form not in fitting or (form == "off" and asked is None):
+        ways = ", ".join(f"{one} takes {size(count)}" for one, count in needed.items() if one != "off")
         raise ValueError(
-            f"--target: it needs {size(needed[least])} in {NAMES[dtype]} with a cache of {room.longest} positions, and "
-            f"{free} is free; take a smaller target, a larger device or fewer --prompt-tokens"
+            f"{'--exactness' if fitting else '--target'}: {form} does not fit with a cache of {room.longest} "
+            f"positions: {ways}, and {free} is free; give another --exactness, a smaller target or fewer tokens"
         )
-    ways = " or ".join(f"{form} ({size(needed[form])})" for form in shown)
-    raise ValueError(
-        f"--exactness: {asked} needs {size(needed[str(asked)])}, and {free} is free; give {ways}, or leave it out"
-    )
+    shown = f", and {free} is free" if room.free is not None else ""
+    first = NAMES[first_dtype(form, dtype)]
+    how = f"to show exactness in {describe_form(form, dtype)}: takes {size(needed[form])}{shown}"
+    return form, f"Loading in {first}, {how}"
 
 
 def needed_bytes(form: str, config: DecoderConfig, dtype: torch.dtype, room: Room) -> int:
@@ -97,19 +95,16 @@ def needed_bytes(form: str, config: DecoderConfig, dtype: torch.dtype, room: Roo
     layer, outside = layer_weights(config)
     whole = config.n_layers * layer + outside
     weights = {"fp32": 4 * whole, "layerwise": dtype.itemsize * config.n_layers * layer + 4 * (layer + outside)}
-    row = 2 * config.n_layers * config.n_kv_heads * config.head_dim
-    wide = dtype.itemsize if form in ("serving", "off") else 4
-    proof = weights.get(form, dtype.itemsize * whole) + _passes(config, PROMPTS, wide)
-    proof += PROMPTS * (room.prompt_tokens + TOKENS + SLACK_ROWS) * row * wide
-    speeds = dtype.itemsize * whole + _passes(config, 1, dtype.itemsize)
-    speeds += (room.longest + SLACK_ROWS) * row * dtype.itemsize
+
+    def decoding(slots: int, positions: int, computed: torch.dtype) -> int:
+        cache = cache_rows(config, slots * (positions + SLACK_ROWS), computed)
+        logits = 2 * slots * SLACK_ROWS * config.vocab_size * computed.itemsize
+        return size_of(cache) + logits + pass_bytes(config, PREFILL_ROWS, computed)
+
+    in_proof = dtype if form in ("serving", "off") else torch.float32
+    proof = weights.get(form, dtype.itemsize * whole) + decoding(PROMPTS, room.prompt_tokens + TOKENS, in_proof)
+    speeds = dtype.itemsize * whole + decoding(1, room.longest, dtype)
     return int(MARGIN * max(proof, speeds)) + room.beside
-
-
-def _passes(config: DecoderConfig, n_slots: int, wide: int) -> int:
-    """Bytes of the largest tensors alive at once: a prefill's rows, a verification's logits. wide: bytes a number."""
-    rows = PREFILL_ROWS * (config.hidden_size + feed_forward_numbers(config))
-    return wide * (rows + 2 * n_slots * SLACK_ROWS * config.vocab_size)
 
 
 def describe_form(form: str, dtype: torch.dtype) -> str:
@@ -238,12 +233,8 @@ class Differences:
 
 def _together(found: Sequence[Differences]) -> Differences:
     near_ties = [one.near_tie for one in found if one.near_tie is not None]
-    return Differences(
-        sum(one.flips for one in found),
-        sum(one.tokens for one in found),
-        max(one.largest_gap for one in found),
-        max(near_ties, default=None),
-    )
+    flips, tokens = (sum(getattr(one, name) for one in found) for name in ("flips", "tokens"))
+    return Differences(flips, tokens, max(one.largest_gap for one in found), max(near_ties, default=None))
 
 
 def count_flips(

@@ -1,18 +1,19 @@
-"""Answers, with what each of their steps committed, and the record that keeps them so that a killed run can resume.
+"""Answers, with what each of their steps committed, and the record that keeps them so that a killed run can resume."""
 
-Not here: who answers (turns.py), what is computed from the answers (figures.py).
-"""
-
-import fcntl
-import json
-import os
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT, RECORD, STATE = "longdraft bench 1", "record.jsonl", "state"
-BEGINNING = json.dumps({"format": FORMAT})[:-1].encode()  # of every record's first line
+from longdraft.models.draft_folder import CONFIG, WEIGHTS, local_folder
+from longdraft.models.files import WorkFolder, file_digest, read_plan
+from longdraft.models.schema import validate
+
+FORMAT, STATE = "longdraft bench 2", "state"
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "**/*.gguf")
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of a weight file: enough to tell two trainings of one network apart
 
 
 @dataclass(frozen=True)
@@ -70,102 +71,61 @@ class Entry:
 class Record:
     """What was asked, proved and answered, in order.
 
-    Given a folder, each line is appended to its record.jsonl and synced before the next question is asked, so that a
-    killed run resumes after its last complete answer.
-
     Args:
-        settings: everything the answers depend on. A folder that was begun with other settings is refused.
-
-    Raises: ValueError for such a folder, for one that another process writes to, and for a file that is no record.
+        settings: everything the answers depend on.
+        work: keeps each part before the next question is asked; None: the record is in memory only. Its parts are
+            `entry`, `proof`, `machine` and `left_out`, numbered in the order in which they came.
     """
 
-    def __init__(self, folder: Path | None, settings: Mapping[str, Any]):
-        self.settings, self.proof, self.entries = dict(settings), None, dict[tuple, Entry]()
-        self.left_out: list[dict] = []
+    def __init__(self, settings: Mapping[str, Any], work: WorkFolder | None = None):
+        self.settings, self.work = dict(settings), work
+        self.proof: dict | None = None
         self.machine: dict = {}
-        self.folder, self._file = folder, None
-        if folder is None:
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / RECORD).open("a+b")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--out: another process writes to {folder}; wait for it or give another folder") from None
-        except OSError as error:
-            raise ValueError(f"--out: {folder} cannot be written: {error.strerror}; give another folder") from error
-        self._file.seek(0)
-        content, name = self._file.read(), f"--out: {self._file.name}"
-        end = content.rfind(b"\n") + 1
-        lines = _parse(content[:end], name)
-        if lines or not BEGINNING.startswith(content[: len(BEGINNING)]):
-            self._check(_settings_in(lines, name))
-            self._read(lines, name)
-        # The file is a record, so a last line without its end was cut off by a kill.
-        self._file.truncate(end)
-        if not lines:
-            self._append({"format": FORMAT, "settings": self.settings})
+        self.left_out: list[dict] = []
+        self.entries: dict[tuple, Entry] = {}
+        self._count = 0
+        for name in work.tasks() if work is not None else ():
+            self._count = int(name) + 1
+            for part, value in ((work and work.read(name)) or {}).items():  # a damaged part is made again
+                self._take(part, value)
 
-    def _check(self, recorded: dict) -> None:
-        settings = json.loads(json.dumps(self.settings))
-        for name in {**settings, **recorded}:
-            before, now = recorded.get(name), settings.get(name)
-            if before != now:
-                raise ValueError(
-                    f"--out: {self.folder} was begun with {name} {before}, and this is {now}; "
-                    "ask for the same, or give another folder"
-                )
+    def _take(self, part: str, value: Any) -> None:
+        if part == "entry":
+            entry = value if isinstance(value, Entry) else validate(Entry, value, "entry")
+            self.entries[entry.id, entry.drafter, entry.temperature] = entry
+        elif part == "left_out":
+            self.left_out.append(value)
+        else:
+            setattr(self, part, value)
 
-    def _read(self, lines: Sequence[dict], name: str) -> None:
-        """Take over all lines but the first. Raises ValueError, beginning with `name`, for a line of another kind."""
-        for number, line in enumerate(lines[1:], start=2):
-            try:
-                if "proof" in line:
-                    self.proof = line["proof"]
-                elif "machine" in line:
-                    self.machine = line["machine"]
-                elif "left_out" in line:
-                    self.left_out.append(line["left_out"])
-                else:
-                    self._keep(Entry(**{**line, "turns": [Answer(**turn) for turn in line["turns"]]}))
-            except (TypeError, KeyError, AttributeError) as error:
-                raise ValueError(f"{name}, line {number} is no line of a record; give another folder") from error
-
-    def _keep(self, entry: Entry) -> None:
-        self.entries[entry.id, entry.drafter, entry.temperature] = entry
-
-    def _append(self, line: dict) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(line).encode() + b"\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
+    def _add(self, part: str, value: Any) -> None:
+        self._take(part, value)
+        if self.work is not None:
+            self.work.write(f"{self._count:06d}", {part: asdict(value) if isinstance(value, Entry) else value})
+        self._count += 1
 
     def set_proof(self, proof: dict) -> None:
-        self.proof = proof
-        self._append({"proof": proof})
+        self._add("proof", proof)
 
     def set_machine(self, machine: dict) -> None:
         """Note on which machine and with which versions the following answers are made."""
-        self.machine = machine
-        self._append({"machine": machine})
+        self._add("machine", machine)
 
     def leave_out(self, questions: Sequence[Mapping[str, Any]]) -> None:
         """Note questions that are not asked, each of them once."""
         known = {one["id"] for one in self.left_out}
         for one in questions:
             if one["id"] not in known:
-                self.left_out.append(dict(one))
-                self._append({"left_out": dict(one)})
+                self._add("left_out", dict(one))
 
     def add(self, entry: Entry, tables: Sequence[Any] = ()) -> None:
         """Append an answered question, and save the drafter's tables as they are now until its next answer."""
         before = self._states(entry.drafter, entry.temperature, tables)
-        self._keep(entry)
-        if self.folder is not None and tables:
-            (self.folder / STATE).mkdir(exist_ok=True)
-            for path, table in self._states(entry.drafter, entry.temperature, tables).items():
-                table.save(path)
-        self._append(asdict(entry))
+        after = self._states(entry.drafter, entry.temperature, tables, 1)
+        for path, table in after.items():
+            path.parent.mkdir(exist_ok=True)
+            table.save(path)
+        self._add("entry", entry)
         for path in before:
             path.unlink(missing_ok=True)
 
@@ -175,12 +135,12 @@ class Record:
             if path.exists():
                 table.load(path)
 
-    def _states(self, drafter: str, temperature: float, tables: Sequence[Any]) -> dict[Path, Any]:
-        """The file of each table after the last recorded answer; none without a folder."""
-        if self.folder is None:
+    def _states(self, drafter: str, temperature: float, tables: Sequence[Any], more: int = 0) -> dict[Path, Any]:
+        """The file of each table after the last recorded answer (and `more`); none without a folder."""
+        if self.work is None:
             return {}
-        name = f"{drafter}-{temperature:g}-{len(self.of(drafter, temperature))}"
-        return {self.folder / STATE / f"{name}.{number}": table for number, table in enumerate(tables)}
+        name = f"{drafter}-{temperature:g}-{len(self.of(drafter, temperature)) + more}"
+        return {self.work.path / STATE / f"{name}.{number}": table for number, table in enumerate(tables)}
 
     def of(self, drafter: str, temperature: float) -> list[Entry]:
         return self.by_drafter().get(temperature, {}).get(drafter, [])
@@ -193,36 +153,66 @@ class Record:
         return found
 
 
-def _parse(content: bytes, name: str) -> list[dict]:
-    """Parse lines of JSON objects. Raises ValueError, with the line's number, for a line that is not one."""
-    lines = []
-    for number, line in enumerate(content.splitlines(), start=1):
-        try:
-            lines.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name}, line {number} is no JSON ({error}); give another folder") from None
-        if not isinstance(lines[-1], dict):
-            raise ValueError(f"{name}, line {number} is no JSON object; give another folder")
-    return lines
+@contextmanager
+def recorded(folder: Path | None, settings: Mapping[str, Any]) -> Iterator[Record]:
+    """A record that is kept in this folder, and resumed if the folder was begun with the same settings.
 
-
-def _settings_in(lines: Sequence[dict], name: str) -> dict[str, Any]:
-    """The settings in a record's first line. Raises ValueError, beginning with `name`, if it has none."""
-    head = lines[0] if lines else {}
-    if head.get("format") != FORMAT or not isinstance(settings := head.get("settings"), dict):
-        raise ValueError(f"{name} is no record of `longdraft bench --out`, or of another format; give another folder")
-    return settings
+    Raises ValueError for a folder that was begun with other settings or by somebody else, or that cannot be written.
+    """
+    if folder is None:
+        yield Record(settings)
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: {folder} cannot be written: {error.strerror}; give another folder") from error
+    work = WorkFolder(folder, {"format": FORMAT, "settings": settings})
+    with work.opened():
+        yield Record(settings, work)
 
 
 def read_record(folder: Path) -> Record:
     """Read the record of a finished or running bench, without writing to it. Raises ValueError if there is none."""
-    path = folder / RECORD if folder.is_dir() else folder
-    try:
-        lines = _parse(path.read_bytes().rpartition(b"\n")[0], str(path))
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read: {error.strerror}; name a folder that `longdraft bench --out` wrote"
-        ) from error
-    record = Record(None, _settings_in(lines, str(path)))
-    record._read(lines, str(path))
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; name one that `longdraft bench --out` wrote")
+    plan = read_plan(folder)
+    if plan.get("format") != FORMAT:
+        raise ValueError(f"{folder} is no record of this version's `longdraft bench --out`; give another folder")
+    record = Record(plan["settings"], WorkFolder(folder, plan))
+    record.work = None
     return record
+
+
+def digest(content: bytes) -> str:
+    """The first hexadecimal digits of the content's SHA-256."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def checkpoint_digest(path: str, gguf_file: str | None = None) -> str | None:
+    """Tells a local checkpoint from another one of its name: covers config.json and each weight file's name, size and
+    some of its bytes. None if `path` is not a local file or folder.
+    """
+    place = Path(path).expanduser()
+    if not place.exists():
+        return None
+    files = [place] if place.is_file() else sorted(file for kind in WEIGHT_FILES for file in place.glob(kind))
+    files = files if gguf_file is None else [place / gguf_file]
+    config = place / CONFIG
+    content = [digest(config.read_bytes()) if config.is_file() else None]
+    return digest(repr(content + [(file.name, *_sample(file)) for file in files if file.is_file()]).encode())
+
+
+def _sample(file: Path) -> tuple[int, str]:
+    """A file's size, and the digest of blocks evenly spaced in it."""
+    size, blocks = file.stat().st_size, []
+    with file.open("rb") as opened:
+        for i in range(SAMPLES):
+            opened.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+            blocks.append(opened.read(SAMPLE_BYTES))
+    return size, digest(b"".join(blocks))
+
+
+def draft_digest(draft: str) -> str:
+    """Covers a draft's weights and its config.json, which holds the tree."""
+    folder = local_folder(draft)
+    return digest("".join(file_digest(folder / name) for name in (WEIGHTS, CONFIG)).encode())

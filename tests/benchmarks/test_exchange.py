@@ -31,7 +31,7 @@ TWO = Entry("b", "math", "math", "d+e", 0.0, [answer([1, 3], [0.2, 0.4]), answer
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    record = Record(None, {"suite": "speed-bench"})
+    record = Record({"suite": "speed-bench"})
     record.machine = {"target": "t"}
     for entry in (ONE, TWO):
         record.add(entry)

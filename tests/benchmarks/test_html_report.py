@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from longdraft.benchmarks.drafters.html_report import collect, page, picture
 from longdraft.benchmarks.drafters.pictures import bars, draw_agreement, draw_loss, lines, svg
-from longdraft.benchmarks.drafters.record import Answer, Entry, Record
+from longdraft.benchmarks.drafters.record import Answer, Entry, Record, recorded
 from longdraft.benchmarks.drafters.text_report import _training, validations
 from longdraft.launch import report
 
@@ -17,9 +17,7 @@ RATES = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.0]]
 
 def made(drafters: dict[str, int], every: int = 5120, temperatures=(0.0,)) -> Record:
     """Six questions of three tasks; a drafter commits so many tokens a step, plain decoding one, a millisecond each."""
-    record = Record(
-        None, {"suite": "mrcr", "drafters": drafters, "dtype": "bf16", "nodes": 4, "seed": 0, "sampling": {}}
-    )
+    record = Record({"suite": "mrcr", "drafters": drafters, "dtype": "bf16", "nodes": 4, "seed": 0, "sampling": {}})
     record.set_proof({"exact": True, "exact_checked": "96 tokens a drafter in fp32", "proof": {"form": "fp32"}})
     record.set_machine(
         {"target": "a <target>", "device": "a machine", "threads": 2, "date": "2026-01-01", "versions": {}}
@@ -94,10 +92,11 @@ def test_a_picture_is_an_svg_file_and_always_the_same():
 
 
 def test_the_command_names_what_is_wrong(tmp_path, capsys):
-    for arguments, message in (([str(tmp_path)], "record.jsonl"), ([str(tmp_path), "--out", "report.pdf"], "--out")):
+    for arguments, message in (([str(tmp_path)], "plan.json"), ([str(tmp_path), "--out", "report.pdf"], "--out")):
         assert report.main(arguments) == 2
         assert message in capsys.readouterr().err
-    Record(tmp_path, {"suite": None})
+    with recorded(tmp_path, {"suite": None}):
+        pass
     assert report.main([str(tmp_path), "--out", str(tmp_path / "r.html")]) == 2
     assert "no question has been answered yet" in capsys.readouterr().err
 

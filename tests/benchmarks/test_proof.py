@@ -49,9 +49,9 @@ GIB = 2**30
 )
 def test_the_first_form_that_fits_is_taken(config, free, form):
     room = Room(free * GIB, 512, 640)
-    assert choose_form(None, config, BF16, room) == choose_form(form, config, BF16, room) == form
-    assert choose_form(None, config, BF16, replace(room, free=None)) == "fp32"
-    assert choose_form(None, config, BF16, replace(room, beside=200 * GIB, free=(200 + free) * GIB)) == form
+    assert choose_form(None, config, BF16, room)[0] == choose_form(form, config, BF16, room)[0] == form
+    assert choose_form(None, config, BF16, replace(room, free=None))[0] == "fp32"
+    assert choose_form(None, config, BF16, replace(room, beside=200 * GIB, free=(200 + free) * GIB))[0] == form
     needed = [needed_bytes(one, config, BF16, room) for one in FORMS]
     assert needed[0] > 4 * weight_count(config) and needed[1] > needed[2] > 2 * weight_count(config)
 
@@ -63,26 +63,20 @@ def test_weights_are_counted_as_they_are(tiny_target):
 
 
 @pytest.mark.parametrize(
-    ("asked", "free", "message"),
+    ("asked", "config", "dtype", "free", "message"),
     [
-        ("fp32", 78, r"--exactness: fp32 needs 1\d\d\.\d\d GiB, and 78.00 GiB is free; give layerwise \(\d\d"),
-        ("layerwise", 70, r"--exactness: layerwise needs .* give serving \(\d\d"),
-        (None, 60, r"--target: it needs \d\d.\d\d GiB in bf16 with a cache of 640 positions, and 60.00 GiB is free"),
-        ("serving", 60, "--target: it needs"),
+        ("fp32", QWEN, BF16, 78, r"--exactness: fp32 does not fit .* layerwise takes \d\d"),
+        ("layerwise", QWEN, BF16, 70, r"--exactness: layerwise does not fit .* serving takes \d\d"),
+        (None, QWEN, BF16, 60, "--target"),
+        ("serving", QWEN, BF16, 60, "--target"),
+        ("layerwise", LLAMA, torch.float32, 78, "--exactness: layerwise"),
+        (None, QWEN, torch.float32, 78, "--target"),
     ],
 )
-def test_what_does_not_fit_is_refused(asked, free, message):
+def test_what_does_not_fit_is_refused(asked, config, dtype, free, message):
     with pytest.raises(ValueError, match=message):
-        choose_form(asked, QWEN, BF16, Room(free * GIB, 512, 640))
-
-
-def test_speeds_in_fp32_leave_one_form():
-    room = Room(78 * GIB, 512, 640)
-    assert choose_form(None, LLAMA, torch.float32, room) == "fp32"
-    with pytest.raises(ValueError, match="--exactness: layerwise, but --dtype fp32 holds the whole target in fp32"):
-        choose_form("layerwise", LLAMA, torch.float32, room)
-    with pytest.raises(ValueError, match=r"--target: it needs .* in fp32"):
-        choose_form(None, QWEN, torch.float32, room)
+        choose_form(asked, config, dtype, Room(free * GIB, 512, 640))
+    assert choose_form(None, LLAMA, torch.float32, Room(78 * GIB, 512, 640))[0] == "fp32"
 
 
 def test_layer_by_layer_is_fp32_of_the_same_weights(tiny_target):
