@@ -296,7 +296,9 @@ def test_the_command_finds_every_script(capsys):
 def test_options_of_train_may_stand_anywhere(monkeypatch, tmp_path):
     """`longdraft train` passes them on to the ranks' command, which reads them in the same way."""
     started, config = [], str(tmp_path / "c.yaml")
-    Path(config).write_text("train: {device: cpu}")
+    stages = Mock()
+    stages.return_value = [Mock(**{"config.train.device": "cpu"})]
+    monkeypatch.setattr("longdraft.train.config_file.load_stages", stages)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("longdraft.train.launcher.launch_ranks", lambda *given: started.append(given) or 7)
     options = {"--stage": "long", "--num-gpus": "2", "--from-draft": "a/draft"}
