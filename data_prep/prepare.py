@@ -19,9 +19,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longdraft.data_prep.bars import bar
 from longdraft.data_prep.failures import check_out, check_outside, failures_described
 from longdraft.data_prep.formats import TokenIdsFormat
+from longdraft.data_prep.progress_bar import progress_bar
 from longdraft.data_prep.recipe import PrepareConfig, changed
 from longdraft.data_prep.records import SEGMENT_BYTES, Segment, scan
 from longdraft.data_prep.shard_task import (
@@ -79,7 +79,7 @@ def prepare(
         check_outside(config.out, (source.path for source in config.sources.values()))
         files, kept = _choose_files(config, list_files(tuple(config.sources.values())))
         readers = make_readers(config, files, kept, tokenizer, tokenizers or {})
-        with bar(iterable=files, desc="reading sources", unit="file", leave=False) as to_read:
+        with progress_bar(iterable=files, desc="reading sources", unit="file", leave=False) as to_read:
             described, segments = scan(to_read, SEGMENT_BYTES)
     tasks = plan_tasks(config, segments, kept)
     plan = _make_plan(config, readers, tokenizer_hash, described, tasks)
@@ -125,7 +125,7 @@ def make_shards(
     total_bytes, todo_bytes = (sum(task.size for task in some) for some in (tasks, todo))
     work = partial(make_shards_of, config=config, readers=readers, folder=folder)
     done_bytes = total_bytes - todo_bytes
-    with bar(total=total_bytes, initial=done_bytes, desc="tokenising", unit="B", unit_scale=True) as progress:
+    with progress_bar(total=total_bytes, initial=done_bytes, desc="tokenising", unit="B", unit_scale=True) as progress:
         n_workers = min(config.workers, len(todo), todo_bytes // WORKER_BYTES)
         if n_workers > 1:
             # The tasks that read most come first, so that no process is left alone with one at the end.

@@ -20,11 +20,11 @@ from typing import Annotated, Any
 from pydantic import Field
 from tqdm import tqdm
 
-from longdraft.data_prep.bars import bar
 from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.failures import check_out, check_outside, failures_described
 from longdraft.data_prep.formats import TEXT_FIELD, ChatFormat, TextFormat
+from longdraft.data_prep.progress_bar import progress_bar
 from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.records import SEGMENT_BYTES, read_documents, scan
 from longdraft.data_prep.response_generation import ERRORS, Answerer, Generate, OpenConversation, beginning
@@ -105,7 +105,7 @@ def regenerate(
                 parts = ((task, list(islice(conversations, config.part_size))) for task in tasks)
                 to_answer = ((task, documents) for task, documents in parts if task in due)
                 total = min(count, len(due) * config.part_size)
-                with bar(total=total, desc="answering", unit="conversation") as progress:
+                with progress_bar(total=total, desc="answering", unit="conversation") as progress:
                     answerer = Answerer(encoder, config.max_prompt, config.keep_unfinished)
                     speed = _answer(to_answer, folder, answerer, start, config.seed, len(due) == len(mine), progress)
                 if machine is None:

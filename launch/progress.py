@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from longdraft.benchmarks.drafters.progress import Phase, Watch
-from longdraft.data_prep.bars import bar
+from longdraft.data_prep.progress_bar import progress_bar
 
 FORM = "{desc}: {percentage:3.0f}%|{bar:10}| about {remaining} left{postfix}"
 
@@ -33,7 +33,7 @@ class Progress(Watch):
         if self._bar is None:
             # Phases take turns and differ in speed, so the mean speed says most.
             shown = {"bar_format": FORM, "mininterval": 0.5, "smoothing": 0, "leave": False, "postfix": name}
-            self._bar = bar(desc=self._name, total=self._ends[-1], initial=skipped, **shown)
+            self._bar = progress_bar(desc=self._name, total=self._ends[-1], initial=skipped, **shown)
             return
         self._bar.set_postfix_str(name, refresh=False)
         self._bar.initial += skipped

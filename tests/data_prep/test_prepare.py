@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from longdraft.data_prep import prepare as prepare_module
+from longdraft.data_prep import shard_task, tokenize
 from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.recipe import PrepareConfig, changed, same_way
 from longdraft.data_prep.shards import ShardSet
@@ -281,6 +282,15 @@ def test_manifest_names_the_first_bad_documents_only(config, tmp_path, tiny_toke
     split = prepare(many, tiny_tokenizer, "hash")["splits"]["train"]
     assert len(split["bad_named"]) == 20 < split["bad"]["bad_json"]
     assert split["bad_named"][0] == {"document": "lines.jsonl:1", "why": "bad_json"}
+
+
+def test_texts_that_are_tokenised_in_parts_are_counted(config, corpus, tiny_tokenizer, read_back, monkeypatch):
+    for module in (tokenize, shard_task):
+        monkeypatch.setattr(module, "LONG", 2000)
+    manifest = prepare(config, tiny_tokenizer, "hash")
+    n_long = sum(len(text.decode()) > 2000 for text in corpus[1].values())
+    assert sum(split["in_parts"] for split in manifest["splits"].values()) == n_long > 9
+    assert read_back(splits(config)[0], tiny_tokenizer) | read_back(splits(config)[1], tiny_tokenizer) == corpus[1]
 
 
 def test_empty_split_says_why(config, tmp_path, tiny_tokenizer):

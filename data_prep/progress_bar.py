@@ -8,7 +8,7 @@ from tqdm import tqdm
 PLAIN_EVERY = 30.0  # seconds between two lines where there is no terminal
 
 
-def bar(**options: Any) -> tqdm:
+def progress_bar(**options: Any) -> tqdm:
     """tqdm, redrawn on a terminal, else written now and then. Use it as a context manager: it then ends its line before
     anything else is printed."""
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
