@@ -1,8 +1,4 @@
-"""Training from the first step to the last checkpoint: stages one after the other, and the steps of one run.
-
-Not here: finding the stages in a config (stages.py), what is opened before the first step (setup.py), what a step
-computes (step.py), files (saving.py, tracking.py).
-"""
+"""Training from the first step to the last checkpoint: stages one after the other, and the steps of one run."""
 
 import shlex
 from collections.abc import Sequence
@@ -28,6 +24,8 @@ from longdraft.train.step_metrics import counted, measure, where_time_goes
 from longdraft.train.tracking import Tracker, read_metrics
 from longdraft.train.validation import validate
 
+DONE = "done"
+
 
 def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()) -> None:
     """Train the stages that are not done yet, until all are or something is in `stop` (`signals_noted`) on any rank;
@@ -49,10 +47,10 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
     for number, stage in enumerate(stages, start=1):
         config = stage.config
         if stage.name is not None:
-            overview = ranks.from_first(partial(_overview, stages))
+            overview = ranks.from_first(lambda: ", ".join(f"{one.name} {_progress(one)}" for one in stages))
             ranks.log(f"Stage {stage.name}, {number} of {len(stages)}: {overview}")
-        if stage.name is not None and ranks.from_first(partial(_is_done, stage)):
-            continue
+            if ranks.from_first(partial(_progress, stage, check=True)) == DONE:
+                continue
         if loaded != (config.target, config.train.precision):
             target = None  # free its memory before the next one is loaded
             target, loaded = open_target(config, ranks), (config.target, config.train.precision)
@@ -65,43 +63,26 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
                 ranks.from_first(partial(export, config.train.run_dir, target=whole))
 
 
-def _is_done(stage: Stage) -> bool:
-    """Whether the stage's last step is exported; raises ValueError where the stage was trained with other settings or
-    rows than the config's. A stage that is done no longer needs its rows."""
-    if not stage.is_exported:
-        return False
-    config, found, rows = stage.config, checkpoint.newest(stage.config.train.run_dir), _rows(stage)
-    if found is not None and rows is not None:
-        resuming.check_continues(found[1], config.resolved(len(rows)), rows)
-    return _is_whole(stage, rows)
+def _progress(stage: Stage, check: bool = False) -> str:
+    """How far a stage is, in a few words: DONE where the draft of its last step is exported, since a stopped run and its
+    best weights can be exported too. A stage that is done no longer needs its rows: its last step is then that of the
+    run that the draft was exported from.
 
-
-def _rows(stage: Stage) -> ShardSet | None:
-    """The rows that the stage trains on; None where they are no longer there."""
-    folder = Path(stage.config.data.path) / "train"
-    return ShardSet(folder) if folder.is_dir() else None
-
-
-def _is_whole(stage: Stage, rows: ShardSet | None) -> bool:
-    """Whether the exported draft is of the stage's last step, since a stopped run and its best weights can be exported
-    too. Without rows, the last step is that of the run that the draft was exported from."""
-    info = read_info(stage.draft)
-    if rows is not None:
-        n_steps = stage.config.resolved(len(rows)).train.n_steps
-    else:
+    check: raise ValueError where a stage that is done was trained with other settings or rows than the config's.
+    """
+    config, folder = stage.config, Path(stage.config.data.path) / "train"
+    if stage.is_exported:
+        info, rows = read_info(stage.draft), ShardSet(folder) if folder.is_dir() else None
         n_steps = info.train_config.get("train", {}).get("steps")
-    return None in (info.step, n_steps) or info.step == n_steps  # a converted draft has no steps
-
-
-def _overview(stages: Sequence[Stage]) -> str:
-    """How far each stage is, in one line."""
-    states = []
-    for stage in stages:
-        done = stage.is_exported and _is_whole(stage, _rows(stage))
-        found = None if done else checkpoint.newest(stage.config.train.run_dir)
-        where = "done" if done else f"at step {found[1]['step']}" if found else "to come"
-        states.append(f"{stage.name} {where}")
-    return ", ".join(states)
+        if rows is not None:
+            config = config.resolved(len(rows))
+            n_steps = config.train.n_steps
+            if check and (found := checkpoint.newest(config.train.run_dir)):
+                resuming.check_continues(found[1], config, rows)
+        if None in (info.step, n_steps) or info.step == n_steps:  # a converted draft has no steps
+            return DONE
+    found = checkpoint.newest(config.train.run_dir)
+    return f"at step {found[1]['step']}" if found else "to come"
 
 
 def train(
