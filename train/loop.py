@@ -64,7 +64,7 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
 
 
 def _progress(stage: Stage, check: bool = False) -> str:
-    """How far a stage is, in a few words: DONE where the draft of its last step is exported, since a stopped run and its
+    """How far a stage is, in a few words: DONE where the draft of its last step is exported, since a stopped run and
     best weights can be exported too. A stage that is done no longer needs its rows: its last step is then that of the
     run that the draft was exported from.
 
