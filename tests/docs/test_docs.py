@@ -297,7 +297,7 @@ def _check_arguments(words: list[str], line: str) -> None:
     if hasattr(asked, "stage"):
         assert load_stages(asked.config, asked.overrides, asked.stage, None)
     if getattr(asked, "recipe", None):
-        values = resolve(read_yaml(asked.recipe, asked.overrides))
+        values = resolve(read_yaml(asked.recipe, vars(asked).get("overrides", [])))
         validate(PrepareConfig, {"out": "out", **values})
 
 
