@@ -84,11 +84,8 @@ def read_quantisation(hf_config: Any) -> Quantisation | None:
     if not config:
         return None
     fields = dict(config if isinstance(config, Mapping) else config.to_dict())
-    method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
-    if method not in _READERS:
-        known = ", ".join(_READERS)
-        raise ValueError(f"quantization_config: quant_method is {method!r}; supported: {known}; {REMEDY}")
-    return _READERS[method](fields)
+    fields["quant_method"] = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
+    return _READERS[_one_of(fields, "quant_method", *_READERS)](fields)
 
 
 def _one_of(fields: Mapping[str, Any], name: str, *known: Any) -> Any:
@@ -101,14 +98,16 @@ def _one_of(fields: Mapping[str, Any], name: str, *known: Any) -> Any:
 
 
 def _fp8(fields: Mapping[str, Any]) -> Quantisation:
-    block = fields.get("weight_block_size")
     _one_of(fields, "fmt", "e4m3")
+    return _fp8_in_blocks(fields.get("weight_block_size"))
+
+
+def _fp8_in_blocks(block: tuple[int, int] | None) -> Quantisation:
+    def value(weight_NK: Tensor, scale: Tensor) -> Tensor:
+        return weight_NK.float() * _expand_scale(scale, weight_NK, block)
+
     in_blocks = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
-    return Quantisation(f"fp8{in_blocks}", ("weight", "weight_scale"), _fp8_value(block))
-
-
-def _fp8_value(block: tuple[int, int] | None) -> Callable[..., Tensor]:
-    return lambda weight_NK, scale: weight_NK.float() * _expand_scale(scale, weight_NK, block)
+    return Quantisation(f"fp8{in_blocks}", ("weight", "weight_scale"), value)
 
 
 def _compressed(fields: Mapping[str, Any]) -> Quantisation | None:
@@ -119,9 +118,8 @@ def _compressed(fields: Mapping[str, Any]) -> Quantisation | None:
     form = _one_of(fields, "format", "float-quantized", "naive-quantized", "pack-quantized")
     if any(group != weights[0] for group in weights):
         raise ValueError(f"quantization_config: config_groups has {len(weights)} kinds of weights; {REMEDY}")
-    bits, kind = weights[0]["num_bits"], weights[0]["type"]
     if form == "pack-quantized":
-        _one_of(weights[0], "num_bits", 4, 8)
+        bits = _one_of(weights[0], "num_bits", 4, 8)
         _one_of(weights[0], "symmetric", True)
         _one_of(weights[0], "actorder", None, "weight", "static")
 
@@ -130,11 +128,9 @@ def _compressed(fields: Mapping[str, Any]) -> Quantisation | None:
             return numbers * _expand_scale(scale, numbers, None)
 
         return Quantisation(f"integers of {bits} bits", ("weight_packed", "weight_scale"), packed, ("weight_shape",))
-    if (kind, bits) != ("float", 8):
-        raise ValueError(
-            f"quantization_config: weights are {kind} of {bits} bits; supported: float of 8 bits; {REMEDY}"
-        )
-    return Quantisation("fp8", ("weight", "weight_scale"), _fp8_value(weights[0].get("block_structure")))
+    _one_of(weights[0], "type", "float")
+    _one_of(weights[0], "num_bits", 8)
+    return _fp8_in_blocks(weights[0].get("block_structure"))
 
 
 def _awq(fields: Mapping[str, Any]) -> Quantisation:

@@ -210,25 +210,6 @@ def test_token_by_token(pair):
 
 
 @torch.no_grad()
-def test_generates_the_same(pair):
-    """The same tokens as transformers' greedy generate, from prompts beyond the original length and below it."""
-    name, theirs, ours = pair
-    theirs.generation_config.eos_token_id = None
-    for prompt in (9, 70):
-        ids = tokens(1, prompt)
-        expected = theirs.generate(ids, max_new_tokens=40, do_sample=False)[0, prompt:].tolist()
-        cache = ours.new_cache(1, prompt + 40)
-        cache.reset(prompt_lengths=[prompt])
-        got, piece = [], ids
-        while len(got) < 40:
-            logits = ours(Pass(piece, cache=cache)).logits
-            cache.commit(None, torch.tensor([piece.shape[1]]))
-            piece = logits[:, -1:].argmax(-1)
-            got.append(int(piece))
-        assert got == expected, f"{name}, prompt of {prompt}"
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("options", [{"max_shard_size": "20KB"}, {"max_shard_size": "10GB"}])
 def test_sharded_or_not(tmp_path, options):
     theirs = theirs_of(FAMILIES["qwen3"])

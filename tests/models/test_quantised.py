@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from longdraft.infer.engine import Engine
-from longdraft.infer.sampling import SamplingParams
 from longdraft.models.draft_folder import target_entry
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import describe_target, load_target, read_target_config
@@ -254,8 +252,13 @@ OF_CACHE = {
 }
 
 
-@pytest.mark.parametrize("form", ["fp8 static", "fp8 rows", "packed", *OF_CACHE])
-@pytest.mark.parametrize("program", SCALES)
+@pytest.mark.parametrize(
+    ("program", "form"),
+    [
+        *((program, "fp8 static") for program in SCALES),
+        *(("AutoFP8", form) for form in ("fp8 rows", "packed", *OF_CACHE)),
+    ],
+)
 def test_scales_of_activations_and_of_the_cache_are_left_out(tmp_path, program, form):
     pack, quantization = (FORMS | OF_CACHE)[form]
     scales = {f"model.layers.{i}.self_attn.{name}": torch.ones(1) for i in range(2) for name in SCALES[program]}
@@ -266,16 +269,6 @@ def test_scales_of_activations_and_of_the_cache_are_left_out(tmp_path, program, 
         return parts | (scales if name == "lm_head.weight" else {}), value
 
     assert_same(load_target(write(tmp_path, theirs, quantization, quantise), torch.float32), theirs)
-
-
-def test_drafters_are_exact_with_it(tmp_path):
-    target = load_target(write(tmp_path, made(LLAMA), FORMS["awq"][1], linear_layers(awq)), torch.float32)
-    prompts, params = [[5, 9, 5, 9, 5], [1, 2, 3]], SamplingParams(temperature=1.0, seed=2, max_new_tokens=30)
-    plain, drafted = (
-        [one.tokens for one in Engine(target, name).generate(prompts, params)]
-        for name in ("plain", "token_recycling+prompt_lookup")
-    )
-    assert plain == drafted
 
 
 def test_a_part_that_is_not_there_is_named(tmp_path):
@@ -296,34 +289,21 @@ def test_a_bias_that_has_no_place_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("quantization", "message"),
+    ("field", "quantization"),
     [
-        (
-            {"quant_method": "bitsandbytes"},
-            "quant_method is 'bitsandbytes'; supported: fp8, compressed-tensors, awq, gptq",
-        ),
-        (
-            FORMS["awq"][1] | {"version": "gemv"},
-            "version is 'gemv'; supported: 'gemm'; take the checkpoint that was quant",
-        ),
-        (FORMS["awq"][1] | {"bits": 8}, "bits is 8; supported: 4"),
-        (GPTQ | {"bits": 3}, "bits is 3; supported: 4, 8, 2"),
-        (GPTQ | {"dynamic": {"-:.*down": {}}}, "dynamic is "),
-        (
-            compressed("float-quantized", num_bits=4, type="float"),
-            "weights are float of 4 bits; supported: float of 8 bits",
-        ),
-        (compressed("pack-quantized", num_bits=4, type="int", symmetric=False), "symmetric is False; supported: True"),
-        (
-            compressed("float-quantized", num_bits=8, type="float")
-            | {"config_groups": {"a": {}, "b": {"weights": {"num_bits": 4, "type": "float"}}}},
-            "weights are float of 4 bits",
-        ),
-        (compressed("marlin-24", num_bits=4, type="int"), "format is 'marlin-24'; supported: 'float-quantized'"),
+        ("quant_method", {"quant_method": "bitsandbytes"}),
+        ("version", FORMS["awq"][1] | {"version": "gemv"}),
+        ("bits", FORMS["awq"][1] | {"bits": 8}),
+        ("bits", GPTQ | {"bits": 3}),
+        ("dynamic", GPTQ | {"dynamic": {"-:.*down": {}}}),
+        ("num_bits", compressed("float-quantized", num_bits=4, type="float")),
+        ("type", compressed("float-quantized", num_bits=8, type="int")),
+        ("symmetric", compressed("pack-quantized", num_bits=4, type="int", symmetric=False)),
+        ("format", compressed("marlin-24", num_bits=4, type="int")),
     ],
 )
-def test_other_forms_are_refused_before_anything_is_read(tmp_path, quantization, message):
+def test_other_forms_are_refused_before_anything_is_read(tmp_path, field, quantization):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict() | {"quantization_config": quantization}))
     for read in (load_target, read_target_config, describe_target):
-        with pytest.raises(ValueError, match=f"quantization_config: {message}"):
+        with pytest.raises(ValueError, match=f"quantization_config: {field} "):
             read(tmp_path)
