@@ -1,7 +1,7 @@
 """The decoder for Llama-like models, Gemma 3 and gpt-oss: embedding, layers, final norm and LM head.
 
-It is frozen (no gradient needs to flow through it) and single-device. Not here: what a pass takes and returns
-(models/passes.py), what a layer computes (models/layer.py), loading (models/hf.py), choosing tokens (infer/).
+It is frozen (no gradient needs to flow through it) and single-device. models/passes.py says what a pass takes and
+returns, models/layer.py what a layer computes.
 Shapes: B slots, T query tokens of a pass, R of them with logits, L layers, D hidden width, H query heads, K key/value
 heads, d head width.
 """

@@ -1,7 +1,4 @@
-"""target_from_transformers: a model that transformers has loaded, as our decoder over the model's own tensors.
-
-Not here: loading from disk or the hub (hf.py), targets that transformers' own classes compute (transformers_model.py).
-"""
+"""target_from_transformers: a model that transformers has loaded, as our decoder over the model's own tensors."""
 
 from collections.abc import Mapping
 from typing import Any

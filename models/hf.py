@@ -1,7 +1,7 @@
 """Loads targets from Hugging Face folders, hub names and GGUF files: all of a target, or its shape or tokenizer alone.
 
-Remote code is never run, and weights are read with safetensors or `torch.load(weights_only=True)`. Not here: what a
-configuration means (hf_config.py), tensor names (hf_weights.py), a model that is loaded already (from_transformers.py).
+Remote code is never run, and weights are read with safetensors or `torch.load(weights_only=True)`. hf_config.py knows
+what a configuration means, hf_weights.py the tensors' names.
 """
 
 import json

@@ -68,11 +68,7 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
         attention_sinks=model_type == "gpt_oss",
         **of_family,
     )
-    if max_positions is None:
-        return config
-    if max_positions < 1:
-        raise ValueError(f"max_positions: {max_positions}; give 1 or more, or None for what the configuration says")
-    return replace(config, max_positions=max_positions)
+    return config if max_positions is None else replace(config, max_positions=max_positions)
 
 
 def _check_activation(hf_config: PretrainedConfig, field: str, supported: str) -> None:
@@ -155,8 +151,6 @@ def _positions(hf_config: PretrainedConfig, rope: RopeConfig) -> int:
         return length
     given = getattr(hf_config, "max_sequence_length", None)
     if given is not None:
-        if type(given) is not int or given < 1:
-            raise ValueError(f"max_sequence_length is {given!r}; config.json must give a number of positions, or none")
         return given
     factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings") or length
     if factor is None:  # then YaRN's is max_position_embeddings / original
@@ -171,8 +165,6 @@ def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | No
     window, layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
     if window is None or hf_config.model_type == "llama":
         return None
-    if window < 1:
-        raise ValueError(f"sliding_window: {window}; give at least 1, or null")
     layer_types = getattr(hf_config, "layer_types", None)
     if hf_config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         if layer_types is not None and set(layer_types) != {"sliding_attention"}:

@@ -1,7 +1,6 @@
 """Reads the tensors of a Hugging Face folder, and copies each to its place in our decoder.
 
-Hugging Face's tensor names are known here and nowhere else; the gguf library knows GGUF's (gguf_file.py). Not here:
-finding files (hf.py), reading configurations (hf_config.py), dequantising (quantised.py).
+Hugging Face's tensor names are known here and nowhere else; the gguf library knows GGUF's (gguf_file.py).
 """
 
 import json

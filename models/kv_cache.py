@@ -1,6 +1,6 @@
 """The target's full KV cache: keys (after RoPE) and values of B slots in one allocation.
 
-The caller of `commit` decides which rows stay. Not here: window and selected caches (infer/).
+The caller of `commit` decides which rows stay.
 Shapes: L layers, B slots, S capacity, T tokens of a pass, R rows to keep, H query heads, K key/value heads, d head
 width, F = d / 2. A row is one token's keys and values.
 """

@@ -1,8 +1,8 @@
 """Rotary position tables: cos and sin for every token of a pass, for all RoPE types of transformers.
 
 Frequencies come from transformers' own `ROPE_INIT_FUNCTIONS`; this file decides which length a token's table depends
-on. Not here: the rotation (kernels/rotate.py). Shapes: B slots, T tokens, N tokens of a packed sequence, P pieces of
-it, d head width, F = d / 2 frequencies.
+on, kernels/rotate.py rotates. Shapes: B slots, T tokens, N tokens of a packed sequence, P pieces of it, d head width, F
+= d / 2 frequencies.
 """
 
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ It serves families that models/decoder.py does not know. transformers lets a pro
 Here q, k and v go to our decoder's attention, so packed pieces, caches, trees and ranks that share a row work as with
 our decoder. Everything else is the model's own code; hooks collect the other fields of a TargetOutput.
 
-Not here: loading (hf.py), a model's layers and shape (transformers_shape.py), the comparison with transformers' own
-attention and with our decoder (transformers_check.py), moving a loaded model into our decoder (from_transformers.py).
 Shapes: B slots, T query tokens, N tokens of the probe, D hidden width, V vocabulary, H query heads, K key/value heads,
 d head width.
 """

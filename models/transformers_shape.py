@@ -1,7 +1,5 @@
-"""Finds the layers of a transformers model, and makes a DecoderConfig for a family that our decoder does not know.
-
-Drafts and caches read their shapes there. Not here: the model's passes (transformers_model.py), the configuration of
-families that our decoder knows (hf_config.py).
+"""Finds the layers of a transformers model, and makes a DecoderConfig for a family that our decoder does not know:
+drafts and caches read their shapes there.
 """
 
 from collections.abc import Sequence

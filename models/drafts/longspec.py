@@ -143,7 +143,6 @@ class LongSpec(DraftVocabulary):
             weights that are read from a file.
         target: where `final_norm` and `warm_start` take their weights from.
         token_ids_E: int64, the target's ids of a restricted draft vocabulary; None: the first `draft_vocab_size`.
-    Raises: ValueError if `final_norm` or `warm_start` lacks a target, or the target has another shape.
     """
 
     def __init__(
@@ -179,13 +178,9 @@ class LongSpec(DraftVocabulary):
         copied = [name for name in ("final_norm", "warm_start") if getattr(self.config, name)]
         if not copied or (target is None and generator is None):
             return
-        if target is None:
-            raise ValueError(
-                f"draft.{copied[0]}: it starts from the target's weights; give the target, or set it false"
-            )
+        assert target is not None, f"{copied[0]}: it starts from the target's weights; give the target"
         different = [name for name, value in shape_of(target.config).items() if getattr(self.config, name) != value]
-        if different:
-            raise ValueError(f"target: not of this draft's {', '.join(different)}; use LongSpecConfig.for_target")
+        assert not different, f"target: not of this draft's {', '.join(different)}; use LongSpecConfig.for_target"
         if self.final_norm is not None:
             self.final_norm.weight.copy_(target.norm.weight)
         if self.config.warm_start:

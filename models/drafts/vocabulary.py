@@ -18,13 +18,10 @@ class DraftVocabulary(nn.Module):
 
     def restrict(self, size: int | None, token_ids_E: Tensor | None) -> None:
         """Restrict the draft to these tokens; without ids, to the first `size`, until weights are read from a file.
-        None, None: no restriction. Raises ValueError if their number is not `size`."""
-        if size is None and token_ids_E is not None:
-            raise ValueError("token_ids_E: given, but draft_vocab_size is None; set it to their number")
+        None, None: no restriction."""
         if size is not None:
             token_ids_E = torch.arange(size) if token_ids_E is None else token_ids_E.to(torch.int64)
-            if token_ids_E.shape != (size,):
-                raise ValueError(f"token_ids_E: {list(token_ids_E.shape)} ids for a draft_vocab_size of {size}")
+        assert (None if token_ids_E is None else len(token_ids_E)) == size, f"token_ids_E: not {size} ids"
         self.register_buffer("token_ids", token_ids_E)
 
     def head(self, lm_head_VD: Tensor) -> Tensor:

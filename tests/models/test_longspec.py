@@ -335,9 +335,9 @@ def test_warm_start_takes_the_targets_first_and_last_layer(tiny_target):
 def test_what_starts_from_the_target_needs_it(tiny_target):
     target = tiny_target()
     config = LongSpecConfig.for_target(target.model.config, warm_start=True)
-    with pytest.raises(ValueError, match="warm_start"):
+    with pytest.raises(AssertionError, match="warm_start"):
         LongSpec(config, torch.Generator())
-    with pytest.raises(ValueError, match="not of this draft's intermediate_size"):
+    with pytest.raises(AssertionError, match="intermediate_size"):
         LongSpec(config, torch.Generator(), tiny_target(intermediate_size=64).model)
     LongSpec(config)  # for weights read from a file
 
@@ -401,9 +401,9 @@ def test_restricted_vocabulary_is_a_buffer(tiny_target):
     assert draft.state_dict()["token_ids"].tolist() == [4, 90, 7] and draft.token_ids.dtype == torch.int64
     assert draft.to(torch.bfloat16).token_ids.dtype == torch.int64
     assert LongSpec(config).token_ids.tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match=r"token_ids_E: \[2\] ids for a draft_vocab_size of 3"):
+    with pytest.raises(AssertionError, match="token_ids_E"):
         LongSpec(config, token_ids_E=torch.tensor([4, 90]))
-    with pytest.raises(ValueError, match="draft_vocab_size is None"):
+    with pytest.raises(AssertionError, match="token_ids_E"):
         LongSpec(LongSpecConfig.for_target(target.model.config), token_ids_E=torch.tensor([4]))
 
 
