@@ -22,8 +22,6 @@ import hashlib
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -49,21 +47,37 @@ PLAIN_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True)
 class ChatEncoder:
     """Turns whole conversations into token ids. It can be pickled, for worker processes.
 
-    serialised: the Rust tokenizer as JSON. unk_id: its unknown token, if any. template, variables, special: see
-    ChatTemplate.
+    Attributes: serialised, the Rust tokenizer as JSON; vocab_size; eos_id; template.
+
+    Args:
+        tokenizer: a loaded transformers tokenizer.
+        template: Jinja, or PLAIN, which writes the BOS token first if the tokenizer does so; None: the tokenizer's own.
+    Raises:
+        ValueError: there is no template, it is not Jinja, or the tokenizer has no Rust form or no EOS token.
     """
 
-    serialised: str
-    vocab_size: int
-    eos_id: int
-    unk_id: int | None
-    template: str
-    variables: dict[str, str]
-    special: dict[str, int]
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", template: str | None = None):
+        self.eos_id, self.vocab_size, self._unk_id = checked_eos(tokenizer), len(tokenizer), tokenizer.unk_token_id
+        if template is None:
+            if not tokenizer.chat_template:
+                name = tokenizer.name_or_path or type(tokenizer).__name__
+                raise ValueError(
+                    f"{name} has no chat template, so conversations have no form; give the one it was trained with by "
+                    "--chat-template FILE (Jinja), or prepare plain text, without --chat-field"
+                )
+            template = tokenizer.get_chat_template()
+        elif template == PLAIN:
+            template = PLAIN_TEMPLATE
+            if tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
+                template = "{{ bos_token }}" + template
+        rust = tokenizer.backend_tokenizer
+        self.serialised = rust.to_str()
+        special = {token.content: i for i, token in rust.get_added_tokens_decoder().items() if token.special}
+        variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        self.template = ChatTemplate(template, variables, special)
 
     def describe(self) -> dict:
         """What decides the tokens besides the tokenizer's own hash, for plan and manifest."""
@@ -72,17 +86,17 @@ class ChatEncoder:
             "bos_token_ids": [],
             "eos_token_id": self.eos_id,
             "documents_end_with_eos": False,
-            "chat_template_sha256": hashlib.sha256(self.template.encode()).hexdigest(),
+            "chat_template_sha256": hashlib.sha256(self.template.source.encode()).hexdigest(),
         }
 
     def encode_document(self, document: Document | Conversation) -> list[Encoded]:
         """The conversation as one sequence, or as one per turn, named `name#1`, `name#2`, ... Raises Unusable."""
         assert isinstance(document, Conversation), document.name
-        messages = self._template.guarded(document.messages)
+        messages = self.template.guarded(document.messages)
         # A first message is no answer: many templates refuse a prompt without messages.
         answers = [i for i, (role, _) in enumerate(messages) if role == "assistant" and i > 0]
         if not answers:
-            self._template.render(messages)  # if the template refuses the messages, its own error says more
+            self.template.render(messages)  # if the template refuses the messages, its own error says more
             raise Unusable("no_assistant_turn")
         turns = [self._turn(messages[: i + 1], document.unfinished and i == answers[-1]) for i in answers]
         whole = self._whole(messages, turns)
@@ -92,16 +106,16 @@ class ChatEncoder:
 
     def encode_prompt(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Token ids of everything before the answer to these messages, each (role, content). Raises Unusable."""
-        rendered = self._template.render(self._template.guarded(messages), prompt=True)
+        rendered = self.template.render(self.template.guarded(messages), prompt=True)
         return self._tokenizer.finish(self._tokenizer.encode(rendered.text))[0].tolist()
 
     def _turn(self, messages: list[tuple[str, str]], cut: bool) -> MarkedText:
         """The text up to the last of these messages, which is the assistant's, with the loss on that message.
 
         cut: whether to end text and loss where the content ends: an unfinished answer has no end to learn."""
-        prompt = self._template.render(messages[:-1], prompt=True)
-        if self._template.marks_answers:
-            complete = self._template.render(messages)
+        prompt = self.template.render(messages[:-1], prompt=True)
+        if self.template.marks_answers:
+            complete = self.template.render(messages)
             text, spans = complete.text, complete.marked[len(prompt.marked) :]  # those before are of earlier turns
             end = self._content_end(messages, text)[1] if cut else len(text)
         else:
@@ -128,7 +142,7 @@ class ChatEncoder:
         opens, or leave its opening to the content, which may lack it (QwQ's). Then the rest of the thought and the
         answer are taken from the content. Others (Mistral v0.3's) show the system message in the last message only, if
         that is a question; the answer is then rendered without it."""
-        complete, content = self._template.render(messages).text, messages[-1][1]
+        complete, content = self.template.render(messages).text, messages[-1][1]
         opened, follows = THOUGHT.search(prompt), complete.startswith(prompt)
         # An answer that itself opens a thought looks like the prompt's where the thought is dropped, but ends none.
         if opened and THOUGHT_END in content and not (follows and THOUGHT_END in complete[len(prompt) :]):
@@ -143,7 +157,7 @@ class ChatEncoder:
                 raise Unusable("answer_not_found")
             return complete[len(prompt) :], end
         if messages[0][0] == "system" and len(messages) > 2:
-            return self._answer(messages[1:], self._template.render(messages[1:-1], prompt=True).text)
+            return self._answer(messages[1:], self.template.render(messages[1:-1], prompt=True).text)
         detail = "has an answer without the thought that the prompt opens; let the target answer (prepare regenerate)"
         raise Unusable("prompt_not_kept", detail if opened else "")
 
@@ -154,14 +168,14 @@ class ChatEncoder:
         # Mark the end before the trailing blanks, which many templates strip. If that fails, mark it after them:
         # Qwen3's template strips the blanks of an answer that is all thought as leading ones.
         for place in (len(content.rstrip()), len(content)):
-            probed = self._template.render(messages, mark_at=place)
+            probed = self.template.render(messages, mark_at=place)
             if probed.text == text and len(probed.answer_ends) == 1:
                 return place, probed.answer_ends[0]
         raise Unusable("answer_not_found")
 
     def _whole(self, messages: list[tuple[str, str]], turns: list[MarkedText]) -> MarkedText | None:
         """The whole conversation as one text, or None if it shows a turn differently from the turn alone."""
-        text = turns[-1][0] if messages[-1][0] == "assistant" else self._template.render(messages).text
+        text = turns[-1][0] if messages[-1][0] == "assistant" else self.template.render(messages).text
         if all(text.startswith(turn[: spans[-1][1]]) for turn, spans in turns):
             return text, [span for _, spans in turns for span in spans]
         return None
@@ -192,44 +206,9 @@ class ChatEncoder:
         same = np.array_equal(encoding.ids[first:stop], alone)
         return same and (stop == len(encoding.ids) or int(encoding.begins[stop]) >= at)
 
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        return ChatTemplate(self.template, self.variables, self.special)
-
     @property
     def _tokenizer(self) -> ChatTokenizer:
-        return chat_tokenizer(self.serialised, self.eos_id, self.unk_id)
-
-    def __getstate__(self) -> dict:
-        return {key: value for key, value in self.__dict__.items() if key != "_template"}
-
-
-def make_chat_encoder(tokenizer: "PreTrainedTokenizerFast", template: str | None = None) -> ChatEncoder:
-    """The encoder for a loaded transformers tokenizer.
-
-    template: Jinja, or PLAIN, which writes the BOS token first if the tokenizer does so; None: the tokenizer's own.
-    Raises ValueError if there is no template, if it is not Jinja, or if the tokenizer has no Rust form or no EOS token.
-    """
-    eos_id = checked_eos(tokenizer)
-    if template is None:
-        if not tokenizer.chat_template:
-            name = tokenizer.name_or_path or type(tokenizer).__name__
-            raise ValueError(
-                f"{name} has no chat template, so conversations have no form; give the one it was trained with by "
-                "--chat-template FILE (Jinja), or prepare plain text, without --chat-field"
-            )
-        template = tokenizer.get_chat_template()
-    elif template == PLAIN:
-        template = PLAIN_TEMPLATE
-        if tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
-            template = "{{ bos_token }}" + template
-    rust = tokenizer.backend_tokenizer
-    special = {token.content: i for i, token in rust.get_added_tokens_decoder().items() if token.special}
-    variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    ChatTemplate(template, variables, special)  # raises ValueError unless it is Jinja
-    unk_id = tokenizer.unk_token_id
-    assert unk_id is None or isinstance(unk_id, int)
-    return ChatEncoder(rust.to_str(), len(tokenizer), eos_id, unk_id, template, variables, special)
+        return chat_tokenizer(self.serialised, self.eos_id, self._unk_id)
 
 
 def _with_borders(text: str, spans: list[Span], at: list[int]) -> tuple[str, list[Span]]:

@@ -51,7 +51,7 @@ class Rendered:
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled template. It can be pickled.
 
     source: the template, Jinja. variables: names that it may use, such as bos_token, with their values. special: ids of
     the special tokens by their spelling. Raises ValueError if the source is not Jinja.
@@ -62,11 +62,14 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except TemplateError as error:
             raise ValueError(f"the chat template cannot be read: {error}") from error
-        self._variables, self._special = dict(variables), dict(special)
+        self.source, self.variables, self.special = source, dict(variables), dict(special)
         spelled = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
         self._starts = re.compile(f"(?=(?:{spelled}))(.)", re.DOTALL)
         self._written = re.compile(f"(?:{spelled})(?!{GUARD})")
         self.marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+
+    def __reduce__(self) -> tuple:
+        return ChatTemplate, (self.source, self.variables, self.special)
 
     def guarded(self, messages: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """The messages for `render`, marked so that no special token in their content passes for the template's own."""
@@ -84,11 +87,11 @@ class ChatTemplate:
             dicts[-1]["content"] = content[:mark_at] + ANSWER_END + content[mark_at:]
         arguments = {"messages": dicts, "add_generation_prompt": prompt, "tools": None, "documents": None}
         try:
-            raw = self._template.render(self._variables | arguments)
+            raw = self._template.render(self.variables | arguments)
         except REFUSALS as error:
             what = f"{type(error).__name__}: {error}"
             raise Unusable("refused_by_template", f"is refused by the chat template ({what})") from None
-        return _read_marks(self._written.sub(lambda found: placeholder(self._special[found[0]]), raw))
+        return _read_marks(self._written.sub(lambda found: placeholder(self.special[found[0]]), raw))
 
 
 def _read_marks(raw: str) -> Rendered:

@@ -168,8 +168,8 @@ class Answerer:
     def __init__(self, encoder: ChatEncoder, max_prompt: int, keep_unfinished: bool = False):
         self._encoder, self._max_prompt, self._keep_unfinished = encoder, max_prompt, keep_unfinished
         self._tokenizer = rust_tokenizer(encoder.serialised)
-        self._control = frozenset(encoder.special.values()) | {encoder.eos_id}
-        self._continues_texts = encoder.template.endswith(PLAIN_TEMPLATE)
+        self._control = frozenset(encoder.template.special.values()) | {encoder.eos_id}
+        self._continues_texts = encoder.template.source.endswith(PLAIN_TEMPLATE)
 
     def answer(
         self,

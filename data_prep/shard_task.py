@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longdraft.data_prep.chat import PLAIN, ChatEncoder, make_chat_encoder
+from longdraft.data_prep.chat import PLAIN, ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
 from longdraft.data_prep.formats import RecordFormat, record_format_of
 from longdraft.data_prep.pack import MODES, Piece
@@ -106,7 +106,7 @@ def make_readers(
         raise ValueError("chat_template is for conversations, and there are none; give --chat-field, or leave it out")
     if config.documents != "pack" and any(is_chat):
         raise ValueError(f"documents is {config.documents!r}, which cuts answers off; conversations take 'pack'")
-    chat = make_chat_encoder(tokenizer, _template(config.chat_template)) if any(is_chat) else None
+    chat = ChatEncoder(tokenizer, _template(config.chat_template)) if any(is_chat) else None
     text = None if all(is_chat) else make_encoder(tokenizer, ends_documents=config.documents == "pack")
     readers = []
     for number, (name, source) in enumerate(config.sources.items()):

@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _regenerate(args: argparse.Namespace) -> None:
     # Imported here so that --help and a wrong argument need not wait for torch.
-    from longdraft.data_prep.chat import PLAIN, make_chat_encoder
+    from longdraft.data_prep.chat import PLAIN, ChatEncoder
     from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
     from longdraft.data_prep.tasks import read_machine
     from longdraft.launch.runtime import Drafting
@@ -156,7 +156,7 @@ def _regenerate(args: argparse.Namespace) -> None:
             return client
         return _generator(drafting.open_engine(sampling.max_new_tokens, args.batch), sampling)
 
-    encoder = make_chat_encoder(tokenizer, PLAIN if args.prompt_tokens else template)
+    encoder = ChatEncoder(tokenizer, PLAIN if args.prompt_tokens else template)
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, machine, lambda line: show(f"{line}\n"))
 
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from longdraft.data_prep.chat import make_chat_encoder
+from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BAD_REASONS, Conversation, Unusable
 
 CHATML_TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
@@ -42,7 +42,7 @@ TWO_TURNS = [*HELLO, ("user", "And a boat?"), ("assistant", "A ship, but small. 
 
 @cache
 def encoder_of(tokenizer, template=None):
-    return make_chat_encoder(tokenizer, template)
+    return ChatEncoder(tokenizer, template)
 
 
 def answers(tokenizer, messages, template=None):
@@ -291,9 +291,9 @@ def test_no_clock_and_no_template(smollm2, tiny_tokenizer):
     dated = "{{ strftime_now('%d %b %Y') }}" + CHATML
     assert text(smollm2, encode(smollm2, HELLO, dated).tokens).startswith("26 Jul 2024<|im_start|>user")
     with pytest.raises(ValueError, match=r"has no chat template.*--chat-template FILE"):
-        make_chat_encoder(tiny_tokenizer)
+        ChatEncoder(tiny_tokenizer)
     with pytest.raises(ValueError, match=r"chat template cannot be read.*Unexpected end of template"):
-        make_chat_encoder(smollm2, "{% for m in messages %}")
+        ChatEncoder(smollm2, "{% for m in messages %}")
     assert answers(tiny_tokenizer, HELLO, CHATML.replace("<|im_end|>", "<|end|>")) == {
         "c": ["A boat, but large.<|end|>"]
     }
@@ -370,7 +370,7 @@ def test_odd_added_tokens_keep_their_ids():
 
 
 def test_encoder_is_picklable_and_needs_no_torch(smollm2, tmp_path):
-    encoder = make_chat_encoder(smollm2)
+    encoder = ChatEncoder(smollm2)
     conversation = Conversation("c", b"", tuple(TWO_TURNS))
     expected = encoder.encode_document(conversation)[0]
     (tmp_path / "both").write_bytes(pickle.dumps((encoder, conversation)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longdraft.data_prep import response_generation as module
-from longdraft.data_prep.chat import PLAIN, make_chat_encoder
+from longdraft.data_prep.chat import PLAIN, ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Document
 from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.recipe import PrepareConfig, Source
@@ -55,7 +55,7 @@ def records(out):
 
 def test_beginnings_are_the_documents_own_tokens(config, tiny_tokenizer, tmp_path):
     parrot = Parrot(tiny_tokenizer)
-    manifest = regenerate(config, make_chat_encoder(tiny_tokenizer, PLAIN), "hash", parrot.start)
+    manifest = regenerate(config, ChatEncoder(tiny_tokenizer, PLAIN), "hash", parrot.start)
     assert (manifest["input"], manifest["success"]) == (43, 41)
     assert manifest["skipped"] == {"field_not_text": 1, "too_short": 1} and manifest["prompt_tokens"] == [5, 9]
     assert {len(prompt) for prompt in parrot.asked} == {5, 6, 7, 8, 9}
@@ -99,7 +99,7 @@ def test_special_tokens_in_a_text_are_text(begin):
 
 
 def test_prepare_learns_the_continuation_alone(config, tiny_tokenizer, tmp_path):
-    regenerate(config, make_chat_encoder(tiny_tokenizer, PLAIN), "hash", Parrot(tiny_tokenizer).start)
+    regenerate(config, ChatEncoder(tiny_tokenizer, PLAIN), "hash", Parrot(tiny_tokenizer).start)
     source = Source(path=str(config.out), files=("*.jsonl",), chat_field="messages")
     made = PrepareConfig(
         sources={"own": source}, out=tmp_path / "rows", seq_len=64, chat_template=Path(PLAIN), heldout_share=0.2
@@ -125,7 +125,7 @@ def test_wrong_lengths_and_sources_are_refused(config, tiny_tokenizer, tmp_path)
     for wrong in ((0, 4), (5, 4), (5, 501)):
         with pytest.raises(ValueError, match=rf"prompt_tokens is {wrong[0]} to {wrong[1]}"):
             replace(config, continued=wrong)
-    encoder, start = make_chat_encoder(tiny_tokenizer, PLAIN), Parrot(tiny_tokenizer).start
+    encoder, start = ChatEncoder(tiny_tokenizer, PLAIN), Parrot(tiny_tokenizer).start
     with pytest.raises(ValueError, match="holds conversations, not text"):
         chats = replace(config, sources=("stdlib-chat",), text_field=None, out=tmp_path / "chats")
         regenerate(chats, encoder, "hash", start)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from longdraft.data_prep import records
-from longdraft.data_prep.chat import make_chat_encoder
+from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.formats import ChatFormat, TextFormat
 from longdraft.data_prep.recipe import Source
@@ -268,5 +268,5 @@ def test_all_conversations_of_a_file_that_is_one_segment_are_counted(tmp_path, t
         config = RegenerateConfig(
             (str(tmp_path / name),), tmp_path / "out", max_prompt=100, answering={}, chat_field=field
         )
-        _, count, conversations = open_input(config, make_chat_encoder(tiny_tokenizer, "plain"))
+        _, count, conversations = open_input(config, ChatEncoder(tiny_tokenizer, "plain"))
         assert count == len(list(conversations)) == 30

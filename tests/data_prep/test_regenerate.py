@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from longdraft.data_prep.chat import PLAIN, make_chat_encoder
+from longdraft.data_prep.chat import PLAIN, ChatEncoder
 from longdraft.data_prep.documents import Conversation, Unusable
 from longdraft.data_prep.formats import ChatFormat
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
@@ -119,7 +119,7 @@ def run(tiny_tokenizer):
     """(config, speaker, template, machine) -> the manifest."""
 
     def call(config, speaker, template=CHATML, machine=None):
-        return regenerate(config, make_chat_encoder(tiny_tokenizer, template), "hash", speaker.start, machine)
+        return regenerate(config, ChatEncoder(tiny_tokenizer, template), "hash", speaker.start, machine)
 
     return call
 
@@ -376,7 +376,7 @@ def test_answers_that_were_cut_are_kept_without_an_end(config, tiny_tokenizer, t
     said = {"a": (words, False), "b": "done"}
     turns = [user("b"), assistant(), user("a"), assistant(), user("b"), assistant()]
     write(tmp_path / "chats.jsonl", [turns, [user("b")]])
-    encoder, speaker = make_chat_encoder(tiny_tokenizer, CHATML), Speaker(tiny_tokenizer, said)
+    encoder, speaker = ChatEncoder(tiny_tokenizer, CHATML), Speaker(tiny_tokenizer, said)
     manifest = regenerate(replace(config, keep_unfinished=True), encoder, "hash", speaker.start)
     assert (manifest["success"], manifest["unfinished"], manifest["answers"]) == (2, "keep", 3)
     cut, whole = records(config.out)
@@ -398,7 +398,7 @@ def test_a_cut_answer_that_its_template_changes_is_left_out(config, tiny_tokeniz
     said = {"in": ("<think>still at it", False), "behind": ("<think>short</think>and then", False)}
     said = {question: (tiny_tokenizer(text).input_ids, ended) for question, (text, ended) in said.items()}
     write(tmp_path / "chats.jsonl", [[user("in")], [user("behind")]])
-    encoder, speaker = make_chat_encoder(tiny_tokenizer, thinking), Speaker(tiny_tokenizer, said)
+    encoder, speaker = ChatEncoder(tiny_tokenizer, thinking), Speaker(tiny_tokenizer, said)
     manifest = regenerate(replace(config, keep_unfinished=True), encoder, "hash", speaker.start)
     assert (manifest["success"], manifest["error"]["unfinished"]) == (1, 1)
     (kept,) = records(config.out)
@@ -431,7 +431,7 @@ def test_targets_whose_template_changes_a_turn_once_it_is_answered(
     """Each prompt is what the target would see, and `prepare` learns exactly what it wrote there."""
     said = {"one": "a thought\n</think>\n\nHello", "two": second}
     write(tmp_path / "chats.jsonl", [[system("brief"), user("one"), assistant(), user("two")]])
-    speaker, encoder = Speaker(tiny_tokenizer, said), make_chat_encoder(tiny_tokenizer, template)
+    speaker, encoder = Speaker(tiny_tokenizer, said), ChatEncoder(tiny_tokenizer, template)
     manifest = run(config, speaker, template)
     assert (manifest["success"], manifest["answers"], manifest["reread"]) == (1, 2, 0)
     (record,) = records(config.out)
@@ -466,7 +466,7 @@ VICUNA = (
 
 def test_a_cut_answer_keeps_its_complete_characters_where_bytes_are_tokens(blank_tokenizer):
     """As in Llama 2; the bytes of the character that was cut go."""
-    encoder = make_chat_encoder(blank_tokenizer, VICUNA)
+    encoder = ChatEncoder(blank_tokenizer, VICUNA)
     written = blank_tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in "🙂世🙂".encode()])
     for count, text in ((4, "🙂"), (6, "🙂"), (7, "🙂世"), (8, "🙂世"), (10, "🙂世"), (11, "🙂世🙂")):
         conversation = OpenConversation.begin(Conversation("d", b"", (("user", "hi"),)))
@@ -479,7 +479,7 @@ def test_a_cut_answer_keeps_its_complete_characters_where_bytes_are_tokens(blank
 @pytest.mark.parametrize(("template", "begun", "said"), [(PLAIN, "hello wor", " the gate"), (VICUNA, "hi", "the gate")])
 def test_a_blank_between_prompt_and_answer_is_kept_where_the_template_has_none(blank_tokenizer, template, begun, said):
     """The learned tokens are those that the target wrote, whether the blank is in the text or in the template."""
-    encoder = make_chat_encoder(blank_tokenizer, template)
+    encoder = ChatEncoder(blank_tokenizer, template)
     chat, conversation = Answerer(encoder, 99), OpenConversation.begin(Conversation("d", b"", (("user", begun),)))
     chat.make_prompt(conversation)
     wrote = [*blank_tokenizer.convert_tokens_to_ids(["▁the", "▁", "g", "ate"]), blank_tokenizer.eos_token_id]

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import PreTrainedTokenizerFast
 
-from longdraft.data_prep.chat import ChatEncoder, make_chat_encoder
+from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import ROLES, Conversation
 from longdraft.data_prep.tokenize import Encoded
 
@@ -122,7 +122,7 @@ def family(request, smollm2) -> Loaded:
     roles = {"eos_token": family.eos} | ({"bos_token": family.bos} if family.bos else {})
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, **roles)
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-    return Loaded(name, tokenizer, make_chat_encoder(tokenizer), read_cases(name))
+    return Loaded(name, tokenizer, ChatEncoder(tokenizer), read_cases(name))
 
 
 def encode(family: Loaded, messages: Messages) -> list[Encoded]:
@@ -261,7 +261,7 @@ def test_ours_for_smollm2_is_the_one_its_tokenizer_carries(smollm2, opening, mes
 
 
 def test_vicuna_refuses_turns_out_of_order(smollm2):
-    encoder = make_chat_encoder(smollm2, (TEMPLATES / "vicuna.jinja").read_text(encoding="utf-8"))
+    encoder = ChatEncoder(smollm2, (TEMPLATES / "vicuna.jinja").read_text(encoding="utf-8"))
     for messages in (
         [("user", "a"), ("user", "b"), ("assistant", "c")],
         [("assistant", "a")],
