@@ -147,7 +147,7 @@ class SelectedCache(RingCache):
     one step later, when the lengths that it needs have reached the host, so that a GPU never waits for them.
 
     Attributes:
-        whole: whether the budget holds every token that fits the full cache, so that nothing is ever picked.
+        holds_all: whether the budget holds every token that fits the full cache, so that nothing is ever picked.
         building: whether a scheduled rebuild waits for the next `follow`.
         ready: whether passes may run on this cache; False from `select_anew` until all slots are built.
         needs_queries: whether the next pass of the target, or over a prompt, must return queries.
@@ -163,7 +163,7 @@ class SelectedCache(RingCache):
         self.full, self.policy = full, policy.on(full)
         fixed, budget = self.policy.fixed, self.policy.budget
         super().__init__(like, full.batch, tail, full.keys.dtype, full.keys.device, fixed=fixed, budget=budget)
-        self.whole = self.budget >= full.capacity
+        self.holds_all = self.budget >= full.capacity
         # Each slot: how many more tokens fit before a row that was picked for its importance is overwritten. A lower
         # bound: the host does not know how many tokens a step brought.
         self._free = [self.budget] * full.batch
@@ -196,7 +196,7 @@ class SelectedCache(RingCache):
 
     def due(self, most: int) -> list[int]:
         """Slots that may lose picked rows within `most` more tokens and have no rebuild scheduled."""
-        if self.whole or not self.policy.scored:
+        if self.holds_all or not self.policy.scored:
             return []
         scheduled = self._scheduled[0] if self._scheduled else []
         return [slot for slot in range(self.batch) if self._free[slot] < most and slot not in scheduled]

@@ -255,7 +255,7 @@ class TriForceDrafter(Drafter):
                 share = min(agreed, self._offered) / self._offered
                 self._acceptance[slot] += (share - self._acceptance[slot]) / ROLLING_STEPS
             since = self._since_build[slot]
-            if self._cache.whole or position < self._cache.budget - self.chain:
+            if self._cache.holds_all or position < self._cache.budget - self.chain:
                 self._since_build[slot] = 0  # the cache still holds every token
             elif since >= self._stride:
                 self._wanted[slot] = "stride"

@@ -20,7 +20,7 @@ LEAST = -9999.0  # what OpenAI's interface says for a log-probability of -inf, w
 
 
 class Answers:
-    """Makes the answers to one body: a whole one, or a stream's chunks.
+    """Makes the response to one body, or the chunks of a stream.
 
     Attributes:
         tells_tokens: whether a chunk is wanted for tokens that add no text that can be shown.
@@ -44,7 +44,7 @@ class Answers:
         self._new = [0] * len(requests)  # tokens of each choice so far
         self.tells_tokens = bool(self._options.include_accepted) or wanted
 
-    def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
+    def response(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The answer that is not streamed."""
         choices, limit = [], self._body.limit
         for index, one in enumerate(generations):

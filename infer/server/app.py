@@ -39,6 +39,18 @@ PAGE = Path(__file__).with_name("page.html")
 UNREAD_SECONDS = 10
 GONE = 499  # proxies' status for a client that has hung up; nobody reads it
 MOST_NAMES, MOST_CHARACTERS = 100, 64  # of ignored fields that /metrics names
+# Their names without our prefix, descriptions and labels.
+COUNTERS = {
+    "requests": ("Requests that ended, by reason", "finish_reason"),
+    "errors": ("Answers with an error, by status", "status"),
+    "ignored_fields": ("Requests with a field that is not read, by its name", "field"),
+    "prompt_tokens": ("Tokens of prompts",),
+    "generation_tokens": ("Tokens that were generated",),
+    "steps": ("Steps, counted once for each request in them",),
+    "speculative_steps": ("Steps that verified drafted tokens",),
+    "draft_tokens": ("Drafted tokens that were verified",),
+    "accepted_draft_tokens": ("Drafted tokens that were accepted",),
+}
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 LOGGER = logging.getLogger("longdraft")
 
@@ -67,26 +79,18 @@ class Meters:
     """The metrics that Prometheus reads at /metrics."""
 
     def __init__(self):
-        self.registry = registry = CollectorRegistry()
-
-        def count(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"longdraft_{name}", text, labels, registry=registry)
-
-        def seconds(name: str, text: str) -> Histogram:
-            return Histogram(f"longdraft_{name}_seconds", text, buckets=SECONDS, registry=registry)
-
-        self.requests = count("requests", "Requests that ended, by reason", "finish_reason")
-        self.errors = count("errors", "Answers with an error, by status", "status")
-        self.prompt_tokens = count("prompt_tokens", "Tokens of prompts")
-        self.ignored = count("ignored_fields", "Requests with a field that is not read, by its name", "field")
-        self.ignored_names = set[str]()
-        self.new_tokens = count("generation_tokens", "Tokens that were generated")
-        self.steps = count("steps", "Steps, counted once for each request in them")
-        self.speculative_steps = count("speculative_steps", "Steps that verified drafted tokens")
-        self.drafted = count("draft_tokens", "Drafted tokens that were verified")
-        self.accepted = count("accepted_draft_tokens", "Drafted tokens that were accepted")
-        self.first_token = seconds("time_to_first_token", "From a request's arrival to its first token")
-        self.whole = seconds("request", "From a request's arrival to its end")
+        self.registry = CollectorRegistry()
+        named = {f"longdraft_{name}": (text, labels) for name, (text, *labels) in COUNTERS.items()}
+        counters = (Counter(name, *described, registry=self.registry) for name, described in named.items())
+        self.counters = dict(zip(COUNTERS, counters, strict=True))
+        self.first_token, self.duration = (
+            Histogram(f"longdraft_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
+            for name, text in (
+                ("time_to_first_token", "From a request's arrival to its first token"),
+                ("request", "From a request's arrival to its end"),
+            )
+        )
+        self.ignored = set[str]()
 
     def watch(self, thread: EngineThread) -> None:
         """Add gauges of the thread's requests, which are read on demand."""
@@ -97,24 +101,27 @@ class Meters:
         """Count a request's fields that are not read, and log each name once. Clients choose the names, so only so
         many are told apart."""
         for name in sorted(names):
-            name = name if name in self.ignored_names or len(self.ignored_names) < MOST_NAMES else "others"
+            name = name if name in self.ignored or len(self.ignored) < MOST_NAMES else "others"
             name = name[:MOST_CHARACTERS]
-            if name not in self.ignored_names:
+            if name not in self.ignored:
                 LOGGER.warning("the field %r of a request is not read", name)
-            self.ignored_names.add(name)
-            self.ignored.labels(name).inc()
+            self.ignored.add(name)
+            self.counters["ignored_fields"].labels(name).inc()
 
     def finish(self, generation: Generation, taken: float) -> None:
         """Count a finished request, which took `taken` seconds."""
         stats = generation.stats
-        self.requests.labels(generation.finish_reason).inc()
-        self.prompt_tokens.inc(len(generation.prompt))
-        self.new_tokens.inc(len(generation.tokens))
-        self.steps.inc(stats.steps)
-        self.speculative_steps.inc(stats.speculative_steps)
-        self.drafted.inc(stats.drafted)
-        self.accepted.inc(sum(stats.accepted_at_depth))
-        self.whole.observe(taken)
+        self.duration.observe(taken)
+        self.counters["requests"].labels(generation.finish_reason).inc()
+        for name, count in (
+            ("prompt_tokens", len(generation.prompt)),
+            ("generation_tokens", len(generation.tokens)),
+            ("steps", stats.steps),
+            ("speculative_steps", stats.speculative_steps),
+            ("draft_tokens", stats.drafted),
+            ("accepted_draft_tokens", sum(stats.accepted_at_depth)),
+        ):
+            self.counters[name].inc(count)
 
 
 class Events(StreamingResponse):
@@ -184,10 +191,12 @@ class Service:
         job = self.thread.submit(requests, bool(body.stream))
         if body.stream:
             return Events(self._events(job, answers), self.thread, job)
-        generations = await self._whole(request, job)
-        return JSONResponse(await asyncio.to_thread(answers.whole, generations))  # many log-probabilities take a while
+        generations = await self._finished(request, job)
+        return JSONResponse(
+            await asyncio.to_thread(answers.response, generations)
+        )  # many log-probabilities take a while
 
-    async def _whole(self, request: Request, job: Job) -> list[Generation]:
+    async def _finished(self, request: Request, job: Job) -> list[Generation]:
         """All generations. Raises ClientDisconnect if the client hangs up before they are finished."""
         done, gone = asyncio.ensure_future(job.generations()), asyncio.ensure_future(_hang_up(request))
         try:
@@ -247,7 +256,7 @@ class Service:
             error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         elif not isinstance(error, ApiError):
             error = ApiError(500, "the server failed at this request; see its log")
-        self.meters.errors.labels(error.status).inc()
+        self.meters.counters["errors"].labels(error.status).inc()
         return JSONResponse(error.body, error.status, error.headers)
 
 

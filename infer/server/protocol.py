@@ -325,7 +325,7 @@ def _new_tokens(body: Body, name: str, prompt_tokens: int, max_length: int) -> i
 
 
 def _in_fields(text: str, name: str) -> ApiError:
-    """An error of the engine, told in the body's fields. `name` is the prompt's."""
+    """An error of the engine, in terms of the body's fields. `name` is the prompt's."""
     if found := PARAMETER.match(text):
         field = FIELDS.get(found[1], found[1])
         return ApiError(400, field + text[found.end() :], field)

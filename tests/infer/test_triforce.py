@@ -340,7 +340,7 @@ def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(target, 
         (result,) = engine.generate(prompts(length), SamplingParams(max_new_tokens=12))
         assert result.tokens == Engine(target).generate(prompts(length), SamplingParams(max_new_tokens=12))[0].tokens
         cache, full, inner = drafter._cache, engine.runner.cache, drafter.inner._cache
-        assert cache.full is full and full.capacity <= cache.budget < full.capacity + 8 and cache.whole
+        assert cache.full is full and full.capacity <= cache.budget < full.capacity + 8 and cache.holds_all
         means = cache.policy.means_LBCKd.nbytes if policy == "retrieval" else 0
         allocated = [tensor.nbytes for one in (cache, inner) for tensor in (one.keys, one.values)]
         assert sum(sizes(drafter.allocations(1, full.capacity)).values()) == sum(allocated) + means
