@@ -16,7 +16,7 @@ from torch import Tensor
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.caches.ring import RingCache, refuse_windows
 from longdraft.kernels.selection import chunk_means, gather_rows, top_keys
-from longdraft.kernels.transfer import HostCopy, integers
+from longdraft.kernels.transfer import integers
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.footprint import Allocations, cache_rows
 from longdraft.models.kv_cache import KVCache
@@ -143,12 +143,11 @@ class SelectedCache(RingCache):
     """The rows of a full cache that a policy picks for each layer and KV head, and every token committed since.
 
     New tokens overwrite the least important picked rows. Before they run out, a rebuild is `due`: `needs_queries` asks
-    for queries from the target's next pass, and the `on_step` after that pass schedules the rebuild. It is carried out
-    one step later, when the lengths that it needs have reached the host, so that a GPU never waits for them.
+    for queries from the target's next pass, and the `on_step` after that pass rebuilds. The host then waits for the
+    device, once in so many steps as a budget has room for.
 
     Attributes:
         holds_all: whether the budget holds every token that fits the full cache, so that nothing is ever picked.
-        building: whether a scheduled rebuild waits for the next `follow`.
         ready: whether passes may run on this cache; False from `select_anew` until all slots are built.
         needs_queries: whether the next pass of the target, or over a prompt, must return queries.
 
@@ -167,42 +166,27 @@ class SelectedCache(RingCache):
         # Each slot: how many more tokens fit before a row that was picked for its importance is overwritten. A lower
         # bound: the host does not know how many tokens a step brought.
         self._free = [self.budget] * full.batch
-        # The scheduled rebuild: its slots, their queries, and [full lengths, tokens seen, held] of all slots.
-        self._scheduled: tuple[list[int], Tensor | None, HostCopy] | None = None
         self.ready, self.needs_queries = True, False
-
-    @property
-    def building(self) -> bool:
-        return self._scheduled is not None
 
     def reset(
         self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
     ) -> None:
-        """Empty these slots and cancel their scheduled rebuilds. Prompt lengths default to the full cache's."""
+        """Empty these slots. Prompt lengths default to the full cache's."""
         places = range(self.batch) if slots is None else [int(slot) for slot in slots]
         where = integers(places, self.lengths.device)
         super().reset(where, self.full.prompt_lengths[where] if prompt_lengths is None else prompt_lengths)
-        self._cancel(places)
         for slot in places:
             self._free[slot] = self.budget
             self.policy.restart(slot)
 
-    def _cancel(self, slots: Sequence[int]) -> None:
-        """Cancel the scheduled rebuilds of these slots."""
-        if self._scheduled is not None:
-            scheduled, queries_LBHd, numbers = self._scheduled
-            left = [slot for slot in scheduled if slot not in slots]
-            self._scheduled = (left, queries_LBHd, numbers) if left else None
-
     def due(self, most: int) -> list[int]:
-        """Slots that may lose picked rows within `most` more tokens and have no rebuild scheduled."""
+        """Slots that may lose picked rows within `most` more tokens."""
         if self.holds_all or not self.policy.scored:
             return []
-        scheduled = self._scheduled[0] if self._scheduled else []
-        return [slot for slot in range(self.batch) if self._free[slot] < most and slot not in scheduled]
+        return [slot for slot in range(self.batch) if self._free[slot] < most]
 
     def select_anew(self) -> None:
-        """Drop everything and rebuild all slots, starting with the next step. Until then the cache follows nothing."""
+        """Drop everything and rebuild all slots behind the next step. Until then the cache follows nothing."""
         self.reset()
         self.ready, self.needs_queries = False, True
 
@@ -214,7 +198,7 @@ class SelectedCache(RingCache):
         depth: int,
         wanted: Sequence[int] = (),
     ) -> list[int]:
-        """Follow a step of the full cache, and schedule the rebuilds that are due or wanted, or ask for their queries.
+        """Follow a step of the full cache, and rebuild the slots that are due or wanted, or ask for their queries.
 
         Args:
             positions_B: int64, positions of the new roots.
@@ -222,54 +206,46 @@ class SelectedCache(RingCache):
             depth: depth of the longest path that a step can accept.
             wanted: slots to rebuild although nothing is about to be lost.
 
-        Returns: the slots whose rebuild was scheduled.
+        Returns: the slots that were rebuilt.
         """
         most = accepted.nodes.shape[1]
-        ahead = 2 * max(most, depth + 1)  # the next step and the one after it, which rebuilds
-        was_building = self.building
-        follows = self.ready or was_building
-        slots = sorted({*self.due(ahead), *wanted}) if follows else list(range(self.batch))
-        if follows:
+        ahead = 2 * max(most, depth + 1)  # the next step, and the one whose pass brings the queries
+        slots = sorted({*self.due(ahead), *wanted}) if self.ready else list(range(self.batch))
+        if self.ready:
             self.follow(most)
         if queries_LBHd is None:
             slots = []
         elif slots:
-            self.schedule_build(slots, queries_LBHd, positions_B - accepted.counts + 1)
-        self.ready = self.ready or (was_building and not self.building)
-        self.needs_queries = bool(self.due(ahead)) if self.ready or self.building else True
+            self.build(slots, queries_LBHd, positions_B - accepted.counts + 1)
+            self.ready = True
+        self.needs_queries = not self.ready or bool(self.due(ahead))
         return slots
 
     def follow(self, most: int) -> None:
-        """Carry out the scheduled rebuild, drop the tail, and copy the full cache's new rows, at most `most` a slot."""
-        if self._scheduled is not None:
-            (slots, queries_LBHd, numbers), self._scheduled = self._scheduled, None
-            ((totals, seen, held),) = numbers.lists()
-            for slot in slots:
-                queries_LHd = None if queries_LBHd is None else queries_LBHd[:, slot]
-                self._build(slot, queries_LHd, totals[slot], seen[slot], held[slot])
+        """Drop the tail, and copy the full cache's new rows, at most `most` a slot."""
         self._copy_new(most, self.full.lengths)
         self.lengths.copy_(self.held.clamp(max=self.budget))
         self._free = [free - most for free in self._free]
 
-    def schedule_build(self, slots: Sequence[int], queries_LBHd: Tensor | None, seen_B: Tensor) -> None:
-        """Let the next `follow` pick these slots' rows anew from the keys committed now, and drop their tails. Tokens
-        that the queries do not see, and an incomplete last chunk, are kept as recent ones.
+    def build(self, slots: Sequence[int], queries_LBHd: Tensor | None, seen_B: Tensor) -> None:
+        """Pick these slots' rows anew from the keys committed now, and drop their tails. Tokens that the queries do not
+        see, and an incomplete last chunk, are kept as recent ones.
 
         Args:
             queries_LBHd: post-RoPE queries of all slots, of a committed token; None for a policy that needs none.
             seen_B: int64, how many tokens these queries see, their own included.
         """
-        if queries_LBHd is not None:
-            queries_LBHd = queries_LBHd.clone()  # the next step may overwrite them
-        self._scheduled = list(slots), queries_LBHd, HostCopy(torch.stack([self.full.lengths, seen_B, self.held]))
+        totals, seen, held = torch.stack([self.full.lengths, seen_B, self.held]).tolist()
+        for slot in slots:
+            queries_LHd = None if queries_LBHd is None else queries_LBHd[:, slot]
+            self._build(slot, queries_LHd, totals[slot], seen[slot], held[slot])
 
     def build_from_prompt(self, slot: int, queries_L1Hd: Tensor | None, length: int) -> None:
-        """Build a slot at the end of its prefill, at once. A rebuild that a step during the prefill scheduled is void.
+        """Build a slot at the end of its prefill.
 
         Args:
-            queries_L1Hd: queries of the last of the `length` prefilled tokens, as of `schedule_build`.
+            queries_L1Hd: queries of the last of the `length` prefilled tokens, as of `build`.
         """
-        self._cancel([slot])
         self._build(slot, None if queries_L1Hd is None else queries_L1Hd[:, 0], length, length, 0)
 
     def _build(self, slot: int, queries_LHd: Tensor | None, total: int, seen: int, held: int) -> None:

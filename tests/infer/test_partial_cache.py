@@ -40,12 +40,6 @@ def queries(seed: int) -> torch.Tensor:
     return torch.randn(LAYERS, SLOTS, HEADS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def build(cache, slots, queries_LBHd, seen_B) -> None:
-    """Build at once, by a step that brings no token: a rebuild comes with the step after the one that schedules it."""
-    cache.schedule_build(slots, queries_LBHd, seen_B)
-    cache.follow(0)
-
-
 def rows_of(cache, slot: int) -> list[list[set[int]]]:
     """[layer][KV head] the tokens whose keys stand in the slot's rows, each once, with the values beside them."""
     found = []
@@ -86,7 +80,7 @@ def test_a_build_picks_what_plain_loops_pick(name, lengths):
     full.lengths.copy_(torch.tensor(lengths))
     cache, query = SelectedCache(full, policy, Shape, tail=8), queries(1)
     seen = full.lengths - torch.tensor([2, 0, 3]).clamp(max=full.lengths)  # tokens that came with the query's own pass
-    build(cache, range(SLOTS), query, seen)
+    cache.build(range(SLOTS), query, seen)
     assert cache.tokens.tolist() == list(lengths)
     for slot, (length, sees) in enumerate(zip(lengths, seen.tolist(), strict=True)):
         covered, found = policy.covered(sees), rows_of(cache, slot)
@@ -105,42 +99,12 @@ def test_a_build_picks_what_plain_loops_pick(name, lengths):
                 assert len(best & found[layer][head]) == policy.budget - len(late)
 
 
-def test_a_slot_that_starts_anew_leaves_the_scheduled_rebuilds_of_others():
-    full = random_full()
-    full.lengths.copy_(torch.tensor([100, 90, 61]))
-    cache, expected = (SelectedCache(full, POLICIES["tokens"](), Shape, tail=8) for _ in range(2))
-    cache.schedule_build([0, 1], queries(1), full.lengths)
-    full.lengths[1] = 0
-    cache.reset([1])
-    cache.follow(1)
-    assert not cache.building and cache.tokens.tolist()[:2] == [100, 0]
-    build(expected, [0], queries(1), full.lengths)
-    assert rows_of(cache, 0) == rows_of(expected, 0)
-    cache.schedule_build([0, 2], queries(1), full.lengths)
-    cache.reset()
-    assert not cache.building
-
-
-def test_a_prompt_that_ends_before_the_next_step_voids_its_slots_scheduled_rebuild():
-    """A step between two passes over slot 1's prompt has scheduled it with the tokens of then."""
-    full = random_full()
-    full.lengths.copy_(torch.tensor([100, 20, 61]))
-    cache, expected = (SelectedCache(full, POLICIES["tokens"](), Shape, tail=8) for _ in range(2))
-    cache.schedule_build([0, 1], queries(1), full.lengths)
-    full.lengths[1] = 70
-    for each in (cache, expected):
-        each.build_from_prompt(1, queries(2)[:, 1:2], 70)
-        each.follow(1)
-    assert not cache.building and cache.tokens.tolist()[:2] == [100, 70]
-    assert rows_of(cache, 1) == rows_of(expected, 1)
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_new_tokens_overwrite_the_least_important_first_and_due_comes_in_time(name):
     full, policy = random_full(), POLICIES[name]()
     full.lengths.copy_(torch.tensor([60, 60, 60]))
     cache, query, region = SelectedCache(full, policy, Shape, tail=8), queries(2), policy.budget - policy.fixed
-    build(cache, range(SLOTS), query, full.lengths)
+    cache.build(range(SLOTS), query, full.lengths)
     order = cache.policy.pick(0, 60, query[:, 0])[:, policy.fixed :]
     for written in range(1, region + 1):
         assert cache.due(1) == [] and (0 in cache.due(region - written + 2)) == policy.scored
@@ -164,7 +128,7 @@ def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name,
     full.lengths.copy_(torch.tensor(starts))
     cache = SelectedCache(full, POLICIES[name](), Shape, tail=8)
     built = {slot: (queries(0), starts[slot]) for slot in range(SLOTS)}
-    build(cache, range(SLOTS), queries(0), full.lengths)
+    cache.build(range(SLOTS), queries(0), full.lengths)
     for step in range(data.draw(st.integers(1, 14))):
         action = data.draw(st.sampled_from(["follow", "follow", "follow", "build", "restart"]))
         slot = data.draw(st.integers(0, SLOTS - 1))
@@ -177,20 +141,21 @@ def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name,
         before = full.lengths.clone()
         if action in ("follow", "build"):
             full.lengths += torch.tensor(data.draw(st.lists(st.integers(0, 5), min_size=SLOTS, max_size=SLOTS)))
-        if action == "build" or cache.due(5):
-            due, seen = sorted({*cache.due(5), *([slot] if action == "build" else [])}), before.clamp(min=1)
-            cache.schedule_build(due, queries(step + 1), torch.minimum(seen, full.lengths))
-            for each in due:
-                if int(full.lengths[each]) > cache.budget:
-                    built[each] = queries(step + 1), min(int(seen[each]), int(full.lengths[each]))
+        due = {*cache.due(5), *([slot] if action == "build" else [])}
         if action == "restart":
             full.lengths[slot] = 11
             cache.reset([slot])
             built[slot] = queries(step + 1), 11
+            due -= {slot}
         cache.follow(11)
+        seen = torch.minimum(before.clamp(min=1), full.lengths)
+        cache.build(sorted(due), queries(step + 1), seen)
+        for each in due:
+            if int(full.lengths[each]) > cache.budget:
+                built[each] = queries(step + 1), int(seen[each])
     fresh = SelectedCache(full, POLICIES[name](), Shape, tail=8)
     for slot, (query, seen) in built.items():
-        build(fresh, [slot], query, torch.full((SLOTS,), seen))
+        fresh.build([slot], query, torch.full((SLOTS,), seen))
     assert torch.equal(fresh.tokens, full.lengths) and torch.equal(cache.tokens, full.lengths)
     assert torch.equal(cache.lengths, full.lengths.clamp(max=24))
     for slot in range(SLOTS):
@@ -202,7 +167,7 @@ def test_chunk_means_are_appended_and_never_recomputed_but_of_another_sequence()
     full.lengths.copy_(torch.tensor([50, 30, 99]))
     cache = SelectedCache(full, TopChunks(budget=16, chunk=4), Shape, tail=4)
     policy = cache.policy
-    build(cache, range(SLOTS), queries(0), full.lengths)
+    cache.build(range(SLOTS), queries(0), full.lengths)
     first = policy.means_LBCKd.clone()
     for slot, length in enumerate((50, 30, 99)):
         for chunk in range(length // 4):
@@ -211,12 +176,12 @@ def test_chunk_means_are_appended_and_never_recomputed_but_of_another_sequence()
     kept = full.keys.clone()
     full.keys[:, 0, :50] = 0  # what has a mean already is not read again
     full.lengths += 8
-    build(cache, [0], queries(1), full.lengths)
+    cache.build([0], queries(1), full.lengths)
     assert torch.equal(policy.means_LBCKd[:, 0, :12], first[:, 0, :12])
     torch.testing.assert_close(policy.means_LBCKd[:, 0, 13], kept[:, 0, 52:56].mean(1))
     full.keys.copy_(kept * 2)
     cache.reset([0])
-    build(cache, [0], queries(1), full.lengths)
+    cache.build([0], queries(1), full.lengths)
     for chunk in range(14):
         mean = 2 * kept[:, 0, 4 * chunk : 4 * chunk + 4].mean(1)
         torch.testing.assert_close(policy.means_LBCKd[:, 0, chunk], mean)
@@ -253,7 +218,7 @@ def test_the_target_on_a_selected_cache_that_holds_everything_is_the_target(tiny
     model(Pass(tokens[:, :30], cache=full))
     full.commit(None, torch.tensor([30, 21]))
     cache = SelectedCache(full, TopTokens(budget=48, sinks=4), model.config, tail=6)
-    build(cache, [0, 1], None, full.lengths)
+    cache.build([0, 1], None, full.lengths)
     for _ in range(3):  # passes on top of each other, on either cache
         positions = full.lengths[:, None] + torch.arange(2)
         row = torch.stack([tokens[b, int(positions[b, 0]) :][:2] for b in range(2)])
