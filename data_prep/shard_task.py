@@ -71,10 +71,11 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class KeptDocument:
-    """A document whose tokens go into rows. source: the number of its source."""
+    """A document whose tokens go into rows. source: the name of its source. n_tokens: how many tokens go there."""
 
-    source: int
+    source: str
     n_bytes: int
+    n_tokens: int
     is_long: bool
     encoded: list[Encoded]
 
@@ -145,6 +146,11 @@ def _write(path: Path, kept: Sequence[KeptDocument], config: PrepareConfig, read
     sequences = [sequence for document in kept for sequence in document.encoded]
     packed = MODES[config.documents]([len(sequence.tokens) for sequence in sequences], config.seq_len)
     rows = [_make_row(pieces, sequences) for pieces in packed]
+    mix: dict[str, dict] = {}
+    for document in kept:
+        of_source = mix.setdefault(document.source, {"documents": 0, "tokens": 0})
+        of_source["documents"] += 1
+        of_source["tokens"] += document.n_tokens
     if rows:
         path.parent.mkdir(exist_ok=True)
     return {
@@ -156,23 +162,8 @@ def _write(path: Path, kept: Sequence[KeptDocument], config: PrepareConfig, read
         "in_parts": sum(document.is_long for document in kept),
         "pieces": sum(len(pieces) for pieces in packed),
         "text_bytes": sum(document.n_bytes for document in kept),
-        "mix": _mix(kept, packed, readers),
+        "mix": mix,
         "shards": [write_shard(path, rows, config.seq_len, fill_id=readers[0].encoder.eos_id)] if rows else [],
-    }
-
-
-def _mix(kept: Sequence[KeptDocument], packed: Sequence[Sequence[Piece]], readers: Sequence[Reader]) -> dict[str, dict]:
-    """The number of documents and of tokens in rows, for each source that has any."""
-    source_of = [document.source for document in kept for _ in document.encoded]  # of each packed sequence
-    tokens = Counter()
-    for pieces in packed:
-        for piece in pieces:
-            tokens[source_of[piece.document]] += len(piece)
-    documents = Counter(document.source for document in kept)
-    return {
-        reader.name: {"documents": documents[number], "tokens": tokens[number]}
-        for number, reader in enumerate(readers)
-        if documents[number]
     }
 
 
@@ -206,7 +197,7 @@ def _kept_documents(
                 left_out["dropped"]["beyond_max_tokens"] += 1  # a shorter one may still fit
             else:
                 is_long = isinstance(document, Document) and len(document.text) > LONG
-                kept.append(KeptDocument(source, document.n_bytes, is_long, encoded))
+                kept.append(KeptDocument(reader.name, document.n_bytes, cost, is_long, encoded))
                 room[budget], n_bytes = room[budget] - cost, n_bytes + document.n_bytes
             if segment.n_documents is None and n_bytes >= task.shard_bytes:
                 yield kept

@@ -37,6 +37,10 @@ HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>\S+))?")
 REMOTE = "hf://"
 BUFFER_BYTES = 1 << 20
 Kind = Literal["text", "docstrings", "jsonl", "array", "csv", "table", "archive"]
+KINDS: dict[str, Kind] = {
+    **{".parquet": "table", ".arrow": "table", ".mds": "table", ".tar": "archive"},
+    **{".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"},
+}
 
 
 @dataclass(frozen=True)
@@ -191,16 +195,13 @@ def _local(source: Source, number: int) -> list[SourceFile]:
 
 
 def _kind(path: str, source: Source) -> Kind:
-    name = path.lower().removesuffix(Path(path).suffix.lower() if is_compressed(path) else "")
-    kinds: dict[str, Kind] = {".parquet": "table", ".arrow": "table", ".mds": "table", ".tar": "archive"}
-    kinds |= {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-    suffix = Path(name).suffix
     if source.path == STDLIB_CHAT:
         return "docstrings"
+    suffix = Path(Path(path).stem if is_compressed(path) else path).suffix.lower()
     if suffix == ".json":
         with open_plain(path) as stream:
             return "array" if stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[") else "jsonl"
-    return kinds.get(suffix, "text")
+    return KINDS.get(suffix, "text")
 
 
 def _walk(root: Path, patterns: Sequence[str], left_out: Sequence[str] = ()) -> list[Path]:
