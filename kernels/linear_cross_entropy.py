@@ -63,10 +63,9 @@ def linear_cross_entropy(
         implementation: of what happens to a chunk's logits. "auto" is Triton on a GPU if it is installed and else
             PyTorch; "triton" and "torch" force one of them.
     Raises:
-        ValueError: the implementation is unknown or not installed, or dtypes or numbers of parts or labels differ.
+        ValueError: the implementation is not installed.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
+    assert implementation in IMPLEMENTATIONS, f"implementation: {implementation!r}"
     check_parts(hiddens, weight_VD, labels, rows)
     n_labels = torch.stack([(labels_M != ignore_index).sum() for labels_M in labels])
     rows = rows or [torch.arange(len(labels_M), device=labels_M.device) for labels_M in labels]
@@ -86,18 +85,11 @@ def linear_cross_entropy(
 def check_parts(
     hiddens: Sequence[Tensor], weight_VD: Tensor, labels: Sequence[Tensor], rows: Sequence[Tensor] | None
 ) -> None:
-    """Raise ValueError if dtypes or numbers of parts or labels differ."""
-    if not hiddens:
-        raise ValueError("hiddens: [] has no part; give at least one")
-    for name, parts in (("labels", labels), ("rows", rows)):
-        if parts is not None and len(parts) != len(hiddens):
-            raise ValueError(f"{name}: {len(parts)} parts, but hiddens has {len(hiddens)}; give one for each")
+    """Assert that every part has its labels and rows, and that states and LM head have one dtype."""
+    assert len(hiddens) == len(labels) > 0 and (rows is None or len(rows) == len(labels)), "one of each for each part"
     for i, (hidden_ND, labels_M) in enumerate(zip(hiddens, labels, strict=True)):
-        if hidden_ND.dtype != weight_VD.dtype:
-            raise ValueError(f"weight_VD: {weight_VD.dtype}, but hiddens has {hidden_ND.dtype}; cast one of them")
-        n_places = len(hidden_ND) if rows is None else len(rows[i])
-        if n_places != len(labels_M):
-            raise ValueError(f"labels: {len(labels_M)} in part {i}, but {n_places} states or rows; give one for each")
+        assert hidden_ND.dtype == weight_VD.dtype, f"weight_VD: {weight_VD.dtype}, and hiddens {hidden_ND.dtype}"
+        assert len(labels_M) == len(hidden_ND if rows is None else rows[i]), f"labels: not one for each row of part {i}"
 
 
 def _triton(implementation: str, device: torch.device) -> Any | None:

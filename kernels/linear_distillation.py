@@ -67,11 +67,8 @@ def linear_distillation(
             choose the same token under the same Gumbel noise.
         text_weight: weight in [0, 1] of the labels' cross-entropy in the loss; the objective has the rest.
         measure: also compute the overlaps.
-    Raises:
-        ValueError: the objective is unknown, or dtypes or numbers of parts or labels differ.
     """
-    if objective not in LOSSES:
-        raise ValueError(f"objective: {objective!r} is none of {', '.join(LOSSES)}")
+    assert objective in LOSSES, f"objective: {objective!r}"
     check_parts(hiddens, weight_VD, labels, rows)
     check_parts([target.states] * len(hiddens), weight_VD, labels, target.rows)
     n_labels = torch.stack([(labels_M != ignore_index).sum() for labels_M in labels])

@@ -68,10 +68,12 @@ def segment_attention(
         sinks_H: attention sinks (kernels/sinks.py); None for none. With sinks nothing has a gradient.
     Returns:
         [N, H, d] in q's dtype, scores scaled by d ** -0.5; zeros for rows in no segment, which get a zero gradient.
-    Raises:
-        ValueError: a segment has fewer keys than queries, is out of order, or lies outside the rows.
     """
-    _check(segments, len(q_NHd), len(k_MKd))
+    done, n_queries, n_keys = 0, len(q_NHd), len(k_MKd)
+    for q_start, q_stop, k_start, k_stop in segments:
+        assert done <= q_start <= q_stop <= n_queries, f"segments: queries {q_start} to {q_stop} are out of order"
+        assert 0 <= k_start <= k_stop - (q_stop - q_start) <= n_keys - (q_stop - q_start), "segments: too few keys"
+        done = q_stop
     segments = _with_queries(segments)
     if not segments:
         return _blind(q_NHd)
@@ -219,23 +221,6 @@ def _end_to_end(spans: Sequence[tuple[int, int]], device: torch.device) -> tuple
     if all(one[1] == following[0] for one, following in pairwise(spans)):
         return slice(spans[0][0], spans[-1][1]), borders, max(sizes)
     return from_host(torch.cat([torch.arange(*span) for span in spans]), device), borders, max(sizes)
-
-
-def _check(segments: Sequence[Segment], n_queries: int, n_keys: int) -> None:
-    done = 0
-    for segment in segments:
-        q_start, q_stop, k_start, k_stop = segment
-        if not done <= q_start <= q_stop <= n_queries:
-            raise ValueError(
-                f"segments: {segment} has queries out of order, or not among rows {done} to {n_queries}; "
-                "give segments in the order of their queries, none twice"
-            )
-        if not 0 <= k_start <= k_stop - (q_stop - q_start) or k_stop > n_keys:
-            raise ValueError(
-                f"segments: {segment} has fewer keys than queries, or not among rows 0 to {n_keys}; "
-                "give it a key for each query"
-            )
-        done = q_stop
 
 
 def read_keys(n_queries: int, n_keys: int, segments: Sequence[tuple[int, int, int, int]], window: int | None) -> Tensor:

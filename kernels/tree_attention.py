@@ -14,13 +14,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels import backend
-from longdraft.kernels.chain_attention import ChainPlan, chain_attention, first_read, merge
+from longdraft.kernels.chain_attention import ChainPlan, chain_attention, first_read
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.sinks import with_sinks
 from longdraft.kernels.tree_mask import MOST_ROWS, attended_rows, pack_tree
-
-# Above this many committed rows, one mask over all rows costs more than two calls and a merge.
-SPLIT_FROM = 1024
 
 
 @dataclass
@@ -163,30 +160,12 @@ def _slot_attention(
         return out_1KGd.reshape(1, 1, n_heads, head_dim)
     q_1KQd = q_1THd.view(n_rows, n_kv_heads, groups, head_dim).permute(1, 2, 0, 3)
     q_1KQd = q_1KQd.reshape(1, n_kv_heads, groups * n_rows, head_dim)
-    prefix = length - first
-    if prefix >= SPLIT_FROM and window is None and q_1THd.device.type == "cpu":
-        out_1KQd = _split(q_1KQd, keys_1KSd, values_1KSd, prefix, plan, slot, groups)
-    else:
-        mask_QS, empty_Q1 = plan.mask(slot, first, stop, groups, window, q_1THd.dtype)
-        out_1KQd = scaled_dot_product_attention(q_1KQd, keys_1KSd, values_1KSd, attn_mask=mask_QS)
-        if empty_Q1 is not None:
-            out_1KQd = out_1KQd.masked_fill(empty_Q1, 0.0)
+    mask_QS, empty_Q1 = plan.mask(slot, first, stop, groups, window, q_1THd.dtype)
+    out_1KQd = scaled_dot_product_attention(q_1KQd, keys_1KSd, values_1KSd, attn_mask=mask_QS)
+    if empty_Q1 is not None:
+        out_1KQd = out_1KQd.masked_fill(empty_Q1, 0.0)
     out_KGTd = out_1KQd.view(n_kv_heads, groups, n_rows, head_dim)
     return out_KGTd.permute(2, 0, 1, 3).reshape(1, n_rows, n_heads, head_dim)
-
-
-def _split(
-    q_1KQd: Tensor, keys_1KSd: Tensor, values_1KSd: Tensor, prefix: int, plan: PassPlan, slot: int, groups: int
-) -> Tensor:
-    """Attention over the committed rows without a mask and over the pass's own with one, merged by log-sum-exp."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    old_1KQd, old_lse_1KQ = flash(q_1KQd, keys_1KSd[:, :, :prefix], values_1KSd[:, :, :prefix])
-    stop = prefix + plan.n_rows
-    mask_QT, empty_Q1 = plan.mask(slot, prefix, stop, groups, None, q_1KQd.dtype)
-    new_1KQd, new_lse_1KQ = flash(q_1KQd, keys_1KSd[:, :, prefix:], values_1KSd[:, :, prefix:], attn_mask=mask_QT)
-    if empty_Q1 is not None:
-        new_lse_1KQ = new_lse_1KQ.masked_fill(empty_Q1[:, 0], float("-inf"))
-    return merge((new_1KQd, new_lse_1KQ), (old_1KQd, old_lse_1KQ))[0]
 
 
 def tree_attention_reference(

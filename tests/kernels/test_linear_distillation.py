@@ -157,7 +157,7 @@ def test_gradient_only_once_and_errors_name_the_argument():
     assert hiddens[0].grad is None and hiddens[1].grad.any() and not out.overlaps.any()
     with pytest.raises(RuntimeError, match="used up by an earlier backward pass"):
         out.loss_sums.sum().backward()
-    with pytest.raises(ValueError, match="objective: 'tvd' is none of kl, overlap, acceptance"):
+    with pytest.raises(AssertionError, match="objective: 'tvd'"):
         linear_distillation(hiddens, weight, labels, target, "tvd", rows=rows)
-    with pytest.raises(ValueError, match="rows: 1 parts, but hiddens has 2"):
+    with pytest.raises(AssertionError, match="one of each for each part"):
         linear_distillation(hiddens, weight, labels, target._replace(rows=rows[:1]), "kl", rows=rows)

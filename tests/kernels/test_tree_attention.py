@@ -130,16 +130,6 @@ def test_parts_of_the_keys_merge_by_their_log_sum_exps():
     torch.testing.assert_close(merged, whole, rtol=0, atol=1e-5)
 
 
-def test_split_and_single_call_agree(monkeypatch, pytorch_only):
-    """The same pass gives the same result above and below SPLIT_FROM."""
-    keys, values = poisoned([200], 9, 220, 2, 8)
-    q, mask, lengths = draw(1, 9, 4, 8, seed=3), random_tree(9, 1)[None], torch.tensor([200])
-    monkeypatch.setattr(module, "SPLIT_FROM", 10_000)
-    whole = tree_attention(q, keys, values, lengths, mask)
-    monkeypatch.setattr(module, "SPLIT_FROM", 1)
-    torch.testing.assert_close(tree_attention(q, keys, values, lengths, mask), whole, rtol=0, atol=1e-5)
-
-
 def test_shared_plan_changes_nothing(pytorch_only):
     keys, values = poisoned([5, 60], 7, 80, 2, 8)
     q, mask, lengths = draw(2, 7, 4, 8, seed=3), random_tree(7, 1).expand(2, 7, 7), torch.tensor([5, 60])
