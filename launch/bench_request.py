@@ -17,7 +17,6 @@ from longdraft.benchmarks.drafters.suites import SUITES, Suite
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.console import note, read_text
-from longdraft.launch.progress import Progress
 from longdraft.launch.report import check_name, write_report
 from longdraft.launch.runtime import DTYPES, Drafting, check_rows, heldout_rows, options_for, read_options, used_tokens
 from longdraft.launch.shared_options import NEW_TOKENS, PROMPTS, TEXT_TOKENS, given_sampling
@@ -60,8 +59,8 @@ def run_bench(args: argparse.Namespace) -> dict:
         builders = {name: partial(build_drafter, name, **drafting.of(name)) for name in names}
         device, (path, gguf_file) = target.model.embed_tokens.weight.device, drafting.source
         theirs = load_transformers(path, settings.dtype, gguf_file).to(device) if args.transformers else None
-        with Progress("bench") as watch, on_device(device):
-            result = bench(target, builders, asked, replace(settings, proof=form), theirs, watch, record)
+        with on_device(device):
+            result = bench(target, builders, asked, replace(settings, proof=form), theirs, note, record)
         if args.out is not None:
             folders = ", ".join(folder.name for folder in write_files(record, args.out))
             note(f"Written to {args.out}, for other programs: {folders}")

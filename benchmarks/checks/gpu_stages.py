@@ -249,13 +249,12 @@ def _prove(target: "Target", drafts: Mapping[str, str | None], prompts: list[lis
     import torch
 
     from longdraft.benchmarks.drafters.exactness import prove
-    from longdraft.benchmarks.drafters.progress import UNWATCHED
     from longdraft.infer.sampling import SamplingParams
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     params = SamplingParams(seed=0, ignore_eos=True)
     try:
-        return prove(target, _builders(drafts), prompts, params, "fp32", torch.float32, UNWATCHED)
+        return prove(target, _builders(drafts), prompts, params, "fp32", torch.float32)
     except RuntimeError as error:  # not exact, out of memory, a recording that failed
         raise StageError(f"{', '.join(drafts)}: {error}") from error
 

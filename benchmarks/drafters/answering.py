@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from tqdm import tqdm
 
-from longdraft.benchmarks.drafters.measurements import prefill_cost, surroundings
-from longdraft.benchmarks.drafters.progress import Phase, Watch
+from longdraft.benchmarks.drafters.measurements import Log, quiet, surroundings
 from longdraft.benchmarks.drafters.prompts import Asked, Question
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record
 from longdraft.benchmarks.drafters.timing import seconds_of
@@ -22,7 +22,6 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.models.target import Target
 
 WARM_UP_TOKENS, WARM_UP_PROMPT = 16, 1024
-TRANSFORMERS = 3  # roughly how many times slower than our plain decoding it is, with its prefill timed separately
 
 
 class EngineAnswers:
@@ -31,12 +30,11 @@ class EngineAnswers:
     def __init__(self, engine: Engine):
         self.engine = engine
 
-    def answer(self, prompt: list[int], params: SamplingParams, watch: Watch) -> Answer:
+    def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
         began, lengths, arrivals, last = time.perf_counter(), [], [], None
         for piece in self.engine.stream([prompt], params):
             lengths.append(len(piece.tokens))
             arrivals.append(round(time.perf_counter() - began, 6))
-            watch.advance(len(piece.tokens) + (0 if len(lengths) > 1 else prefill_cost(len(prompt))))
             last = piece.generation
         assert last is not None
         stats = last.stats
@@ -70,11 +68,10 @@ class TransformersAnswers:
         self.model, self._eos, self._device = model, list(eos_token_ids), next(model.parameters()).device
 
     @torch.no_grad()
-    def answer(self, prompt: list[int], params: SamplingParams, watch: Watch) -> Answer:
+    def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
         """The prefill is timed as a call that generates one token."""
         prefill, _ = self._timed(prompt, replace(params, max_new_tokens=1))
         whole, tokens = self._timed(prompt, params)
-        watch.advance(TRANSFORMERS * (prefill_cost(len(prompt)) + params.max_new_tokens))
         count = len(tokens)
         seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # one token is the prefill's
         return Answer(len(prompt), tokens, None, "", [1] * count, [], decode_seconds=seconds, prefill_seconds=prefill)
@@ -100,50 +97,37 @@ class TransformersAnswers:
 Answerer = EngineAnswers | TransformersAnswers
 
 
-class Turns:
-    """All questions at one temperature, each of which is asked of everybody in `names` before the next one."""
+def ask(
+    target: Target,
+    answerers: Mapping[str, Answerer],
+    asked: Sequence[Asked],
+    params: SamplingParams,
+    record: Record,
+    log: Log = quiet,
+) -> None:
+    """Ask every question of everybody before the next one; what the record holds is not asked again.
 
-    def __init__(self, asked: Sequence[Asked], params: SamplingParams, names: Sequence[str]):
-        self.params = params
-        self.few_tokens = min(WARM_UP_TOKENS, params.max_new_tokens)
-        title = f"timing at T {params.temperature:g}:" if params.temperature else "timing, greedy:"
-        cost = prefill_cost(min(asked[0].tokens, WARM_UP_PROMPT)) + self.few_tokens
-        self.warm_up = Phase(f"{title} warm-up", len(names) * cost)
-        self.steps: list[tuple[Question, str, Phase]] = []
-        for number, one in enumerate(asked, start=1):
-            cost = (prefill_cost(one.tokens) + params.max_new_tokens) * len(one.question.turns)
-            for name in names:
-                slow = TRANSFORMERS if name == "transformers" else 1
-                phase = Phase(f"{title} {name}, prompt {number} of {len(asked)}", slow * cost)
-                self.steps.append((one.question, name, phase))
-
-    def phases(self) -> list[Phase]:
-        return [self.warm_up, *(phase for _, _, phase in self.steps)]
-
-    def ask(self, target: Target, answerers: Mapping[str, Answerer], record: Record, watch: Watch) -> None:
-        """Ask the questions; what the record holds is not asked again.
-
-        The warm-up uses another text, so that no drafter has seen an answer that is timed.
-        """
-        temperature = self.params.temperature
-        todo = [step for step in self.steps if (step[0].id, step[1], temperature) not in record.entries]
-        if not todo:
-            return
-        record.set_machine(surroundings(target))
-        watch.begin(self.warm_up.name)
-        warm = self.steps[0][0].prompt(target)[-WARM_UP_PROMPT:][::-1]
-        for name, answerer in answerers.items():
-            answerer.answer(warm, replace(self.params, max_new_tokens=self.few_tokens), watch)
-            record.restore(name, temperature, answerer.tables())
-        for question, name, phase in todo:
-            watch.begin(phase.name)
-            answerer, key = answerers[name], (question.id, question.task, question.category, name, temperature)
-            turns, stopped = converse(target, answerer, question, self.params, watch)
-            record.add(Entry(*key, turns, answerer.max_depth, stopped), answerer.tables())
+    The warm-up uses another text, so that no drafter has seen an answer that is timed.
+    """
+    temperature = params.temperature
+    steps = [(one.question, name) for one in asked for name in answerers]
+    todo = [(question, name) for question, name in steps if (question.id, name, temperature) not in record.entries]
+    if not todo:
+        return
+    log(f"timing at T {temperature:g}: {len(todo)} answers of {', '.join(answerers)}")
+    record.set_machine(surroundings(target))
+    warm = asked[0].question.prompt(target)[-WARM_UP_PROMPT:][::-1]
+    for name, answerer in answerers.items():
+        answerer.answer(warm, replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens)))
+        record.restore(name, temperature, answerer.tables())
+    for question, name in tqdm(todo, desc="answers", leave=False, disable=None):
+        answerer, key = answerers[name], (question.id, question.task, question.category, name, temperature)
+        turns, stopped = converse(target, answerer, question, params)
+        record.add(Entry(*key, turns, answerer.max_depth, stopped), answerer.tables())
 
 
 def converse(
-    target: Target, answerer: Answerer, question: Question, params: SamplingParams, watch: Watch
+    target: Target, answerer: Answerer, question: Question, params: SamplingParams
 ) -> tuple[list[Answer], str]:
     """Return the answers to a question's turns, each turn following this answerer's own earlier answers, and in words
     why turns are missing ("" if none are)."""
@@ -153,7 +137,7 @@ def converse(
         prompt = question.prompt(target, [_text(target, turn) for turn in turns])
         if turns and len(prompt) + params.max_new_tokens > positions:
             return turns, f"turn {number + 1} has {len(prompt)} tokens, too long for the target's {positions} positions"
-        turns.append(answerer.answer(prompt, params, watch))
+        turns.append(answerer.answer(prompt, params))
     return turns, ""
 
 

@@ -9,15 +9,15 @@ the proof, the strongest first:
   off        nothing is proved, and the result says so
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from longdraft.benchmarks.drafters.measurements import choice_logits, decode, prefill_cost
-from longdraft.benchmarks.drafters.progress import Phase, Watch
+from longdraft.benchmarks.drafters.measurements import Log, choice_logits, quiet
 from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
@@ -31,8 +31,6 @@ from longdraft.models.target import Target
 
 FORMS = ("fp32", "layerwise", "serving", "off")
 PROMPTS, TOKENS = 2, 24
-# Time per token of the proof, by its form, relative to plain decoding in bf16 (measured on SmolLM2).
-SLOW = {"fp32": 3.0, "layerwise": 9.0, "serving": 2.0}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Builds a drafter for a target that has its final dtype.
 Builder = Callable[[Target], Drafter]
@@ -148,26 +146,6 @@ def _in_fp32(layer: Layer) -> Iterator[None]:
             weight.data = data
 
 
-def proof_steps(
-    names: Iterable[str], prompts: Sequence[list[int]], params: SamplingParams, form: str, dtype: torch.dtype
-) -> dict[str, list[tuple[Phase, SamplingParams]]]:
-    """The steps of a proof for each drafter: greedy (`params`) and sampled. Empty for the form "off"."""
-    if form == "off":
-        return {}
-    greedy = replace(params, max_new_tokens=TOKENS)
-    # Where the gap of a flip is measured, no filter may cut off one of its two tokens.
-    requests = {"greedy": greedy, "sampled": replace(greedy, temperature=1.0, top_p=1.0 if form == "serving" else 0.95)}
-    some = prompts[:PROMPTS]
-    together = "1 prompt" if len(some) == 1 else f"{len(some)} prompts together"
-    precision = NAMES[dtype] if form == "serving" else "fp32"
-    cost = 2 * sum(prefill_cost(len(prompt)) + TOKENS for prompt in some)
-
-    def phase(name: str, kind: str) -> Phase:
-        return Phase(f"proof in {precision} that {name} is exact, {kind}, {together}", cost, SLOW[form])
-
-    return {name: [(phase(name, kind), request) for kind, request in requests.items()] for name in names}
-
-
 def prove(
     target: Target,
     builders: Mapping[str, Builder],
@@ -175,7 +153,7 @@ def prove(
     params: SamplingParams,
     form: str,
     dtype: torch.dtype,
-    watch: Watch,
+    log: Log = quiet,
 ) -> dict:
     """Show that each drafter's tokens are plain decoding's, greedy and sampled with a seed, every proposed node
     verified. In the serving dtype they may differ at near-ties.
@@ -192,28 +170,37 @@ def prove(
     words = describe_form(form, dtype)
     if form == "off":
         return {"exact": None, "exact_checked": words, "proof": {"form": form, "words": words, "complete": False}}
-    some, plain = prompts[:PROMPTS], Engine(target)
+    some, plain, greedy = prompts[:PROMPTS], Engine(target), replace(params, max_new_tokens=TOKENS)
+    # Where the gap of a flip is measured, no filter may cut off one of its two tokens.
+    sampled = replace(greedy, temperature=1.0, top_p=1.0 if form == "serving" else 0.95)
     flips: dict[str, list[Differences]] = {}
     compared = 0
-    for name, steps in proof_steps(builders, prompts, params, form, dtype).items():
-        engine, compared = Engine(target, builders[name](target), nodes=None), 0
-        for phase, request in steps:
-            watch.begin(phase.name)
+    for name, build in builders.items():
+        engine, compared = Engine(target, build(target), nodes=None), 0
+        log(f"proof in {NAMES[dtype] if form == 'serving' else 'fp32'} that {name} is exact")
+        for request in (greedy, sampled):
             if form == "serving":
-                flips.setdefault(name, []).append(count_flips(plain, engine, name, some, request, watch))
+                flips.setdefault(name, []).append(count_flips(plain, engine, name, some, request))
                 compared += flips[name][-1].tokens
                 continue
-            right, found = ([g.tokens for g in decode(one, some, request, watch)] for one in (plain, engine))
+            right, found = ([one.tokens for one in each.generate(some, request)] for each in (plain, engine))
             if right != found:
-                raise NotExact(
-                    f"exact: NO, {name}'s tokens in fp32 differ from plain decoding's; no speed is worth a number"
-                )
+                raise NotExact(f"exact: NO, {_difference(name, right, found)}; no speed is worth a number")
             compared += sum(map(len, right))
     how = f"{compared} tokens a drafter in {words}, greedy and T 1{'' if form == 'serving' else ' with top-p 0.95'}"
     proof: dict[str, Any] = {"form": form, "words": words, "complete": form != "serving"}
     if flips:
         proof["flips"] = {name: asdict(_together(counted)) for name, counted in flips.items()}
     return {"exact": None if form == "serving" else True, "exact_checked": how, "proof": proof}
+
+
+def _difference(name: str, right: list[list[int]], found: list[list[int]]) -> str:
+    """The first token that differs, in words."""
+    for i, (expected, tokens) in enumerate(zip(right, found, strict=True)):
+        for t, (a, b) in enumerate(zip_longest(expected, tokens)):
+            if a != b:
+                return f"{name} differs from plain decoding in fp32 at prompt {i}, token {t}: {b} instead of {a}"
+    raise AssertionError("nothing differs")
 
 
 @dataclass(frozen=True)
@@ -238,7 +225,7 @@ def _together(found: Sequence[Differences]) -> Differences:
 
 
 def count_flips(
-    plain: Engine, engine: Engine, name: str, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch
+    plain: Engine, engine: Engine, name: str, prompts: Sequence[list[int]], params: SamplingParams
 ) -> Differences:
     """Count where an engine's tokens differ from plain decoding's, in any dtype. After each difference the engine
     continues from plain decoding's token; that is comparable because the noise depends on the position alone.
@@ -248,23 +235,23 @@ def count_flips(
 
     Raises: NotExact if the two tokens of a flip are further apart than rounding explains.
     """
-    target, right = plain.target, [generation.tokens for generation in decode(plain, prompts, params, watch)]
+    target, right = plain.target, [one.tokens for one in plain.generate(prompts, params)]
     rest, gaps = list(zip(prompts, right, strict=True)), []
     while rest:
         requests = [replace(params, max_new_tokens=len(expected)) for _, expected in rest]
-        found = [generation.tokens for generation in decode(engine, [prompt for prompt, _ in rest], requests, watch)]
+        found = [one.tokens for one in engine.generate([prompt for prompt, _ in rest], requests)]
         after_flips = []
         for (prompt, expected), tokens in zip(rest, found, strict=True):
             at = next((i for i, (a, b) in enumerate(zip(expected, tokens, strict=True)) if a != b), None)
             if at is not None:
-                gaps.append(_gap(target, prompt + expected[:at], expected[at], tokens[at], params, watch))
+                gaps.append(_gap(target, prompt + expected[:at], expected[at], tokens[at], params))
                 if expected[at + 1 :]:
                     after_flips.append((prompt + expected[: at + 1], expected[at + 1 :]))
         rest = after_flips
     count = sum(map(len, right))
     if not gaps:
         return Differences(0, count)
-    near_tie = NEAR_TIE * _width_error(target, prompts[0] + right[0], len(prompts[0]) - 1, engine, watch)
+    near_tie = NEAR_TIE * _width_error(target, prompts[0] + right[0], len(prompts[0]) - 1, engine)
     if max(gaps) > near_tie:
         raise NotExact(
             f"exact: NO, {name} has a token instead of plain decoding's where the two are {max(gaps):.3f} apart, and "
@@ -274,16 +261,16 @@ def count_flips(
 
 
 @torch.no_grad()
-def _gap(target: Target, text: list[int], chosen: int, other: int, params: SamplingParams, watch: Watch) -> float:
+def _gap(target: Target, text: list[int], chosen: int, other: int, params: SamplingParams) -> float:
     """The difference in logits, with the noise, between two tokens after a text in plain decoding."""
-    logits_1V = choice_logits(target, text, len(text) - 1, 1, watch)
+    logits_1V = choice_logits(target, text, len(text) - 1, 1)
     device = logits_1V.device
     position_1, history = torch.tensor([len(text) - 1], device=device), History(1, 1, device)  # no penalties read it
     scores_V = SlotSampling([params], device).scores(logits_1V, history, position_1)[0].float()
     return abs(float(scores_V[chosen] - scores_V[other])) * (params.temperature or 1.0)
 
 
-def _width_error(target: Target, text: list[int], start: int, engine: Engine, watch: Watch) -> float:
+def _width_error(target: Target, text: list[int], start: int, engine: Engine) -> float:
     """The largest difference of a logit between passes of one row and passes as wide as this engine's widest."""
-    narrow, wide = (choice_logits(target, text, start, width, watch) for width in (1, 1 + engine.drafter.max_nodes))
+    narrow, wide = (choice_logits(target, text, start, width) for width in (1, 1 + engine.drafter.max_nodes))
     return float((narrow.float() - wide.float()).abs().max())

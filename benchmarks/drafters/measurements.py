@@ -1,65 +1,31 @@
 """Single measurements of decoding: how the dtype's rounding flips choices, and the cost of a pass by its width.
 
-Not here: speeds (turns.py), and which measurements a bench makes (drafters.py).
 Shapes: T tokens, N rows of a pass, V vocabulary.
 """
 
 import resource
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from longdraft.benchmarks.drafters.progress import UNWATCHED, Watch
-from longdraft.benchmarks.drafters.prompts import Asked
 from longdraft.benchmarks.drafters.provenance import hardware, provenance
 from longdraft.benchmarks.drafters.timing import seconds_of, take_turns
-from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import graphs_for
-from longdraft.infer.results import Generation
-from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu.threads import decoding
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, prompt_rows
 from longdraft.models.target import Target
 
+Log = Callable[[str], object]  # is told what begins
 WIDTHS, REPEATS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40), 7  # of a width curve
 
 
-def prefill_cost(tokens: int) -> float:
-    """Roughly what prefilling costs, in steps of plain decoding; used only to estimate the remaining time."""
-    return tokens / 8
-
-
-def decode_cost(asked: Sequence[Asked], new_tokens: int) -> float:
-    """Roughly what prefilling and decoding these prompts costs, in the same unit."""
-    return sum(prefill_cost(one.tokens) + new_tokens for one in asked)
-
-
-def decode(
-    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams], watch: Watch
-) -> list[Generation]:
-    """Like `Engine.generate`, but reports its progress to `watch`."""
-    done: list[Generation] = []
-    begun: set[int] = set()
-    for piece in engine.stream(prompts, params):
-        watch.advance(len(piece.tokens) + (0 if piece.index in begun else prefill_cost(len(prompts[piece.index]))))
-        begun.add(piece.index)
-        done += [piece.generation] if piece.generation else []
-    return sorted(done, key=lambda generation: generation.index)
-
-
-def _pass_cost(width: int) -> float:
-    """Roughly what a pass of `width` rows costs, in steps of plain decoding."""
-    return 1 + width / 8
-
-
-def width_curve_cost(context: int) -> float:
-    """Roughly what `width_curve` costs, in steps of plain decoding."""
-    return prefill_cost(context) + (REPEATS + 1) * sum(map(_pass_cost, WIDTHS))
+def quiet(_: str) -> None:
+    """A log that is not kept."""
 
 
 @torch.no_grad()
@@ -68,7 +34,6 @@ def width_curve(
     context: int,
     widths: Sequence[int] = WIDTHS,
     repeats: int = REPEATS,
-    watch: Watch = UNWATCHED,
 ) -> dict[int, float]:
     """Return the median seconds of a target pass (with the logits of all rows) by its width, behind `context` cached
     tokens. The widths take turns; passes are recorded and replayed wherever decoding's are (infer/graphs.py)."""
@@ -78,7 +43,7 @@ def width_curve(
     cache = model.new_cache(1, context + max(widths))
     head = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(device)
     rows = torch.randint(model.config.vocab_size, (1, max(widths)), generator=generator).to(device)
-    _prefill(target, cache, head, watch)
+    _prefill(target, cache, head)
     graphs = graphs_for(None, model)
     # The first turn warms up; in the second one, passes are recorded on a GPU.
     warm_up = 2 if graphs.recording else 1
@@ -91,7 +56,6 @@ def width_curve(
     def run(width: int) -> None:
         with decoding(device.type == "cpu"):
             graphs.run(("width",), (model, cache), logits, rows[:, :width], widest=width)
-        watch.advance(_pass_cost(width))
 
     runs = {width: partial(run, width) for width in widths}
     take_turns(runs, warm_up)
@@ -101,26 +65,24 @@ def width_curve(
     }
 
 
-def _prefill(target: Target, cache: KVCache, tokens_1T: Tensor, watch: Watch) -> None:
+def _prefill(target: Target, cache: KVCache, tokens_1T: Tensor) -> None:
     """Fill the empty cache with these tokens, in passes as wide as decoding's."""
     for chunk in tokens_1T.split(prompt_rows(tokens_1T.device.type), dim=1):
         target.model(Pass(chunk, cache=cache, needs={"last_kv"}))
         cache.commit(None, torch.tensor([chunk.shape[1]], device=chunk.device))
-        watch.advance(prefill_cost(chunk.shape[1]))
 
 
 @torch.no_grad()
-def choice_logits(target: Target, tokens: Sequence[int], start: int, width: int, watch: Watch = UNWATCHED) -> Tensor:
+def choice_logits(target: Target, tokens: Sequence[int], start: int, width: int) -> Tensor:
     """Logits [T - start, V] behind each of tokens[start:], from passes of `width` rows on a cache of those before."""
     model = target.model
     device = model.embed_tokens.weight.device
     cache = model.new_cache(1, len(tokens) + width)
     rows = torch.tensor([list(tokens)], device=device)
-    _prefill(target, cache, rows[:, :start], UNWATCHED)
+    _prefill(target, cache, rows[:, :start])
     logits = []
     for chunk in rows[:, start:].split(width, dim=1):
         logits.append(model(Pass(chunk, cache=cache)).logits[0])
-        watch.advance(_pass_cost(chunk.shape[1]) if width > 1 else 1)
         cache.commit(None, torch.tensor([chunk.shape[1]], device=device))
     return torch.cat(logits)
 
@@ -148,11 +110,10 @@ def flips(
     tokens: Sequence[int],
     start: int,
     width: int,
-    watch: Watch = UNWATCHED,
 ) -> Flips:
     """Compare one-row and `width`-row passes over the same text. fp32_logits_TV: `choice_logits` of one row in fp32."""
-    single = choice_logits(target, tokens, start, 1, watch).float()
-    wide = choice_logits(target, tokens, start, width, watch).float()
+    single = choice_logits(target, tokens, start, 1).float()
+    wide = choice_logits(target, tokens, start, width).float()
     chosen, other = single.argmax(-1, keepdim=True), wide.argmax(-1, keepdim=True)
     gaps = (single.gather(1, chosen) - single.gather(1, other))[chosen != other]
     return Flips(

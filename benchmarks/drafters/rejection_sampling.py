@@ -13,8 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from longdraft.benchmarks.drafters.measurements import decode
-from longdraft.benchmarks.drafters.progress import UNWATCHED, Watch
 from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
@@ -30,9 +28,7 @@ def shares(seen: Sequence[FirstPlace]) -> FirstPlace | None:
     return {name: sum(one[name] for one in seen) / len(seen) for name in seen[0]} if seen else None
 
 
-def first_places(
-    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, watch: Watch = UNWATCHED
-) -> list[FirstPlace]:
+def first_places(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[FirstPlace]:
     """Decode the prompts one at a time, at a temperature above 0, and return every step's first place.
 
     engine: verifies every node, records no steps, and ranks with the noise. Its tokens are not affected.
@@ -42,7 +38,7 @@ def first_places(
     before, pool.make_sampling = pool.make_sampling, partial(_Watched, seen)
     try:
         for prompt in prompts:
-            decode(engine, [prompt], params, watch)
+            engine.generate([prompt], params)
     finally:
         pool.make_sampling = before
     return seen

@@ -1,7 +1,6 @@
 """The forms of a proof of exactness: what fits where, arithmetic in fp32 of weights in bf16, flips that are counted."""
 
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from longdraft.benchmarks.drafters.exactness import (
     needed_bytes,
     prove,
 )
-from longdraft.benchmarks.drafters.progress import UNWATCHED
 from longdraft.benchmarks.drafters.prompts import Asked, Question
 from longdraft.benchmarks.drafters.text_report import table
 from longdraft.infer.drafters.build import build_drafter
@@ -128,7 +126,7 @@ class Rounding(PromptLookup):
 @pytest.mark.parametrize("error", [0.0, 1.0])
 def test_flips_in_the_serving_dtype_are_counted(tiny_target, error):
     target = tiny_target(vocab_size=61)
-    found = prove(target, {"rounding": lambda one: Rounding(one, error)}, PROMPTS, GREEDY, "serving", BF16, UNWATCHED)
+    found = prove(target, {"rounding": lambda one: Rounding(one, error)}, PROMPTS, GREEDY, "serving", BF16)
     assert found["exact"] is None and found["proof"]["complete"] is False
     flips = found["proof"]["flips"]["rounding"]
     assert flips["tokens"] == 96 and (flips["flips"] > 0) == (error > 0)
@@ -148,7 +146,7 @@ def test_a_drafter_that_changes_tokens_is_found_in_every_form(tiny_target, form)
             state.roots.fill_(5)  # goes on behind another token than was committed
 
     with pytest.raises(NotExact, match="exact: NO, astray"):
-        prove(target, {"astray": lambda _: Astray()}, PROMPTS, GREEDY, form, BF16, UNWATCHED)
+        prove(target, {"astray": lambda _: Astray()}, PROMPTS, GREEDY, form, BF16)
 
 
 @pytest.mark.parametrize("form", ["fp32", "serving"])
@@ -156,7 +154,7 @@ def test_tokens_that_were_compared_are_counted(tiny_target, form):
     """A prompt that ends near the last position leaves room for fewer."""
     target = tiny_target(vocab_size=61)
     long = [7] * (target.model.config.max_positions - 5)
-    found = prove(target, {"lookup": lambda _: PromptLookup()}, [long, PROMPTS[0]], GREEDY, form, BF16, UNWATCHED)
+    found = prove(target, {"lookup": lambda _: PromptLookup()}, [long, PROMPTS[0]], GREEDY, form, BF16)
     tokens = len(Engine(target).generate([long], replace(GREEDY, max_new_tokens=TOKENS))[0].tokens)
     assert tokens < TOKENS and found["exact_checked"].startswith(f"{2 * (tokens + TOKENS)} tokens a drafter in ")
 
@@ -166,13 +164,12 @@ def test_on_a_gpu_memory_is_that_of_the_speeds_and_a_steps_time_is_its_wholes(ti
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     asked = [Asked(Question(0, "continue", (PROMPTS[0],)), len(PROMPTS[0]))]
     settings = BenchSettings(new_tokens=4, dtype=torch.float32, passes=False)
-    watch = Mock(begin=events.append)
     with pretended_cuda.PretendedCuda() as gpu, monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: events.append("reset"))
         patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
         gpu.put(target.model)
-        result = bench(target, {"lookup": lambda _: PromptLookup()}, asked, settings, watch=watch)
-    assert [event.partition(" ")[0] for event in events[:4]] == ["proof", "proof", "reset", "timing,"]
+        result = bench(target, {"lookup": lambda _: PromptLookup()}, asked, settings, log=events.append)
+    assert [event.partition(" ")[0] for event in events[:3]] == ["proof", "reset", "timing"]
     shown = table(result, [])
     assert "peak memory 1 MiB\n" in shown and "step, ms " in shown and "verify" not in shown and "host" not in shown
 
