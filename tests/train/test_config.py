@@ -68,11 +68,6 @@ def test_every_file_starts_on_any_number_of_gpus(path):
             assert derived["train_batch_size"] == full  # the only value that DeepSpeed accepts
 
 
-def test_every_file_is_one_that_is_known():
-    assert {path.parent.name for path in ALL} <= {"configs", "tokenswift", "longspec"}
-    assert len([path for path in ALL if path.parent.name == "longspec"]) >= 1
-
-
 @pytest.mark.parametrize("path", TOKENSWIFT, ids=lambda path: path.stem)
 def test_table_9(path):
     config = load_config(path)
@@ -82,12 +77,6 @@ def test_table_9(path):
     assert (optimizer.weight_decay, optimizer.clip, train.precision) == (0.1, 1.0, "bf16")
     assert (config.data.seq_len, config.draft.n_heads, config.draft.kind) == (8192, 3, "linear_chain")
     assert (config.draft.init_std, config.draft.out_norm_init) == (0.02, "ones")
-
-
-def test_there_is_one_file_for_each_target():
-    of_the_paper = {"llama3.1-8b", "yarn-llama2-7b-128k", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b"}
-    later = {"qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-12b"}
-    assert {path.stem for path in TOKENSWIFT} == of_the_paper | later
 
 
 def test_methods_have_sections_of_their_own(config_file):
@@ -216,17 +205,6 @@ def test_of_two_exclusive_fields_an_override_replaces_the_other(config_file, tmp
     assert load_config(epochs, ["train.steps=null"]) == load_config(epochs)
 
 
-def test_what_counts_in_steps_fits_the_steps_of_the_epochs(config_file):
-    """45 rows in batches of 8: two epochs are 11 steps."""
-    base = ["train.epochs=2", "train.loss=overlap"]
-    at_most = load_config(config_file, [*base, "train.kl_steps=10", "optimizer.warmup_steps=10"])
-    assert at_most.resolved(45).train.n_steps == 11
-    for field in ("train.kl_steps", "optimizer.warmup_steps"):
-        config = load_config(config_file, [*base, "train.kl_steps=1", f"{field}=11"])
-        with pytest.raises(ValueError, match=rf"^{field}: 11 must be below the 11 steps of the run$"):
-            config.resolved(45)
-
-
 def test_references_are_resolved(config_file, tmp_path, monkeypatch):
     monkeypatch.setenv("ROWS", "/data/rows")
     given = [
@@ -299,12 +277,9 @@ def test_names_and_paths_are_not_empty(config_file, name):
             load_config(config_file, [f"{name}={value}"])
 
 
-def test_the_recipes_that_come_along_are_found_from_every_folder(tmp_path, monkeypatch):
+def test_paths_are_of_the_recipes_that_come_along_and_of_the_home_folder(config_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config("configs/quickstart.yaml").target.path == "smollm2-135m"
-
-
-def test_paths_may_begin_with_the_home_folder(config_file, monkeypatch):
     monkeypatch.setenv("HOME", "/somewhere")
     config = load_config(config_file, [f"{name}=~/x" for name in ("target.path", "data.path", "train.run_dir")])
     assert {config.target.path, config.data.path, config.train.run_dir} == {"/somewhere/x"}
@@ -345,13 +320,13 @@ def test_epochs_and_shares_become_steps(config_file):
     assert found.resolved(45) == found == config_from_dict(to_dict(found))
     half = load_config(config_file, [*epochs, "train.epochs=0.5", "optimizer.warmup_share=0"])
     assert (half.resolved(45).train.steps, half.resolved(45).optimizer.warmup_steps) == (2, 0)
-    with pytest.raises(
-        ValueError, match=r"train\.epochs: 2\.0 of 3 rows are less than one step of train\.global_batch = 8"
-    ):
+    with pytest.raises(ValueError, match=r"^train\.epochs: 2\.0 of 3 rows"):
         config.resolved(3)
-    short = load_config(config_file, ["train.steps=null", "train.epochs=1"])
-    with pytest.raises(ValueError, match=r"optimizer\.warmup_steps: 4 must be below the 4 steps of the run"):
-        short.resolved(33)
+    below = [*epochs[:2], "train.loss=overlap", "train.kl_steps=10", "optimizer.warmup_steps=10"]
+    assert load_config(config_file, below).resolved(45).train.n_steps == 11
+    for field in ("train.kl_steps", "optimizer.warmup_steps"):
+        with pytest.raises(ValueError, match=rf"^{field}: 11 "):
+            load_config(config_file, [*below, f"{field}=11"]).resolved(45)
 
 
 def test_a_run_goes_on_only_with_what_gives_the_same_result(config_file):
