@@ -1,6 +1,5 @@
 """The accepted path of each tree: from its root down along the target's choices.
 
-Not here: the choices (kernels/choice.py) and what becomes of the path (infer/accept.py).
 Shapes: B slots, N tree nodes, P = max_depth + 1 places of a path.
 """
 

@@ -1,6 +1,5 @@
 """One level of beam search over a token tree: from the candidates behind each node, choose the best ones overall.
 
-Not here: what scores a token (kernels/best_tokens.py), how wide and deep a tree is (infer/drafters/longspec.py).
 Shapes: B slots, T nodes that are extended, C candidates behind each, W nodes of the new level, N rows of the tree so
 far, E draft vocabulary, K borders.
 """

@@ -1,6 +1,5 @@
 """The most probable tokens of rows of logits with their log-probabilities, as a draft ranks its candidates.
 
-Not here: which noise and which penalties (infer/choice/slots.py).
 Shapes: B slots, T rows, V vocabulary, K tokens, N vocabulary of the noise.
 """
 

@@ -1,7 +1,6 @@
 """Plain causal attention over whole rows, without a cache, by PyTorch: scoring, and training off a GPU or in fp32.
 
-Not here: what flash kernels serve (segment_attention.py calls them), trees and caches (tree_attention.py), prefill
-(chain_attention.py). Shapes: B rows, T queries, S >= T keys, H query heads, K key/value heads, d head width.
+Shapes: B rows, T queries, S >= T keys, H query heads, K key/value heads, d head width.
 """
 
 import torch

@@ -4,12 +4,11 @@ No mask of rows x context is ever made. One of four implementations runs:
 
 - On a GPU in half precision, one flash kernel for all rows (lower-right causal, windows included): flash-attn's if it
   is installed, else PyTorch's. It is called directly because on the newest GPUs PyTorch itself would choose cuDNN,
-  which makes a plan for every length of keys: tens to hundreds of milliseconds for each chunk.
+  which makes a plan for every length of keys.
 - On a GPU where no flash kernel serves, as in fp32, the Triton kernel of tree attention, MOST_ROWS rows at a time.
 - On a CPU with bf16 instructions, the C kernels, MOST_ATTENTION_ROWS rows at a time, with the bits of decoding.
 - Elsewhere PyTorch, in parts without a mask or with a causal square, merged by log-sum-exp (`in_parts`).
 
-Not here: few rows and trees (tree_attention.py), training (causal_attention.py).
 Shapes: B slots, T rows of the pass, S cache capacity or keys, H query heads, K key/value heads, d head width.
 """
 

@@ -1,7 +1,7 @@
 """The choice rule where no processor changes the logits: temperature, noise and argmax of all nodes at once.
 
-choice(t) = argmax_v( logits_v / T + g(seed, t, v) ); at T = 0 the argmax of the logits. Not here: penalties and filters
-(infer/choice/penalties.py, infer/choice/slots.py). Shapes: B slots, N nodes, V vocabulary.
+choice(t) = argmax_v( logits_v / T + g(seed, t, v) ); at T = 0 the argmax of the logits.
+Shapes: B slots, N nodes, V vocabulary.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Gumbel noise as a pure function of (seed, position, token): the one source of randomness of decoding.
 
-Not here: how the noise is used (infer/choice/slots.py). Shapes: B sequences, J positions, V vocabulary.
+Shapes: B sequences, J positions, V vocabulary.
 """
 
 import torch

@@ -1,6 +1,5 @@
 """Move the accepted path's keys and values to the front of the pass's rows, in all layers, in place.
 
-Not here: the growth of the cache's lengths (models/kv_cache.py).
 Shapes: L layers, B slots, S cache capacity, R rows to keep, K key/value heads, d head width.
 """
 

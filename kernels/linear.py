@@ -22,8 +22,7 @@ BLOCK = 1 << 20
 
 @cache
 def emulates_bf16() -> bool:
-    """Whether this CPU has no bf16 instructions: PyTorch then takes about five times as long for several rows as in
-    fp32."""
+    """Whether this CPU has no bf16 instructions: PyTorch is then much slower for several rows than in fp32."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

@@ -7,7 +7,6 @@ and their gradient exist for one chunk at a time. Of the size of the states ther
 Why ours: Liger's fused loss takes one part per call and knows at most the top rank. Its chunks have M * D / V rows, so
 it reads the LM head again for every few hundred, and each call waits for the device to count labels
 (benchmarks/kernels/loss.py measures it beside ours).
-Not here: which rows have labels (models/drafts/, train/batches.py).
 Shapes: P parts, N states of a part, M labels of a part, T labels of all parts, C rows of a chunk, B rows of a block,
 b of them with the label among the first, D hidden width, V vocabulary, K ranks.
 """

@@ -6,7 +6,6 @@ target's, computed from its states at the same places, so nothing of labels x vo
 Why ours: Liger's fused distillation also computes the gradient of the head, which is frozen here: one more product and
 V x D more memory. It takes one part per call, holds 1024 rows of both logits for any V, and knows KL but not the
 acceptance. Its fused KL against given probabilities needs all of these, tokens x V.
-Not here: which positions of the target teach a label (train/methods/base.py).
 Shapes: P parts, N states of a part, M labels of a part, R states of the target, C rows of a chunk, B rows of a block,
 D hidden width, V vocabulary, K ranks; p is the target's distribution of a row, q the draft's.
 """

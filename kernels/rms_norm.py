@@ -1,7 +1,7 @@
 """RMSNorm of the residual stream, alone or fused with the addition before it.
 
 All norms of a stream go through these two functions, so that a row has the same bits in a pass of any width, with or
-without an addition. Not here: norms of heads, which are part of their rotation (rotate.py).
+without an addition.
 Shapes: ... any leading shape, D width.
 """
 

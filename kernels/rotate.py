@@ -1,8 +1,7 @@
 """RoPE's rotation of query and key heads after their norms, if a model has any, and the write of keys and values to a
 cache.
 
-Why ours: Liger's RoPE knows neither norms of heads nor caches. Not here: the tables of cosines and sines
-(models/rope.py).
+Why ours: Liger's RoPE knows neither norms of heads nor caches.
 Shapes: B slots, T tokens, n heads, d head width, F = d / 2 frequencies; N heads of q, k and v together, K of k and of
 v; S cache capacity.
 """

@@ -1,7 +1,7 @@
 """Causal attention within segments of rows: packed documents, noise shifts, subsets of queries.
 
 A segment's last query reads all of its keys, and each query before it reads one key less (flash-attention's
-bottom-right alignment). Rows outside the segments are not read. Not here: caches and trees (tree_attention.py).
+bottom-right alignment). Rows outside the segments are not read.
 Shapes: N query rows, M key rows, S segments, P queries in segments, H query heads, K key/value heads, d head width.
 """
 

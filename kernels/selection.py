@@ -1,8 +1,7 @@
 """Select rows of one slot's cache: scores of keys, the best keys, means of chunks, and copies of rows.
 
 On a GPU each function is one Triton launch for all layers, which reads keys once in their own dtype, with nothing read
-on the host. Elsewhere PyTorch goes layer by layer, which bounds the fp32 copies and the scores that are held. Not here:
-which tokens a cache keeps (infer/caches/partial.py).
+on the host. Elsewhere PyTorch goes layer by layer, which bounds the fp32 copies and the scores that are held.
 Shapes: L layers, S rows of the slot, H query heads, K key/value heads, d head width, R rows picked, C chunks.
 """
 

@@ -73,7 +73,7 @@ class _CLayers:
         return [weights[0].dtype, *(weight.data_ptr() for weight in weights)]
 
     def is_valid(self, check_all: bool) -> bool:
-        """Whether the weights are where they were: one per layer, or all, which takes 0.2 ms of a pass of SmolLM2.
+        """Whether the weights are where they were: one per layer, or all, which takes longer.
 
         So a single weight that is replaced while a text is decoded is only noticed when the next prompt is read.
         """

@@ -1,7 +1,4 @@
-"""The library of C kernels: how it is compiled once for this machine, loaded and called by ctypes.
-
-Not here: the kernels' arguments (rows.py, layers.py, draft_block.py), how many threads there are (threads.py).
-"""
+"""The library of C kernels: how it is compiled once for this machine, loaded and called by ctypes."""
 
 import ctypes
 import hashlib

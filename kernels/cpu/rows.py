@@ -1,13 +1,11 @@
 """Passes of few rows on a CPU: the C kernels for linear layers, rotation and attention.
 
-Why C of our own: on CPUs without bf16 instructions PyTorch's bf16 products of 6 rows cost 5 times one row's, these 1.5
-times; and no library promises that a row's result is the same in a pass of 1 and of 40 rows. Here an output row does
-not depend on the other rows of its pass, bit for bit (see rows.c). So decoding is exact in bf16 too where these kernels
+Why C of our own: on CPUs without bf16 instructions PyTorch's bf16 products of a few rows cost several times one row's;
+and no library promises that a row's result is the same in a pass of 1 and of 40 rows. Here an output row does not
+depend on the other rows of its pass, bit for bit (see rows.c). So decoding is exact in bf16 too where these kernels
 serve all layers: trees of up to 128 nodes, widths that are multiples of 8, sliding windows. On a processor with
 AVX-512's bf16 instructions, bf16 products use these (pairs.inc) and give other bits than one with AVX2 alone.
 
-Not here: when they are used (the functions of kernels/ decide), how they are built (library.py), noise and the choice
-of tokens (tokens.py).
 Shapes: M rows, N outputs, I inputs; B slots, T rows of the pass, S cache rows, H query heads, K key/value heads,
 d head width.
 """

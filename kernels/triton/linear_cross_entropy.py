@@ -2,7 +2,7 @@
 
 One program per row makes two passes over the vocabulary. The first finds the maximum and the sum of exponentials, and
 counts the logits that rank before the label's; the second overwrites the logits with softmax - onehot. Nothing else of
-their size is held. Not here: the products with the LM head (kernels/linear_cross_entropy.py).
+their size is held.
 Shapes: C rows of a chunk, V vocabulary. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
 """
 

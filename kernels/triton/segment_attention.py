@@ -3,7 +3,7 @@
 A block takes three products instead of the five of a whole backward, and nothing of the size of K and V is written. A
 program owns a block of one segment's queries of one head and sums over the keys that they read. No two programs write
 the same memory, so the bits are always the same. It reads q, K and V in place, not the copies that lay segments end to
-end for the forward pass. Not here: the forward pass and the gradient of K and V (kernels/segment_attention.py).
+end for the forward pass.
 
 Shapes: N query rows, M key rows, S segments, P queries in segments, H query heads, K key/value heads, d head width.
 Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block; q_, k_, v_, x_, g_, w_ are strides of queries, keys,
