@@ -1,7 +1,6 @@
 """What a run leaves in its folder, and how one process finds and reads it again.
 
     run_dir/config.yaml               the resolved config that the run last went on with
-    run_dir/start.json                what draft.start_from gave the run to begin with, where the config has it
     run_dir/checkpoints/step_000120/  draft.safetensors: the whole draft in its training dtype, which is exported;
                                       optimizer-00000.safetensors, ...: each rank's part of the fp32 weights and of both
                                       moments, by parameter name; state.json
@@ -33,7 +32,6 @@ FORMAT, FORMATS = 3, (2, 3)
 WEIGHTS = "draft.safetensors"
 OPTIMIZER = "optimizer-{:05d}.safetensors"
 FORMER_MASTERS = "masters.safetensors"  # the fp32 weights of a bf16 run of format 2
-START = "start.json"
 STEP_FOLDER = re.compile("step_([0-9]{6,})")
 # What is saved of each parameter: the fp32 weights that the optimizer moves, and its moments.
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")

@@ -156,13 +156,9 @@ def _open(
     if found is not None:
         resuming.check_same_target(found[1], run.target_weights, config)
         resuming.check_same_vocabulary(found, run.method.draft.token_ids, config)
-    # After the first step, the weights are the checkpoint's, whatever the run began with.
-    start = run.start if found is None or not found[1]["step"] else None
-    if start is not None:
-        resuming.check_same_start(start, config.train.run_dir)
     ranks.barrier()  # all ranks have read before rank 0 writes
     if ranks.first:
-        saving.begin_run(config, start)
+        saving.write_config(config)
     extra: dict[str, Any] = {}
     if found is not None:
         saving.load(run.engine, *found)

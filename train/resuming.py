@@ -3,9 +3,7 @@
 A run may move, together with the draft that it began with and with its rows.
 """
 
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longdraft.data_prep.shards import ShardSet
-from longdraft.train.checkpoint import FORMAT, START, WEIGHTS, Found, saved_config
+from longdraft.train.checkpoint import FORMAT, WEIGHTS, Found, saved_config
 from longdraft.train.config import Config, to_flat_dict
 
 # Fields and sections that may change when a run is resumed. Any other would change the result.
@@ -82,26 +80,6 @@ def is_same_start(saved: str | None, saved_run: str, now: str | None, run: str) 
         return saved == now
     beside = [os.path.relpath(start, Path(of).absolute().parent) for start, of in ((saved, saved_run), (now, run))]
     return Path(saved).resolve() == Path(now).resolve() or beside[0] == beside[1]
-
-
-def check_same_start(start: Mapping[str, Any], run_dir: str | Path) -> None:
-    """Raises ValueError where a run that must begin anew would begin with other weights than it did before: whether it
-    gets a draft's fp32 masters depends on what lies beside that draft.
-
-    Args:
-        start: what it would begin with (`Run.start`). What it began with is in START, which may not exist.
-    """
-    saved = Path(run_dir) / START
-    if not saved.is_file():
-        return
-    old = json.loads(saved.read_text(encoding="utf-8"))
-    same_place = is_same_start(old["start_from"], old["run_dir"], start["start_from"], str(run_dir))
-    if same_place and any(old[name] != start[name] for name in ("weights", "sha256")):
-        was, now = (f"{one['weights']}, sha256 {one['sha256'][:12]}" for one in (old, start))
-        raise ValueError(
-            f"draft.start_from: the run in {saved.parent} began with the weights of {start['start_from']} {was}, and "
-            f"would now begin with {now}; put back what lay there, or remove {saved} to begin with these"
-        )
 
 
 def check_same_vocabulary(found: Found, token_ids: Tensor | None, config: Config) -> None:

@@ -39,8 +39,7 @@ class Run:
 
     `target_weights`: the hash of the target's weights (models/fingerprint.py). `decoding`: None where the config does
     not ask for it. `step`: steps done. `skipped`: passes and steps that were left out because their loss or gradient
-    was not a number. `heldout`: the latest validation. `start`: what draft.start_from let the run begin with
-    (checkpoint.START). `stop`: the run ends once there is something in it on any rank.
+    was not a number. `heldout`: the latest validation. `stop`: the run ends once there is something in it on any rank.
     `tracker` and a visible `bar` exist on the first rank alone. `recent`: the last logged records.
 
     Between two steps, `sums` waits for what the ranks sum at a step's end and returns it (step.py), and `next_input` is
@@ -61,7 +60,6 @@ class Run:
     sums: Callable[[], list[float]] | None = None
     next_input: StepInput | None = None
     heldout: dict[str, Any] = field(default_factory=dict)
-    start: dict[str, str] | None = None
     stop: Sequence[int] = ()
     tracker: Tracker | None = None
     bar: tqdm = field(default_factory=partial(tqdm, disable=True))

@@ -1,7 +1,6 @@
 """How the ranks hold a run's folder, save the run together and find it again: written to a temporary name, synced,
 renamed. What lies in the folder: checkpoint.py."""
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from longdraft.models.files import file_digest, locked, sync, write_atomically, write_tensors
 from longdraft.train import checkpoint
-from longdraft.train.checkpoint import OPTIMIZER, START, STATE, WEIGHTS, Found, SavedShares
+from longdraft.train.checkpoint import OPTIMIZER, STATE, WEIGHTS, Found, SavedShares
 from longdraft.train.config import Config, to_dict, to_yaml
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.ranks import Ranks, TrainingError
@@ -36,15 +35,10 @@ def locked_run(run_dir: str | Path, ranks: Ranks) -> Iterator[None]:
         yield
 
 
-def begin_run(config: Config, start: Mapping[str, str] | None) -> None:
-    """Record the config in the run's folder and, for a new run, what it begins with (`Run.start`) and the folder's name
-    at that time. Called by rank 0 before the first step, once everything is open."""
-    texts = {"config.yaml": to_yaml(config)}
-    if start:
-        texts[START] = json.dumps({**start, "run_dir": config.train.run_dir}, indent=2) + "\n"
-    for name, text in texts.items():
-        file = Path(config.train.run_dir) / name
-        write_atomically(file, lambda temporary, text=text: temporary.write_text(text, encoding="utf-8"))
+def write_config(config: Config) -> None:
+    """Record the config in the run's folder; called by rank 0 before the first step, once everything is open."""
+    file, text = Path(config.train.run_dir) / "config.yaml", to_yaml(config)
+    write_atomically(file, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def save(engine: DraftEngine, run_dir: str | Path, step: int, extra: dict[str, Any], keep: int) -> Path:

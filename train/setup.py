@@ -1,6 +1,5 @@
 """What happens before a run's first step: check the data, load target and draft, put the engine around the draft."""
 
-import hashlib
 import os
 import socket
 from collections.abc import Sequence
@@ -103,10 +102,10 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
     start = None if folder is None else load_draft(folder, target)
     with whole_layers(target.model, 0, -1):  # a warm start reads them
         method = open_method(config, target.model, _draft_vocabulary(config.draft, start, rows, target))
-    masters, start_record = {}, None
+    masters: dict[str, Tensor] = {}
     if start is not None and folder is not None:
         begin_with(method, start, folder)
-        masters, start_record = take_masters(method, folder, ranks)
+        masters = take_masters(method, folder, ranks)
     parallel = None
     if train.sequence_parallel > 1:
         parallel = SequenceParallel(target.model.config, sequence_group(train.sequence_parallel))
@@ -114,7 +113,7 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
     if masters:
         engine.set_masters(masters)
     teacher, weights = Teacher(target.model, parallel), target.fingerprint.get("weights")
-    return Run(config, ranks, method, engine, teacher, rows, heldout_rows, weights, decoding, start=start_record)
+    return Run(config, ranks, method, engine, teacher, rows, heldout_rows, weights, decoding)
 
 
 def note_weights(target: Target) -> None:
@@ -162,11 +161,9 @@ def begin_with(method: Method, start: Draft, folder: str) -> None:
     method.draft.load_state_dict(start.state_dict())
 
 
-def take_masters(method: Method, folder: str, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Put the fp32 weights that a folder's draft was rounded from into the network.
-
-    Returns these weights, none where some rank does not find them in the run that the folder lies in, and `Run.start`.
-    """
+def take_masters(method: Method, folder: str, ranks: Ranks) -> dict[str, Tensor]:
+    """Put the fp32 weights that a folder's draft was rounded from into the network, and return them: none where some
+    rank does not find them in the run that the folder lies in."""
     weights = method.draft.state_dict()
     masters, reason = checkpoint.masters_of(folder, weights, read_info(folder).step)
     reason = next(filter(None, ranks.gather(reason)), "")
@@ -174,10 +171,7 @@ def take_masters(method: Method, folder: str, ranks: Ranks) -> tuple[dict[str, T
     ranks.log(f"Begins with the weights of {folder}, {form}{reason and f': {reason}'}")
     masters = {} if reason else masters
     method.draft.load_state_dict(weights | masters)
-    digest = hashlib.sha256()
-    for weight in method.draft.state_dict().values():
-        digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return masters, {"start_from": folder, "weights": form, "sha256": digest.hexdigest()}
+    return masters
 
 
 def _draft_vocabulary(section: DraftSection, start: Draft | None, rows: ShardSet, target: Target) -> Tensor | None:

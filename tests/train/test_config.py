@@ -1,6 +1,5 @@
 """The config: every file of configs/ loads and makes a valid DeepSpeed dict; every mistake has a helpful message."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +14,6 @@ from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import rank_rows, step_rows
-from longdraft.train.checkpoint import START
 from longdraft.train.config import (
     DRAFT_SECTIONS,
     Config,
@@ -28,7 +26,7 @@ from longdraft.train.config import (
 )
 from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.deepspeed_engine import deepspeed_dict
-from longdraft.train.resuming import check_same_run, check_same_start, is_same_start
+from longdraft.train.resuming import check_same_run, is_same_start
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TOKENSWIFT = sorted((CONFIGS / "tokenswift").glob("*.yaml"))
@@ -374,21 +372,3 @@ def test_a_run_may_move_together_with_what_it_began_with(config_file, tmp_path, 
     *places, same = PLACES[case]
     monkeypatch.chdir(tmp_path)
     assert is_same_start(*places) == same
-
-
-def test_weights_to_begin_with_are_held_against_those_before_a_move(tmp_path):
-    begun = {"start_from": "/old/1/draft", "weights": "in fp32", "sha256": "a" * 64}
-    now = begun | {"start_from": str(tmp_path / "1" / "draft"), "sha256": "b" * 64}
-    run = tmp_path / "2"
-    run.mkdir()
-    check_same_start(now, run)
-    (run / START).write_text(json.dumps(begun | {"run_dir": "/old/2"}))
-    with pytest.raises(
-        ValueError, match=rf"draft\.start_from: the run in {run} .* fp32, sha256 aaaaaaaaaaaa, and would now"
-    ):
-        check_same_start(now, run)
-    check_same_start(now | {"sha256": "a" * 64}, run)
-    check_same_start(now | {"start_from": "/another/draft"}, run)
-    (run / START).write_text(json.dumps(now | {"run_dir": str(run)}))
-    with pytest.raises(ValueError, match="and would now begin with in fp32, sha256 aaaaaaaaaaaa"):
-        check_same_start(now | {"sha256": "a" * 64}, run)

@@ -16,7 +16,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import read_info
 from longdraft.models.hf import load_target
 from longdraft.train.batches import read_batch, step_rows
-from longdraft.train.checkpoint import START, WEIGHTS, SavedShares, masters_of, newest
+from longdraft.train.checkpoint import WEIGHTS, SavedShares, masters_of, newest
 from longdraft.train.config_file import load_config
 from longdraft.train.methods.build import open_method
 from longdraft.train.resuming import check_same_vocabulary
@@ -173,31 +173,6 @@ def test_why_no_masters_are_found_is_said(runs, tmp_path):
     content[-1] ^= 1
     file.write_bytes(content)
     assert why() == f"{folder} is damaged ({file.name} is not as it was saved)"
-
-
-def test_a_run_that_begins_again_begins_with_the_same_weights(runs, config_file, train_command, tmp_path):
-    """It was killed before its first checkpoint; whether it had fp32 masters depends on what lay beside its draft."""
-    given, run = tmp_path / "given", tmp_path / "run"
-    shutil.copytree(runs / "bf16-1-1", given)
-    overrides = [f"train.run_dir={run}", f"draft.start_from={given}/draft", "train.steps=1", "train.precision=bf16"]
-    still = ["optimizer.peak_lr=1e-30", "optimizer.warmup_steps=0"]
-    command = config_file, "draft.out_norm_init=target", *still, *overrides
-    note = json.loads((runs / "handed-1-bf16-1" / START).read_text())
-    run.mkdir()  # as a kill leaves it
-    (run / START).write_text(json.dumps(note | {"start_from": f"{given}/draft"}))
-    (given / "checkpoints").rename(tmp_path / "hidden")
-    status, printed = train_command(*command)
-    assert status == 2 and "as they are exported: no checkpoint of its run lies beside it" in printed
-    said = f"draft.start_from: the run in {run} began with the weights of {given}/draft in fp32, sha256 "
-    assert said in printed and f"remove {run / START} to begin with these" in printed
-    assert [path.name for path in run.iterdir() if path.name != "lock"] == [START]
-    (tmp_path / "hidden").rename(given / "checkpoints")
-    status, printed = train_command(*command)
-    assert status == 0, printed
-    assert json.loads((run / START).read_text())["sha256"] == note["sha256"]
-    (given / "checkpoints").rename(tmp_path / "hidden")  # after its first step a run has its own masters
-    status, printed = train_command(*command)
-    assert status == 0 and "Training is done already" in printed
 
 
 def test_another_vocabulary_is_refused(runs):
