@@ -48,6 +48,11 @@ ACCEPTANCE = [
 MIX = [*TOKENSWIFT, "train.loss=mix", "train.text_weight=0.25"]
 # A step that moves no weight, in fp32: what is saved is what the run began with.
 STILL = ["optimizer.peak_lr=1e-30", "optimizer.warmup_steps=0"]
+# What every rank imports; the last two are imported when the first run begins.
+PRELOADED = [
+    "deepspeed", "longdraft.train.loop", "longdraft.launch.train", "deepspeed.runtime.zero.muon.muon_optimizer",
+    "pandas",
+]  # fmt: skip
 CONFIG = """
 target: {{path: {target}}}
 data: {{path: {data}, seq_len: 24}}
@@ -150,9 +155,9 @@ def config_file(tmp_path_factory, target_folder, data_folder) -> Path:
 def start_ranks(config_file) -> "Callable[..., list[subprocess.Popen] | list[Forked]]":
     """`start_ranks(2, [{"train": [override, ...]}, ...])` starts that many ranks of ranks.py, or of another script.
 
-    They are forked from a process that has imported what takes 8 s; with `fresh` they are processes of their own.
+    They are forked from a process that has imported what takes long; with `fresh` they are processes of their own.
     """
-    multiprocessing.set_forkserver_preload(["deepspeed", "longdraft.train.loop", "longdraft.launch.train"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
 
     def start(
         n_ranks: int, actions: Sequence[dict], script: str = "ranks.py", fresh: bool = False

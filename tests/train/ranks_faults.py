@@ -11,6 +11,7 @@ each tensor is -0.0 by then. {"copy": [from, to]}: copies a run's folder, withou
 command's, with another "config" where it is given.
 """
 
+import gc
 import json
 import os
 import resource
@@ -168,6 +169,7 @@ def perform(action):
 
 
 ranks = join_ranks()
+gc.freeze()  # DeepSpeed collects garbage at every start of a run; objects of the imports need not be searched
 for action in json.loads(sys.argv[2]):
     try:
         said = perform(action)

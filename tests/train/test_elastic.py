@@ -144,7 +144,8 @@ def test_any_number_of_ranks_reads_the_same_bits(folder, case):
 def test_each_optimizer_gives_weights_of_its_own(folder):
     cases = ("bf16-1", "muon-bf16-1")
     adamw, muon = (load_file(newest(folder / case)[0] / checkpoint.WEIGHTS) for case in cases)
-    assert adamw.keys() == muon.keys() and not any(torch.equal(adamw[name], muon[name]) for name in adamw)
+    matrices = [name for name, weight in adamw.items() if weight.ndim == 2]
+    assert matrices and not any(torch.equal(adamw[name], muon[name]) for name in matrices)
 
 
 @pytest.mark.parametrize("case", GOES_ON)
