@@ -98,17 +98,11 @@ def damage_a_bit(folder):
     shard.write_bytes(raw)
 
 
-def edit(manifest, **values):
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | values))
-
-
 @pytest.mark.parametrize(("damage", "named"), [
     (damage_a_bit, "shard-00000.arrow"),
     (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
     (lambda folder: (folder / "train/manifest.json").write_text("{"), "train/manifest.json"),
     (lambda folder: (folder / "train/manifest.json").write_text("[]"), "train/manifest.json"),
-    (lambda folder: edit(folder / "heldout/manifest.json", shards=[1]), "shard"),
-    (lambda folder: edit(folder / "heldout/manifest.json", seq_len="64"), "seq_len"),
 ])  # fmt: skip
 def test_damaged_folders_are_not_called_sound(folder, tmp_path, capsys, damage, named):
     shutil.copytree(folder, tmp_path / "damaged")
