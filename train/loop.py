@@ -112,21 +112,16 @@ def train(
                 ranks.log(f"Training is done already: {n_steps} steps, checkpoint in {found[0]}")
                 return True
             resuming.check_format(found)
-        run = _open(config, ranks, target, found, stop, stage)
+        run = open_run(config, ranks, target)
+        _restore(run, found, stop, stage)
         saved = found[0] if found and run.step < n_steps else None
         if run.step == n_steps:
             _decode(run, run.heldout)
         while run.step < n_steps and (result := train_step(run)) is not None:
             run.step += 1
             saved = _after_step(run, result)
-        run.bar.close()
         saved = saved or _save(run)  # before anything that may wait or fail
-        if run.recent:
-            found = counted(run)
-            ranks.log(where_time_goes(run.recent, found and found.r))
-        if run.tracker:
-            run.tracker.close()
-        run.engine.close()
+        _close(run)
     done = run.step == n_steps and (run.decoding is None or run.decoding.last_step == n_steps)
     if not done:
         ranks.log(f"Stopped after {run.step} of {n_steps} steps; the same command goes on from {saved}")
@@ -142,16 +137,9 @@ def _owes_decoding(state: dict[str, Any], config: Config) -> bool:
     return config.decoding.every > 0 and decoding is not None and decoding["last_step"] < state["step"]
 
 
-def _open(
-    config: Config,
-    ranks: Ranks,
-    target: Target | None,
-    found: checkpoint.Found | None,
-    stop: Sequence[int],
-    stage: str | None,
-) -> Run:
-    """Open the run before its next step: new, or as its checkpoint left it."""
-    run = open_run(config, ranks, target)
+def _restore(run: Run, found: checkpoint.Found | None, stop: Sequence[int], stage: str | None) -> None:
+    """Bring a run that was just opened to where its checkpoint left it, if it has one, and begin its records."""
+    config, ranks = run.config, run.ranks
     run.stop = stop
     if found is not None:
         resuming.check_same_target(found[1], run.target_weights, config)
@@ -171,7 +159,16 @@ def _open(
     if ranks.first:
         run.tracker = Tracker(config, run.method.part_names, run.step, extra.get("wandb_id"), stage)
         run.bar = tqdm(total=config.train.n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
-    return run
+
+
+def _close(run: Run) -> None:
+    run.bar.close()
+    if run.recent:
+        found = counted(run)
+        run.ranks.log(where_time_goes(run.recent, found and found.r))
+    if run.tracker:
+        run.tracker.close()
+    run.engine.close()
 
 
 def _after_step(run: Run, result: StepResult) -> Path | None:
