@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 
 from longdraft.models.files import file_digest, write_atomically
-from longdraft.models.files import write_json as write_json
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "heldout")

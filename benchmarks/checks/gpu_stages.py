@@ -304,7 +304,8 @@ def _write_data(target: "Target", folder: Path) -> None:
     """Write a prepared folder with rows of our own files' tokens, or random ones."""
     import numpy as np
 
-    from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_shard
+    from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_shard
+    from longdraft.models.files import write_json
 
     length = ROW_TOKENS[device()]
     tokens = [token for text in texts(target, 40 * length, 40 * length) for token in text]

@@ -5,14 +5,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from longdraft.data_prep.shards import (
-    FORMAT_VERSION,
-    Row,
-    ShardSet,
-    shard_schema,
-    write_json,
-    write_shard,
-)
+from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, shard_schema, write_shard
+from longdraft.models.files import write_json
 
 SEQ_LEN = 6
 ROWS = [

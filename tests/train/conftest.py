@@ -21,8 +21,9 @@ from deepspeed.comm import destroy_process_group, is_initialized
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_shard
+from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_shard
 from longdraft.launch.train import main
+from longdraft.models.files import write_json
 from longdraft.train.launcher import free_port
 from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
 

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_shard
+from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_shard
+from longdraft.models.files import write_json
 from longdraft.models.target import Target
 from longdraft.train.batches import epoch_order
 from longdraft.train.config import Config

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_json, write_shard
+from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_shard
+from longdraft.models.files import write_json
 from longdraft.train import checkpoint, saving
 from longdraft.train.config_file import load_config
 from longdraft.train.loop import train

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_json, write_shard
+from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_shard
+from longdraft.models.files import write_json
 from longdraft.train.vocabulary import frequent_tokens
 
 VOCAB, SEQ_LEN, FILLER = 50, 16, 7

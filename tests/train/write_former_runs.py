@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_json, write_shard
+from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_shard
+from longdraft.models.files import write_json
 
 VOCAB, SEQ_LEN = 24, 16
 CONFIG = """
