@@ -32,7 +32,7 @@ def keep_rows(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_
     elif backend.is_host(keys_LBSKd.device):
         _by_slot(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
     else:
-        _indexed(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
+        keep_rows_reference(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
 
 
 def _by_slot(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor) -> None:
@@ -48,8 +48,10 @@ def _by_slot(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_B
             rows_LSKd[:, length + first : length + count] = rows_LSKd[:, source_R]
 
 
-def _indexed(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor) -> None:
-    """One indexed copy for all slots, without a read on the host.
+def keep_rows_reference(
+    keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor
+) -> None:
+    """`keep_rows` in plain PyTorch: one indexed copy for all slots, without a read on the host.
 
     Places behind a slot's count repeat its last move, or copy a row onto itself if it has none.
     """
@@ -59,13 +61,3 @@ def _indexed(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_B
     target_BR = places_BR + lengths_B[:, None]
     for cache_LBSKd in (keys_LBSKd, values_LBSKd):
         cache_LBSKd[:, slots_B1, target_BR] = cache_LBSKd[:, slots_B1, source_BR]
-
-
-def keep_rows_reference(
-    keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor
-) -> None:
-    """`keep_rows` one row after the other, with lengths and rows read on the host."""
-    for slot, (length, count) in enumerate(zip(lengths_B.tolist(), counts_B.tolist(), strict=True)):
-        for place, row in enumerate(rows_BR[slot, :count].tolist()):
-            for cache_LBSKd in (keys_LBSKd, values_LBSKd):
-                cache_LBSKd[:, slot, length + place] = cache_LBSKd[:, slot, length + row].clone()

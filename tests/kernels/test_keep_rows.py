@@ -24,11 +24,9 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["reference", "on the host", "index tensors", "triton"])
+@pytest.fixture(params=["reference", "on the host", "triton"])
 def implementation(request, monkeypatch):
     """The function under test: the reference, or `keep_rows` as it runs on each kind of device."""
-    if request.param == "index tensors":
-        monkeypatch.setattr(backend, "is_host", lambda device: False)
     if request.param == "triton":
         found = import_module("longdraft.kernels.triton.keep_rows")
         monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)
