@@ -245,33 +245,46 @@ def test_engine_arguments_that_cannot_be(target):
             Engine(target, **arguments)
 
 
-def assert_computed_distribution(target, prompt, drafter, count):
-    """A chi-square test of the first three tokens over all triples, with so many seeds; returns the generations."""
-    vocab, probability = target.model.config.vocab_size, torch.ones(1, dtype=torch.float64)
-    prefixes = torch.tensor([prompt])
+def logits_of_all_prefixes(target, prompt):
+    """After the prompt, after it and each token, and after it and each pair of tokens: [1, V], [V, V], [V * V, V]."""
+    vocab, prefixes, found = target.model.config.vocab_size, torch.tensor([prompt]), []
     for _ in range(3):
-        last = target.model(Pass(prefixes)).logits[:, -1].double().softmax(-1)
-        probability = (probability[:, None] * last).flatten()
+        found.append(target.model(Pass(prefixes)).logits[:, -1])
         rows = prefixes.repeat_interleave(vocab, 0)
         prefixes = torch.cat([rows, torch.arange(vocab).repeat(len(prefixes))[:, None]], 1)
-    expected = count * probability
-    params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=3) for seed in range(count)]
-    result = Engine(target, drafter, slots=1000, nodes=None).generate([prompt] * count, params)
-    tokens = torch.tensor([generation.tokens for generation in result])
-    observed = (tokens @ torch.tensor([vocab**2, vocab, 1])).bincount(minlength=vocab**3).double()
+    return found
+
+
+def assert_computed_distribution(target, prompt, tokens_S3):
+    """A chi-square test of the first three tokens over all triples, one row a seed."""
+    probability = torch.ones(1, dtype=torch.float64)
+    for logits in logits_of_all_prefixes(target, prompt):
+        probability = (probability[:, None] * logits.double().softmax(-1)).flatten()
+    expected, vocab = len(tokens_S3) * probability, target.model.config.vocab_size
+    observed = (tokens_S3 @ torch.tensor([vocab**2, vocab, 1])).bincount(minlength=vocab**3).double()
     common = expected >= 5
     seen = torch.cat([observed[common], observed[~common].sum()[None]])
     want = torch.cat([expected[common], expected[~common].sum()[None]])
     keep = want > 0
     assert stats.chisquare(seen[keep].numpy(), want[keep].numpy()).pvalue > 1e-3
-    return result
 
 
 def test_first_three_tokens_have_the_computed_distribution(tiny_target):
-    """With 20,000 seeds on a vocabulary of 6, for plain decoding and for trees."""
-    target = tiny_target(vocab_size=6, std=0.15)
+    """The choice rule with 20,000 seeds on a vocabulary of 6; and the engine's tokens, with and without trees, are the
+    rule's."""
+    target, prompt, count = tiny_target(vocab_size=6, std=0.15), [2], 20_000
+    sampling = SlotSampling([SamplingParams(temperature=1.0)] * count, torch.device("cpu"))
+    sampling.seeds = torch.arange(count)
+    prefix_S, tokens, history = torch.zeros(count, dtype=torch.int64), [], History(count, 4)
+    for place, logits in enumerate(logits_of_all_prefixes(target, prompt)):
+        tokens.append(sampling.choose(logits[prefix_S], history, torch.full((count,), len(prompt) - 1 + place)))
+        prefix_S = prefix_S * 6 + tokens[-1]
+    tokens_S3 = torch.stack(tokens, 1)
+    assert_computed_distribution(target, prompt, tokens_S3)
+    params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=3) for seed in range(500)]
     for drafter in ("plain", tokenswift(target, TreeShape.cartesian((2, 2)))):
-        assert_computed_distribution(target, [2], drafter, 20_000)
+        found = Engine(target, drafter, slots=250, nodes=None).generate([prompt] * 500, params)
+        assert [one.tokens for one in found] == tokens_S3[:500].tolist()
 
 
 def test_two_levels_that_both_reject_have_the_computed_distribution(tiny_target):
@@ -289,7 +302,12 @@ def test_two_levels_that_both_reject_have_the_computed_distribution(tiny_target)
     target, small = tiny_target(vocab_size=6, std=0.15), tiny_target(vocab_size=6, std=0.5, n_layers=1, seed=5)
     inner = Counted(target, small)
     drafter = TriForceDrafter(target, inner, chain=2, budget=2, chunk=1)
-    result = assert_computed_distribution(target, [2, 0, 5, 3, 1, 4], drafter, 3000)
+    prompt, params = (
+        [2, 0, 5, 3, 1, 4],
+        [SamplingParams(temperature=1.0, seed=i, max_new_tokens=3) for i in range(3000)],
+    )
+    result = Engine(target, drafter, slots=1000, nodes=None).generate([prompt] * 3000, params)
+    assert_computed_distribution(target, prompt, torch.tensor([one.tokens for one in result]))
     assert 0.1 < inner.accepted / inner.drafted < 0.7
     whole = sum(generation.stats.steps == 1 for generation in result)  # both of the chain's tokens accepted at once
     assert 300 < whole < 2700
@@ -303,9 +321,9 @@ def test_tokenswift_ranks_with_the_noise_of_the_positions_it_proposes(target, te
     seen = []
     propose = drafter.propose
 
-    def watched(state, max_nodes):
+    def watched(state, budget):
         logits = torch.stack(drafter.draft.states(drafter.hidden_BD), 1) @ target.model.lm_head.weight.T
-        tree = propose(state, max_nodes)
+        tree = propose(state, budget)
         seen.append((logits[0], state.positions.item(), tree.tokens[0]))
         return tree
 

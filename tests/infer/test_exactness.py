@@ -9,7 +9,7 @@ the CPU kernels give a row the same bits in every pass.
 import random
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import cycle
+from itertools import combinations
 
 import pytest
 import torch
@@ -131,6 +131,14 @@ DRAFTERS = {
 }
 
 
+def in_turn(values: tuple) -> list:
+    """The drafters with these values by turns; the other combinations at night."""
+    rows = [(name, value, place % len(values)) for place, name in enumerate(DRAFTERS) for value in values]
+    by_day = [value == values[place] for _, value, place in rows]
+    marks = [() if now else (pytest.mark.nightly,) for now in by_day]
+    return [pytest.param(name, value, marks=mark) for (name, value, _), mark in zip(rows, marks, strict=True)]
+
+
 def combined(names: tuple[str, ...]):
     return lambda target, small: Combined([DRAFTERS[name](target, small) for name in names])
 
@@ -230,18 +238,51 @@ def every(samplings: Iterable[str], indices: Iterable[int] = range(5)) -> list[t
     return [(name, index) for name in samplings for index in indices]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_gives_plain_decodings_tokens(models, plain, name, kind, length):
+TARGETS = [(kind, length) for kind in HEADS for length in LENGTHS]
+# Each drafter meets every target, length and sampling, and over all drafters every pair of a target, batch, sampling
+# and choice of nodes occurs: two samplings a target, alone or in a batch, all nodes or those that the engine picks.
+COVER = {
+    (name, *TARGETS[place]): (
+        [list(SAMPLINGS)[(2 * ((place + number) % 4) + more) % 8] for more in (0, 1)],
+        (1, 3)[(number // 2 + place) % 2],
+        (None, "auto")[(number // 4 + place) % 2],
+    )
+    for number, name in enumerate(DRAFTERS)
+    for place in range(4)
+}
+
+
+def test_every_pair_is_covered():
+    rows = [
+        {"drafter": name, "target": (kind, length), "batch": batch, "nodes": nodes, "sampling": sampling}
+        for (name, kind, length), (samplings, batch, nodes) in COVER.items()
+        for sampling in samplings
+    ]
+    for one, other in combinations(rows[0], 2):
+        alone = {row[one] for row in rows}, {row[other] for row in rows}
+        assert len({(row[one], row[other]) for row in rows}) == len(alone[0]) * len(alone[1]), (one, other)
+
+
+def check_in_turn(models, plain, row, samplings, batch, nodes):
+    """Ragged prompts a sampling, in turn from the five, on three slots: alike at first, then mixed. Or one alone."""
+    name, kind, length = row
     target, small = models(kind)
-    for batch in (1, 3):
-        # All nodes are verified, or those that the engine picks.
-        nodes = None if (batch == 1) == (kind == "gqa") else "auto"
-        engine = Engine(target, DRAFTERS[name](target, small), nodes=nodes, slots=batch)
-        # Three ragged prompts a sampling, in turn from the five, on three slots: alike at first, then mixed.
-        cases = [(one, (i + k) % 5 if batch > 1 else 0) for i, one in enumerate(SAMPLINGS) for k in range(batch)]
-        check(engine, plain(kind, length), kind, length, cases)
+    engine = Engine(target, DRAFTERS[name](target, small), nodes=nodes, slots=batch)
+    cases = [(one, (i + k) % 5 if batch > 1 else 0) for i, one in enumerate(samplings) for k in range(batch)]
+    check(engine, plain(kind, length), kind, length, cases)
+
+
+@pytest.mark.parametrize("row", COVER, ids="-".join)
+def test_a_drafter_gives_plain_decodings_tokens(models, plain, row):
+    check_in_turn(models, plain, row, *COVER[row])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("nodes", [None, "auto"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("row", COVER, ids="-".join)
+def test_a_drafter_gives_plain_decodings_tokens_in_every_way(models, plain, row, batch, nodes):
+    check_in_turn(models, plain, row, SAMPLINGS, batch, nodes)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -258,8 +299,7 @@ def test_a_drafter_gives_the_tokens_of_a_model_of_transformers(models, plain, na
     check(engine, plain("olmo2", "overflow"), "olmo2", "overflow", every(("greedy", "T1_min_p"), (0, 1, 3)))
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "kind"), in_turn(("gemma3", "gpt_oss")))
 def test_a_drafter_gives_the_tokens_of_another_family_or_refuses_its_windows(c_kernels, models, plain, name, kind):
     target, small = models(kind)
     if name in ("tokenswift_silu", "few_words") or "triforce" in name or "draft_pass" in name:  # selected rows
@@ -318,8 +358,7 @@ def test_tokens_read_one_step_late_are_the_same(models, plain, name):
     check(engine, plain("mha", "overflow"), "mha", "overflow", every(("greedy", "T1_penalty"), (0, 1, 3)))
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "lag"), in_turn((1, 0)))
 def test_an_engine_is_used_again(models, plain, name, lag):
     """With another batch size, other slots, longer prompts, and after a stream that nobody read to its end."""
     target, small = models("gqa")
@@ -336,8 +375,7 @@ def test_an_engine_is_used_again(models, plain, name, lag):
     check(engine, want, "gqa", "overflow", every(("T0.7",), (1, 4, 2, 3)), new=6)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "lag"), in_turn((0, 1)))
 def test_requests_that_come_while_others_run_get_plain_decodings_tokens(models, plain, name, lag):
     """A request comes every few steps, and its prompt is read in chunks with steps between. One is cancelled. Then the
     engine is idle for a while, and goes on."""
@@ -391,7 +429,7 @@ def alike(models, plain_tokens, seeded):
     return list(zip(asked, params, PLAIN["alike"], strict=True))
 
 
-@pytest.mark.parametrize(("name", "lag"), zip(DRAFTERS, cycle((0, 1)), strict=False))
+@pytest.mark.parametrize(("name", "lag"), in_turn((0, 1)))
 def test_what_prompts_take_over_of_earlier_ones_changes_no_token(models, alike, name, lag):
     """From slots at work and from idle ones, whose first rows the passes of other slots overwrite."""
     target, small = models("gqa")
@@ -422,7 +460,7 @@ ANYTHING = {
 }
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(i, marks=pytest.mark.nightly) for i in range(10, 60))])
 def test_whatever_is_drawn_gives_plain_decodings_tokens(models, plain_tokens, exact_dtype, seed):
     """Random drafters, engines and requests: one-token prompts, prompts up to the last position, early stops."""
     draw = random.Random(seed)
