@@ -9,16 +9,16 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from longdraft.infer.drafters.base import Drafter, Request
+from longdraft.infer.drafters.base import Count, Drafter, Request
 from longdraft.infer.drafters.build import build_drafter
-from longdraft.infer.options import boolean, check_integer_or
 from longdraft.infer.requests import ActiveSequence, Prompt, read_requests
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.runner import Emitted, Runner, Step
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import Prefilled, SlotPool
-from longdraft.infer.values import short_repr
+from longdraft.models.schema import Bool, Instance, Str, validated
 from longdraft.models.target import Target
 
 GREEDY = SamplingParams()
@@ -64,41 +64,28 @@ class Engine:
         log: called with a line about what will be allocated; None is the logger "longdraft", level INFO.
     """
 
+    @validated
     def __init__(
         self,
-        target: Target,
-        drafter: str | Drafter = "plain",
-        draft=None,
+        target: Instance[Target],
+        drafter: Str | Instance[Drafter] = "plain",
+        draft: Any = None,
         *,
-        nodes: int | str | None = "auto",
-        slots: int | None = None,
-        max_length: int | None = None,
-        prefill_chunk: int | None = None,
-        options: Mapping | None = None,
-        graphs: bool | None = None,
-        keep_prompts: bool = True,
-        noise_in_ranking: bool = True,
+        nodes: Literal["auto"] | Count | None = "auto",
+        slots: Count | None = None,
+        max_length: Count | None = None,
+        prefill_chunk: Count | None = None,
+        options: Mapping[Str, Any] | None = None,
+        graphs: Bool | None = None,
+        keep_prompts: Bool = True,
+        noise_in_ranking: Bool = True,
         log: Callable[[str], object] | None = None,
     ):
-        if not isinstance(target, Target):
-            raise ValueError(f"target={short_repr(target)}: give a loaded target, from load_target")
-        if not (options is None or (isinstance(options, Mapping) and all(isinstance(key, str) for key in options))):
-            raise ValueError(f"options={short_repr(options)}: give a dict of the drafter's options by name")
-        boolean("noise_in_ranking", noise_in_ranking)
-        boolean("keep_prompts", keep_prompts)
-        if graphs is not None:
-            boolean("graphs", graphs)
-        if not (log is None or callable(log)):
-            raise ValueError(f"log={short_repr(log)}: give a function that takes a line")
         limit = target.model.config.max_positions
-        check_integer_or("slots", slots, [None], 1)
-        check_integer_or("max_length", max_length, [None], 1, limit)
-        check_integer_or("prefill_chunk", prefill_chunk, [None], 1)
-        check_integer_or("nodes", nodes, ["auto", None], 1)
+        if max_length is not None and max_length > limit:
+            raise ValueError(f"max_length: {max_length}, but the target has {limit} positions; give at most that many")
         if isinstance(drafter, str):
             drafter = build_drafter(drafter, target, draft, options or {})
-        elif not isinstance(drafter, Drafter):
-            raise ValueError(f"drafter={drafter!r}: must be a drafter's name or a Drafter")
         elif draft is not None or options:
             raise ValueError("draft and options go with a drafter's name; a Drafter instance already has its own")
         self.target, self.slots, self.drafter = target, slots, drafter

@@ -11,7 +11,7 @@ from longdraft.infer.logprobs import TokenLogprob
 from longdraft.infer.results import Generation, Piece, Statistics
 from longdraft.infer.sampling import SamplingParams, draw_seed, one_each
 from longdraft.infer.text import StopStrings, text_behind
-from longdraft.infer.values import check_text, is_integer, short_repr
+from longdraft.models.schema import short_repr
 from longdraft.models.special_tokens import TEMPLATE_ERRORS, special_tokens
 from longdraft.models.target import Target
 
@@ -87,7 +87,7 @@ def prompt_tokens(
     chat = isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
     if not (isinstance(prompt, str) or chat):
         listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
-        if not (listed and all(is_integer(token) for token in prompt)):
+        if not (listed and all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt)):
             raise ValueError(
                 f"{name} is {short_repr(prompt)}; give a text, a list of token ids or a list of chat messages"
             )
@@ -110,6 +110,22 @@ def prompt_tokens(
         except TEMPLATE_ERRORS as error:
             failed = failed or error
     raise ValueError(f"{name}: {target.name}'s chat template refuses these messages: {failed}") from failed
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise ValueError, beginning with `name`, for a text with half a surrogate pair, which UTF-8 cannot encode.
+
+    Python makes such halves of command line arguments that are not UTF-8.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code, place = ord(text[error.start]), f"at character {error.start}"
+        if 0xDC80 <= code <= 0xDCFF:
+            problem = f"byte 0x{code - 0xDC00:02x} {place} is not UTF-8; give the text in UTF-8"
+        else:
+            problem = f"\\u{code:04x} {place} is half a surrogate pair and not a character; leave it out"
+        raise ValueError(f"{name}: {problem}") from error
 
 
 def _message(message: Any, name: str) -> dict[str, Any]:

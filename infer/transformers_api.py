@@ -24,12 +24,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.values import short_repr
 from longdraft.models.draft_folder import draft_method
 from longdraft.models.from_transformers import refresh, target_from_transformers
 from longdraft.models.hf import load_tokenizer
 from longdraft.models.hf_config import decoder_config
-from longdraft.models.schema import Bool, Float, Int, Schema, validate
+from longdraft.models.schema import Bool, Float, Int, Schema, short_repr, validate
 from longdraft.models.target import Target
 
 DEFAULT_DRAFTER = "token_recycling"

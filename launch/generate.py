@@ -114,7 +114,7 @@ def _check_prompt(args: argparse.Namespace) -> None:
 
 def _prompt(args: argparse.Namespace) -> str | list[int]:
     """The text that was given or read from a file or standard input, or a held-out row's tokens."""
-    from longdraft.infer.values import check_text
+    from longdraft.infer.requests import check_text
     from longdraft.launch.runtime import heldout_rows, used_tokens
 
     if args.heldout is not None:

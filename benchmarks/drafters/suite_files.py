@@ -12,7 +12,7 @@ from longdraft.data_prep.documents import Unusable
 from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.records import all_records, parse_json
 from longdraft.data_prep.sources import SourceFile, list_files
-from longdraft.infer.values import short_repr
+from longdraft.models.schema import short_repr
 
 # What the place of a record is called in each kind of file.
 PLACES = {"jsonl": "line", "array": "element", "table": "row"}

@@ -18,7 +18,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.requests import Continuation, prompt_tokens, read_requests
 from longdraft.infer.sampling import MOST_LOGPROBS, SamplingParams, draw_seed
-from longdraft.infer.values import short_repr
+from longdraft.models.schema import short_repr
 from longdraft.models.target import Target
 
 MOST_CHOICES = 128  # prompts times n
