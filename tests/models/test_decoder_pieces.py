@@ -76,17 +76,6 @@ def test_one_piece_is_the_row_without_borders(tiny_target, kind):
         assert error(one[name], expected) < 1e-5, name
 
 
-def test_a_token_changes_its_own_piece_alone(tiny_target):
-    model, ids = tiny_target().model, tokens()
-    before = model(Pass(ids, borders=BORDERS)).logits[0]
-    for start, stop in pairwise(BORDERS):
-        changed = ids.clone()
-        changed[0, start] = (ids[0, start] + 1) % 97
-        after = model(Pass(changed, borders=BORDERS)).logits[0]
-        rows = torch.arange(BORDERS[-1])
-        assert torch.equal((after != before).any(1), (rows >= start) & (rows < stop))
-
-
 def written_out(model, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
     """Logits [N, V] by the formula in fp64, under an explicit mask (bool [N, N]: what each token attends to)."""
     config, weights = model.config, {name: weight.double() for name, weight in model.state_dict().items()}
@@ -243,17 +232,6 @@ def test_what_cannot_be_is_refused(tiny_target, options, name):
     cache = {"cache": model.new_cache(1, 60)} if "cache" in options else {}
     with pytest.raises(AssertionError, match=name):
         model(Pass(**{"tokens_BT": tokens()} | options | cache))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.no_grad()
-def test_several_sequences_in_chunks(tiny_target, dtype):
-    model, tokens_BT = tiny_target().model.to(dtype), tokens().view(3, -1)
-    positions_BT = torch.arange(tokens_BT.shape[1]) + torch.tensor([[0], [3], [7]])
-    whole = model(Pass(tokens_BT, positions_BT=positions_BT)).logits
-    chunked = model(Pass(tokens_BT, positions_BT=positions_BT, chunk=7)).logits
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(chunked, whole, rtol=tolerance, atol=tolerance)
 
 
 def test_a_pieces_length_is_its_largest_position_and_one():

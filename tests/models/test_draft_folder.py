@@ -237,7 +237,7 @@ def test_a_damaged_field_of_the_shape_is_named(folder, target):
         deep = [deep]
     right = {"kind": str, "out_norm_init": str, "draft_vocab_size": type(None)}  # but for the value's own
     for name, value in shape.items():
-        for wrong in (True, deep, "x" * 300, float("nan"), float("inf"), None):
+        for wrong in (True, deep, "x" * 10_000, float("nan"), float("inf"), None):
             if type(wrong) in (type(value), right.get(name)) and wrong == wrong and wrong != float("inf"):
                 continue
             change(folder, draft=shape | {name: wrong})
