@@ -1,7 +1,6 @@
 """What breaks while training ends in a clear message, and the run goes on to the bytes of an unbroken one. Two real
 ranks, real signals, a real limit on what can be written; twice the command itself."""
 
-import json
 import os
 import re
 import shutil
@@ -352,11 +351,3 @@ def test_ranks_wait_for_one_another_as_long_as_it_may_take(alone):
     assert group is not None
     assert group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT >= timedelta(minutes=60)
     assert alone.from_first(lambda: 7) == 7 and alone.gather("a") == ["a"] and alone.place_on_machine() == (0, 1)
-
-
-def test_state_says_which_rows_it_began_with(story):
-    found = checkpoint.newest(story.folder / "online")
-    assert found is not None
-    config = load_config(found[0].parents[1] / "config.yaml")
-    assert found[1]["extra"]["data"] == ShardSet(Path(config.data.path) / "train").identity()
-    assert json.loads((found[0] / checkpoint.STATE).read_text())["extra"]["data"]["rows"] == 45

@@ -3,7 +3,6 @@ test_elastic.py and test_faults.py."""
 
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,25 +13,6 @@ from longdraft.train.config_file import load_config
 from longdraft.train.loop import train
 from longdraft.train.saving import locked_run
 from longdraft.train.tracking import read_metrics
-
-
-def test_half_written_and_damaged_checkpoints_are_never_chosen(runs, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(runs / "bf16-1-1", run)
-    checkpoints = run / "checkpoints"
-    (checkpoints / "step_000020").rename(checkpoints / "tmp-step_000020")
-    found = checkpoint.newest(run)
-    assert found is not None and found[1]["step"] == 10
-
-    (checkpoints / "tmp-step_000020").rename(checkpoints / "step_000020")
-    file = checkpoints / "step_000020" / "optimizer-00000.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    found = checkpoint.newest(run)
-    assert found is not None and found[1]["step"] == 10
-    assert file.name in capsys.readouterr().out
-    (checkpoints / "step_000010" / checkpoint.STATE).unlink()
-    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged; restore one"):
-        checkpoint.newest(run)
 
 
 def test_a_junk_line_among_the_metrics_does_not_stop_a_run(runs, tmp_path, train_command):
@@ -54,25 +34,6 @@ def test_steps_of_more_than_six_digits_are_found(tmp_path):
         (tmp_path / name / checkpoint.STATE).touch()
     found = [path.name for path in checkpoint.finished_folders(tmp_path)]
     assert found == ["step_0000020", "step_999999", "step_1000000"]
-
-
-def test_what_kills_left_goes_with_the_next_checkpoint(config_file, train_command, tmp_path, monkeypatch):
-    """What is left of a checkpoint that was being written or removed. A removal never leaves a partial
-    checkpoint under the name of a whole one."""
-    folder = tmp_path / "checkpoints"
-    for name in ("tmp-step_000003", "tmp-old-step_000001", "other"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "file").touch()
-    removed, rmtree = [], shutil.rmtree
-    monkeypatch.setattr(
-        shutil, "rmtree", lambda path, **given: removed.append(Path(path).name) or rmtree(path, **given)
-    )
-    steps = ["train.steps=3", "train.save_every=1", "train.keep_checkpoints=1", "optimizer.warmup_steps=0"]
-    status, printed = train_command(config_file, f"train.run_dir={tmp_path}", *steps)
-    assert status == 0, printed
-    assert sorted(path.name for path in folder.iterdir()) == ["other", "step_000003"]
-    assert {"tmp-old-step_000001", "tmp-old-step_000002"} <= set(removed)
-    assert not {"step_000001", "step_000002"} & set(removed)
 
 
 ALONE = SimpleNamespace(
