@@ -1,7 +1,4 @@
-"""Asks several engines the same questions in turns, one prompt at a time, all warmed up in the same way.
-
-Not here: how the answers are recorded (answers.py) and what is computed from them (figures.py).
-"""
+"""Asks several engines the same questions in turns, one prompt at a time, all warmed up in the same way."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -11,7 +11,7 @@ S steps of the target, each of which commits one token of its own; A accepted to
 | tau | (A + S + R) / (S + R): the prefill is a call that brings a token | LongSpec |
 
 In an engine that drops tokens accepted after an answer's end, as ours does, pooled = per_step. Intervals are 95 %
-percentile bootstraps over prompts. Not here: what is measured (drafters.py).
+percentile bootstraps over prompts.
 """
 
 from collections.abc import Callable, Mapping, Sequence

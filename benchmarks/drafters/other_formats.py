@@ -4,8 +4,6 @@
 |---|---|
 | `spec_bench/DRAFTER.jsonl` | answers as Spec-Bench's `evaluation/speed.py` reads them |
 | `vllm/DRAFTER.jsonl` | `usage` and `metrics.speculative_decoding` of a response of vLLM 0.32 |
-
-Not here: our own figures (figures.py).
 """
 
 import json

@@ -1,7 +1,7 @@
 """The papers' tables: how they were measured, their figures, and ours beside them.
 
 A paper is an entry of PAPERS. Numbers come from the papers' tables; settings that a paper leaves out come from its
-authors' program. Not here: the suites (suites.py), the formulas (figures.py).
+authors' program.
 """
 
 import re

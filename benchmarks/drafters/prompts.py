@@ -1,7 +1,6 @@
 """Questions from a suite or from any text: what is sent, turn by turn, and which questions a target has room for.
 
 A text can be continued, summarised, or copied with edits, because speculation depends on how much the output repeats.
-Not here: the suites (suites.py).
 """
 
 import re

@@ -1,27 +1,42 @@
-"""Finds a suite's files, in a folder or on the hub, and reads their records; fields are checked when they are read.
+"""Finds a suite's files, in a folder or on the hub, and reads their records; fields are checked when they are read."""
 
-Not here: which fields a suite's records have (suites.py).
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, Strict
 
 from longdraft.data_prep.documents import Unusable
 from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.records import all_records, parse_json
 from longdraft.data_prep.sources import SourceFile, list_files
-from longdraft.models.schema import short_repr
+from longdraft.models.schema import Schema, Str, validate
 
 # What the place of a record is called in each kind of file.
 PLACES = {"jsonl": "line", "array": "element", "table": "row"}
 
 
+Text = Annotated[str, Strict(), Field(pattern=r"\S")]  # not blank
+Texts = Annotated[list[Text], Field(min_length=1)]
+Id = Annotated[int, Strict()] | Text
+Number = int  # which may be written as text
+
+
+class Message(Schema):
+    """A message of a chat; further fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+    role: Literal["system", "user", "assistant"]
+    content: Str
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
 @dataclass(frozen=True)
 class Row:
-    """A record and its place, counted from 1. The methods that read a field raise a ValueError that names file, place,
-    field and what was expected."""
+    """A record and its place, counted from 1."""
 
     file: str
     place: str
@@ -38,51 +53,16 @@ class Row:
     def __contains__(self, name: str) -> bool:
         return self.fields.get(name) is not None
 
-    def get(self, name: str, otherwise: Any) -> Any:
-        return self.fields.get(name, otherwise)
+    def read(self, name: str, kind: Any) -> Any:
+        """A field's value as one of the types above. Raises ValueError that names file, place and field."""
+        return self.checked(name, kind, self.fields.get(name))
 
-    def wrong(self, name: str, found: str, expected: str) -> ValueError:
-        return ValueError(
-            f"--data: {self.file}, {self.place} {self.number}, field {name!r}: {found}; expected {expected}"
-        )
+    def checked(self, name: str, kind: Any, value: Any) -> Any:
+        """A value that was made from a field, checked in the same way."""
+        return validate(kind, value, f"--data: {self.file}, {self.place} {self.number}, field {name!r}")
 
-    def _field(self, name: str, expected: str, right: Callable[[Any], Any]) -> Any:
-        if name not in self.fields:
-            raise self.wrong(name, f"missing among {', '.join(map(repr, self.fields)) or 'none'}", expected)
-        if not right(value := self.fields[name]):
-            raise self.wrong(name, short_repr(value), expected)
-        return value
-
-    def text(self, name: str) -> str:
-        return self._field(name, "a text that is not empty", _is_text)
-
-    def texts(self, name: str) -> list[str]:
-        expected = "a list of texts that are not empty"
-        return self._field(name, expected, lambda v: isinstance(v, list) and v and all(map(_is_text, v)))
-
-    def integer(self, name: str) -> int:
-        """A whole number, which may be written as text."""
-        return int(self._field(name, "a whole number", lambda v: not isinstance(v, bool) and str(v).isdecimal()))
-
-    def id(self, name: str) -> int | str:
-        """A number or text that tells records apart."""
-        return self._field(name, "a number or a text", lambda v: type(v) is int or (isinstance(v, str) and v))
-
-    def messages(self, name: str, value: Any = None) -> list[dict[str, str]]:
-        """A chat, as a list of {"role", "content"}. value: the parsed chat, if the field holds it as JSON."""
-        expected = 'a list of messages {"role": "user", "content": "..."}'
-        value = self._field(name, expected, lambda _: True) if value is None else value
-        if not isinstance(value, list) or not value:
-            raise self.wrong(name, short_repr(value), expected)
-        for i, message in enumerate(value):
-            known = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-            if not known or message["role"] not in ("system", "user", "assistant"):
-                raise self.wrong(name, f"[{i}] is {short_repr(message)}", expected)
-        return [{"role": message["role"], "content": message["content"]} for message in value]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+    def wrong(self, name: str, why: str) -> ValueError:
+        return ValueError(f"--data: {self.file}, {self.place} {self.number}, field {name!r}: {why}")
 
 
 def read_rows(data: str, files: Sequence[str], all_files: bool, source: str) -> Iterator[Row]:

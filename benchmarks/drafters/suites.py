@@ -1,8 +1,7 @@
 """Published suites of prompts: their source, the layout of their files, the questions, and the length of answers.
 
 A suite is an entry of SUITES and a function that makes a question from a record. Suites that belong to a paper's table
-use its program's literal prompts, the others the target's own chat template. Not here: how files are found and parsed
-(suite_files.py), which questions fit a target (questions.py).
+use its program's literal prompts, the others the target's own chat template.
 """
 
 import json
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longdraft.benchmarks.drafters.prompts import PromptLimits, Question
-from longdraft.benchmarks.drafters.suite_files import Row, read_rows
+from longdraft.benchmarks.drafters.suite_files import Id, Message, Messages, Number, Row, Text, Texts, read_rows
 
 # From LongSpec's program for LongBench (inference_long-bench.py): the prompt around the text of each task.
 _SYSTEM = "<s>system\nYou are a helpful assistant</s>\n<s>user\n"
@@ -86,7 +85,7 @@ class Suite:
             if question is None:
                 continue
             if question.id in ids:
-                raise row.wrong("id", f"{question.id!r} stands there a second time", "each once")
+                raise row.wrong("id", f"{question.id!r} stands there a second time; give each once")
             ids.add(question.id)
             own_names = {question.task, question.category, row.stem}
             names |= own_names
@@ -107,62 +106,63 @@ def _user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
+def _chat(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [message.model_dump() for message in messages]
+
+
 def _longbench(row: Row) -> Question:
-    filled = LONGBENCH[row.stem].replace("{context}", row.text("context"))
+    filled = LONGBENCH[row.stem].replace("{context}", row.read("context", Text))
     if "{input}" in filled:
-        filled = filled.replace("{input}", row.text("input"))
-    return Question(row.get("_id", f"{row.stem}-{row.number}"), row.stem, (_SYSTEM + filled,))
+        filled = filled.replace("{input}", row.read("input", Text))
+    return Question(row.fields.get("_id", f"{row.stem}-{row.number}"), row.stem, (_SYSTEM + filled,))
 
 
 def _aime24(row: Row) -> Question | None:
-    number = row.integer("id")
-    return Question(number, "aime24", (AIME.format(row.text("problem")),)) if number in AIME24_IDS else None
+    number = row.read("id", Number)
+    return Question(number, "aime24", (AIME.format(row.read("problem", Text)),)) if number in AIME24_IDS else None
 
 
 def _pg19(row: Row) -> Question | None:
     if row.number > PG19_BOOKS:
         return None
-    return Question(row.number - 1, "pg19", (row.text("text")[PG19_FROM:],))
+    return Question(row.number - 1, "pg19", (row.read("text", Text)[PG19_FROM:],))
 
 
 def _spec_bench(row: Row) -> Question:
-    category = row.text("category")
+    category = row.read("category", Text)
     task = "mt_bench" if category in MT_BENCH else category
-    return Question(row.id("question_id"), task, tuple(map(_user, row.texts("turns"))), category)
+    return Question(row.read("question_id", Id), task, tuple(map(_user, row.read("turns", Texts))), category)
 
 
 def _mt_bench(row: Row) -> Question:
     """A record in FastChat's layout, or in that of a table on the hub (HuggingFaceH4/mt_bench_prompts)."""
-    hub = "turns" not in row and "prompt" in row
-    turns = row.texts("prompt" if hub else "turns")
-    return Question(row.id("prompt_id" if hub else "question_id"), row.text("category"), tuple(map(_user, turns)))
+    turns, number = ("prompt", "prompt_id") if "turns" not in row and "prompt" in row else ("turns", "question_id")
+    return Question(row.read(number, Id), row.read("category", Text), tuple(map(_user, row.read(turns, Texts))))
 
 
 def _speed_bench(row: Row) -> Question:
     if "messages" in row:
         turns: list[list[dict[str, str]]] = [[]]
-        for message in row.messages("messages"):
+        for message in _chat(row.read("messages", Messages)):
             turns[-1].append(message)
             if message["role"] == "user":
                 turns.append([])
         turns = [turn for turn in turns if turn and turn[-1]["role"] == "user"]
     else:
-        turns = [_user(text) for text in row.texts("turns")]
-    for turn in turns:
-        if any(PLACEHOLDER in message["content"] for message in turn):
-            raise row.wrong("turns", "a placeholder", "text; specdec_bench's prepare_data.py fills it in")
-    subset = row.stem.partition("-")[0]
-    return Question(row.id("question_id"), row.text("category"), tuple(turns), f"{subset}/{row.text('category')}")
+        turns = [_user(text) for text in row.read("turns", Texts)]
+    if any(PLACEHOLDER in message["content"] for turn in turns for message in turn):
+        raise row.wrong("turns", "a placeholder; specdec_bench's prepare_data.py fills in the text")
+    subset, category = row.stem.partition("-")[0], row.read("category", Text)
+    return Question(row.read("question_id", Id), category, tuple(turns), f"{subset}/{category}")
 
 
 def _mrcr(row: Row) -> Question:
-    prompt = row.text("prompt")
     try:
-        messages = json.loads(prompt)
-    except ValueError:
-        raise row.wrong("prompt", "no JSON", "a JSON list of messages") from None
-    task = f"{row.integer('n_needles')}needle"
-    return Question(f"{row.stem}-{row.number}", task, (row.messages("prompt", messages),))
+        messages = json.loads(row.read("prompt", Text))
+    except json.JSONDecodeError:
+        raise row.wrong("prompt", "no JSON; give a JSON list of messages") from None
+    task = f"{row.read('n_needles', Number)}needle"
+    return Question(f"{row.stem}-{row.number}", task, (_chat(row.checked("prompt", Messages, messages)),))
 
 
 SUITES: dict[str, Suite] = {

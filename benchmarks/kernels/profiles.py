@@ -1,7 +1,4 @@
-"""Shapes of named models, and how many bytes and FLOPs a step on them takes at least. Not here: any measurement.
-
-Bytes are what memory must deliver once, however the step is computed. A multiplication and its addition are two FLOPs.
-"""
+"""Shapes of named models, and how many bytes and FLOPs a step on them takes at least."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple

@@ -135,7 +135,7 @@ def test_speed_bench_reads_messages_and_turns(tmp_path):
     assert third == Question("throughput_1k", "rag", ([ask],), "throughput_1k/rag")
     placeholder = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nx"
     lines(tmp_path / "b" / "qualitative.jsonl", {"question_id": "f", "category": "rag", "turns": [placeholder]})
-    with pytest.raises(ValueError, match=r"qualitative\.jsonl, line 1, field 'turns': a placeholder; .* prepare_data"):
+    with pytest.raises(ValueError, match=r"qualitative\.jsonl, line 1, field 'turns': .*prepare_data"):
         SUITES["speed-bench"].questions(str(tmp_path / "b"))
 
 
@@ -148,36 +148,23 @@ def test_mrcr_reads_its_conversations(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "where"),
     [
-        (
-            '{"question_id": 1, "category": "qa"}',
-            "line 1, field 'turns': missing among 'question_id', 'category'; expected",
-        ),
-        ('{"question_id": 1, "category": "qa", "turns": "x"}', "line 1, field 'turns': 'x'; expected a list of texts"),
-        (
-            '{"question_id": 1, "category": "qa", "turns": [""]}',
-            "line 1, field 'turns': ['']; expected a list of texts",
-        ),
-        ('{"question_id": 1, "category": 2, "turns": ["x"]}', "line 1, field 'category': 2; expected a text"),
-        (
-            '{"question_id": null, "category": "qa", "turns": ["x"]}',
-            "line 1, field 'question_id': None; expected a number",
-        ),
-        ('\n{"question_id": 1,', "line 2 is no JSON ("),
-        ("[1]", "line 1 is "),
-        ("7", "line 1 is "),
-        (
-            '{"question_id": 1, "category": "qa", "turns": ["x"]}\n' * 2,
-            "line 2, field 'id': 1 stands there a second time",
-        ),
+        ('{"question_id": 1, "category": "qa"}', "line 1, field 'turns'"),
+        ('{"question_id": 1, "category": "qa", "turns": "x"}', "line 1, field 'turns'"),
+        ('{"question_id": 1, "category": "qa", "turns": [""]}', "line 1, field 'turns'"),
+        ('{"question_id": 1, "category": 2, "turns": ["x"]}', "line 1, field 'category'"),
+        ('{"question_id": null, "category": "qa", "turns": ["x"]}', "line 1, field 'question_id'"),
+        ('\n{"question_id": 1,', "line 2 "),
+        ("[1]", "line 1 "),
+        ('{"question_id": 1, "category": "qa", "turns": ["x"]}\n' * 2, "line 2, field 'id'"),
     ],
 )
-def test_a_wrong_layout_names_file_line_field_and_what_was_expected(tmp_path, content, message):
+def test_a_wrong_layout_names_file_line_and_field(tmp_path, content, where):
     (tmp_path / "question.jsonl").write_text(content)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"--data: .*question\\.jsonl, {where}") as error:
         SUITES["spec-bench"].questions(str(tmp_path))
-    assert str(error.value).startswith("--data: ") and f"question.jsonl, {message}" in str(error.value), error.value
+    assert "\n" not in str(error.value)
 
 
 def test_a_prompt_without_room_is_named_and_none_is_cut_but_where_the_suite_says_so(tiny):
