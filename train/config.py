@@ -49,7 +49,7 @@ Beta = Annotated[Float, Field(ge=0, lt=1)]
 Weight = Annotated[Float, Field(ge=0, le=MAX_NUMBER)]
 Temperature = Annotated[Weight, AfterValidator(_greedy_or_sampled)]
 Name = Annotated[Str, AfterValidator(_named)]
-Place = Annotated[Name, AfterValidator(from_home)]
+PathName = Annotated[Name, AfterValidator(from_home)]
 
 
 class TargetSection(Schema):
@@ -60,7 +60,7 @@ class TargetSection(Schema):
     `loader`: whose classes compute it, ours or those of transformers, which know more families.
     """
 
-    path: Place
+    path: PathName
     gguf_file: Name | None = None
     max_positions: Count | None = None
     zero_stage: Literal[0, 3] = 0
@@ -137,7 +137,7 @@ class DataSection(Schema):
     left out by `--max-tokens` do not count). Above it, training is refused.
     """
 
-    path: Place
+    path: PathName
     seq_len: Count
     positions: Literal["plain", "anchor_offset"] = "plain"
     max_position: Count | None = None
@@ -186,7 +186,7 @@ class TrainSection(Schema):
     level. None: all equally often.
     """
 
-    run_dir: Place
+    run_dir: PathName
     global_batch: Count
     micro_batch: Count
     precision: Literal["fp32", "bf16"]

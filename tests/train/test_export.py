@@ -76,7 +76,7 @@ def made_run(config_file, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_export_is_the_trained_draft(runs, tmp_path, capsys, name):
     out = export(runs / name, tmp_path / "draft")
-    assert out == tmp_path / "draft" and "every weight is the same\n" in capsys.readouterr().out
+    assert out == tmp_path / "draft" and "largest difference of a logit 0\n" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     found = checkpoint.newest(runs / name)
     assert found is not None
@@ -271,7 +271,7 @@ def test_every_method(made_run, capsys, name, precision):
     out = export(run)
     said = capsys.readouterr().out
     assert out == run / "draft" and f"Exported step 7 of {run} to {out}" in said
-    assert said.endswith(": read back, every weight is the same\n")
+    assert said.endswith(": reloaded, largest difference of a logit 0\n")
     assert (", for 20 of 97 tokens" in said) == ("draft_vocab_size" in SECTIONS[name])
     exported, weights = load_draft(out), trained.state_dict()
     assert exported.config == trained.config and exported.state_dict().keys() == weights.keys()
@@ -310,7 +310,7 @@ def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_fold
     assert main([str(run), *(["--draft-vocab-size", "30"] if restrict else [])]) == 0
     draft = load_draft(run / "draft", target)
     if restrict:
-        assert ", for 30 of 97 tokens: read back, every weight is the same\n" in capsys.readouterr().out
+        assert ", for 30 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
         assert read_info(run / "draft").train_config["draft"]["draft_vocab_size"] is None  # trained with all tokens
         rows = ShardSet(data_folder / "train")
         assert torch.equal(draft.token_ids, frequent_tokens(rows, 97, 30, target.eos_token_ids))
@@ -336,7 +336,7 @@ def test_a_restricted_draft_is_restricted_further(made_run, data_folder, capsys)
     """To the most frequent of the tokens it was trained with, which need not be those of the training data."""
     run, target, trained = made_run("longspec-narrow")
     assert main([str(run), "--draft-vocab-size", "10"]) == 0
-    assert ", for 10 of 97 tokens: read back, every weight is the same\n" in capsys.readouterr().out
+    assert ", for 10 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
     draft = load_draft(run / "draft", target)
     kept, most = set(draft.token_ids.tolist()), frequent_tokens(ShardSet(data_folder / "train"), 97, 10)
     assert len(kept) == draft.config.draft_vocab_size == 10
@@ -355,7 +355,7 @@ def test_the_runtime_decodes_with_heads_of_few_words(made_run, data_folder, caps
     run, target, trained = made_run(name)
     restrict = [] if name == "silu_narrow" else ["--draft-vocab-size", "20"]
     assert main([str(run), *restrict]) == 0
-    assert ", for 20 of 97 tokens: read back, every weight is the same\n" in capsys.readouterr().out
+    assert ", for 20 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
     draft = load_draft(run / "draft", target)
     ids = trained.token_ids
     if restrict:
