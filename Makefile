@@ -23,7 +23,7 @@ ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py --ig
 	-k 'not (engine_is_used_again or requests_that_come or one_step_late or take_over)'
 KEPT := tests/train/test_memory.py::test_runs_on_smollm2_take_what_is_estimated
 
-.PHONY: setup quickstart test test-machines check format clean
+.PHONY: setup quickstart test quick nightly nightly-tests test-machines check format clean
 setup: $(SETUP)
 
 $(SETUP): constraints.txt setup.py
@@ -46,6 +46,16 @@ quickstart: $(SETUP)
 
 test: $(SETUP)
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup --no-loadscope-reorder
+
+# Of each folder what two minutes allow. No training, no real model.
+quick: $(SETUP)
+	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup $(QUICK)
+
+# What takes long and breaks seldom: all combinations of exactness, 32K positions, kernels compiled for absent GPUs.
+nightly: test-machines nightly-tests
+
+nightly-tests: $(SETUP)
+	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup -m nightly $(PART)
 
 # Two other machines: one without AVX2 and without a compiler, with more threads than cores, and one with only AVX2.
 test-machines: $(SETUP)

@@ -17,6 +17,8 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks/kernels/limits.py"
 # sm_90 and Triton 3.7.1. `python benchmarks/kernels/limits.py --kernel tree_attention --arch 90` counts them.
 MAIN_LOOP = 359
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> list[dict]:
