@@ -205,8 +205,7 @@ class Runner:
 
     def _working_slots(self) -> slice | None:
         """The slots from the first to the last one with a request; None for all of them, and where the host would have
-        to wait to know. A CPU's pass costs by its rows (one query token of SmolLM2 9.8 ms, one in each of 8 slots
-        15.2), so free slots at the ends stay out of it."""
+        to wait to know. A CPU's pass costs by its rows, so free slots at the ends stay out of it."""
         state = self.state
         if not self.on_cpu or state.graphs.recording or bool(state.active.all()):
             return None

@@ -65,8 +65,8 @@ class Filters:
     def _outside_top_p(self, scaled: Tensor, top_p: Tensor) -> Tensor:
         """Whether a token lies outside of the top-p set.
 
-        The sum is mostly reached within a few hundred tokens, so a CPU sorts the others only where it is not: 0.3 ms
-        for 49152 words in place of 4.4. A GPU sorts all, because the host would have to wait for it to know.
+        The sum is mostly reached within a few hundred tokens, so a CPU sorts the others only where it is not. A GPU
+        sorts all, because the host would have to wait for it to know.
         """
         vocab, probs = scaled.shape[-1], scaled.softmax(-1)
         for most in (LIKELIEST, vocab) if backend.is_host(scaled.device) else (vocab,):

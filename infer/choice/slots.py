@@ -20,8 +20,8 @@ from longdraft.kernels.choice import choose
 from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.kernels.transfer import from_host, integers
 
-# Rows of noise kept for each slot on the CPU, where one over 49152 words takes 0.15 ms: drafting, verifying and the
-# next step ask for the same positions, so a step would compute each row two or three times.
+# Rows of noise kept for each slot on the CPU: drafting, verifying and the next step ask for the same positions, so a
+# step would compute each row two or three times.
 KEPT_ROWS = 32
 # Scores that are sorted at once (some 64 nodes with a vocabulary of 128k), and the bytes that each takes meanwhile.
 MOST_SORTED, SORTED_BYTES = 1 << 23, 40
