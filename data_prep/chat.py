@@ -23,7 +23,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -60,7 +60,8 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", template: str | None = None):
-        self.eos_id, self.vocab_size, self._unk_id = checked_eos(tokenizer), len(tokenizer), tokenizer.unk_token_id
+        self.eos_id, self.vocab_size = checked_eos(tokenizer), len(tokenizer)
+        self._unk_id: Any = tokenizer.unk_token_id
         if template is None:
             if not tokenizer.chat_template:
                 name = tokenizer.name_or_path or type(tokenizer).__name__

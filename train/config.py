@@ -36,6 +36,12 @@ def _named(text: str) -> str:
     return text
 
 
+def _whole_or_sharded(stage: int) -> int:
+    if stage not in (0, 3):
+        raise ValueError(f"{stage}; give 0, a whole copy in each process, or 3, sharded over them")
+    return stage
+
+
 def _greedy_or_sampled(temperature: float) -> float:
     if 0 < temperature < 1e-6:  # the sampler's own limit (infer/sampling.py)
         raise ValueError(f"{temperature:g}; give 0 (greedy) or a number from 1e-06 on")
@@ -63,7 +69,7 @@ class TargetSection(Schema):
     path: PathName
     gguf_file: Name | None = None
     max_positions: Count | None = None
-    zero_stage: Literal[0, 3] = 0
+    zero_stage: Annotated[Int, AfterValidator(_whole_or_sharded)] = 0
     loader: Literal["longdraft", "transformers"] = "longdraft"
 
 
@@ -196,7 +202,7 @@ class TrainSection(Schema):
     level_weights: tuple[Weight, ...] | None = None
     steps: Count | None = None
     epochs: Annotated[Float, Field(gt=0, le=1e6)] | None = None
-    zero_stage: Literal[1, 2, 3] = 1
+    zero_stage: Annotated[Int, Field(ge=1, le=3)] = 1
     offload_optimizer: Bool = False
     sequence_parallel: Count = 1
     seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0

@@ -162,13 +162,13 @@ def _operations(found: Operations) -> str:
 
 def _hours(found: Operations, train: TrainSection, data: DataSection, n_ranks: int, tflops: float | None) -> str:
     """The time of all steps, or of a thousand where their number is not known before the data."""
-    source = "as given"
+    rate, source = tflops or 0.0, "as given"
     if tflops is None:
         measured = [record["tflops_per_rank"] for record in read_metrics(train.run_dir) if "tflops_per_rank" in record]
         if not measured:
             return ""
-        tflops, source = median(measured), f"as the run in {train.run_dir} measured"
+        rate, source = median(measured), f"as the run in {train.run_dir} measured"
     n_tokens, n_steps = train.global_batch * data.seq_len, train.steps or 1000
     of_all = n_steps * found.of_step(n_tokens, n_tokens * found.labels)
-    hours = of_all / (tflops * 1e12 * n_ranks) / 3600
-    return f"\n{hours:,.2f} hours for {n_steps:,} steps at {tflops:g} TFLOP/s a rank, {source}"
+    hours = of_all / (rate * 1e12 * n_ranks) / 3600
+    return f"\n{hours:,.2f} hours for {n_steps:,} steps at {rate:g} TFLOP/s a rank, {source}"

@@ -127,7 +127,8 @@ def test_overrides_and_round_trips(config_file, tmp_path):
 # The last override of each is wrong, and its field is named.
 MISTAKES = [
     "train.steps=many", "train.steps=1.5", "train.steps=true", "train.steps=0", "train.precision=fp16", "train.seed=-1",
-    "train.deterministic=1", "train.zero_stage=0", "target.zero_stage=1", "train.sequence_parallel=0", "target.path=3",
+    "train.deterministic=1", "train.zero_stage=0", "train.zero_stage=true", "target.zero_stage=1", "target.path=3",
+    "train.sequence_parallel=0",
     "train.max_skipped=-1", "train.loss=tvd", "train.text_weight=0.5", "train.kl_steps=3", "train.level_weights=[1]",
     "train.loss=mix train.text_weight=1", "train.loss=overlap train.kl_steps=-1", "train=3", "draft=3", "train=[1]",
     "train.loss=overlap train.kl_steps=20", "optimizer.betas=[0.9]", "optimizer.betas=[0.9,1.0]", "data.seq_len=0",
