@@ -296,7 +296,7 @@ def texts(target: "Target", most: int, least: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(0)
         vocab = target.model.config.vocab_size
         return [torch.randint(vocab, (least,), generator=generator).tolist() for _ in range(2)]
-    sources = (ROOT / "infer" / "engine.py", ROOT / "docs" / "LOG.md")
+    sources = (ROOT / "infer" / "engine.py", ROOT / "docs" / "log" / "2026-11.md")
     return [target.tokenizer(file.read_text(encoding="utf-8")).input_ids[:most] for file in sources]
 
 

@@ -116,7 +116,7 @@ def draft_rows(
 
 def _in_bytes(dtype: torch.dtype) -> bool:
     """Whether C reads block and LM head as int8, which it does where it is fast at it: a level is bound by what it
-    reads, and its first candidates hardly change (docs/LOG.md). Who asks for fp32 wants the network's own numbers."""
+    reads, and its first candidates hardly change (docs/log). Who asks for fp32 wants the network's own numbers."""
     return dtype == torch.bfloat16 and rows.multiplies_bf16()
 
 

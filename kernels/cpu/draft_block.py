@@ -1,7 +1,7 @@
 """A draft's block and the LM head as one C call: self-attention over its own cache, cross-attention over the target's
 cache, feed-forward.
 
-As separate calls a pass of one query token spends half of its time between them (docs/LOG.md). The bits are the same.
+As separate calls a pass of one query token spends half of its time between them (docs/log). The bits are the same.
 Shapes: B slots, T query tokens, N rows behind the committed ones that the pass may read, S cache rows, D hidden width,
 F feed-forward width, H query heads, K key/value heads, X = (H + 2 K) d, d head width, E draft vocabulary, P positions.
 """

@@ -1,7 +1,7 @@
 """All layers of a decoder as one C call, for passes of few tokens: one job for the threads, in many stages.
 
 A pass of one token is seven calls a layer, so short that preparing them one by one in Python takes as long as the work
-(docs/LOG.md). The bits are the same.
+(docs/log). The bits are the same.
 Shapes: L layers, B slots, T tokens of the pass, S cache capacity, D hidden width, F feed-forward width, H query heads,
 K key/value heads, N = H + 2 K, d head width.
 """

@@ -142,7 +142,7 @@ static inline f8 exp8(f8 x) {
  * sums. Rotation: RoPE of `heads` heads of each row. */
 
 /* Weights are read from memory once. The processor does not foresee that the end of one weight row's stripe leads to the
- * next block, so we prefetch: without it a pass of 1 and of 6 rows takes 1.3 times as long (docs/LOG.md). If a tile is
+ * next block, so we prefetch: without it a pass of 1 and of 6 rows takes 1.3 times as long (docs/log). If a tile is
  * multiplied with several blocks of rows, the last block prefetches the next tile while it computes. */
 enum { AHEAD = 12288 }; /* bytes */
 

@@ -1,6 +1,6 @@
 """Files for other benchmarks' programs, against the fields those read and the identities they check.
 
-The lists of fields are copies, with their source named. What they were read with for real stands in docs/LOG.md.
+The lists of fields are copies, with their source named. What they were read with for real stands in docs/log.
 """
 
 import json

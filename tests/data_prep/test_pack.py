@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from longdraft.data_prep.pack import MODES, Piece, best_fit, first, pack
@@ -21,6 +21,7 @@ def test_pack_places_every_token_once_and_in_order(case):
 
 
 @given(lengths_and_row)
+@example(([9, 1], 10))  # the second piece fills the first one's row to the last token
 def test_pack_keeps_rows_short_full_and_sorted(case):
     lengths, seq_len = case
     rows = pack(lengths, seq_len)
