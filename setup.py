@@ -11,8 +11,8 @@ from setuptools import setup
 ROOT = Path(__file__).parent
 # "benchmarks" itself has no modules. Because it is named, a checkout's other folders in it can be imported, too.
 CODE = [
-    "benchmarks", "benchmarks/drafters", "data_prep", "infer", "infer/caches", "infer/drafters", "infer/server",
-    "infer/vllm_plugin", "kernels", "kernels/cpu", "kernels/triton", "launch", "models",
+    "benchmarks", "benchmarks/drafters", "data_prep", "infer", "infer/caches", "infer/choice", "infer/drafters",
+    "infer/server", "infer/vllm_plugin", "kernels", "kernels/cpu", "kernels/triton", "launch", "models",
     "models/drafts", "train", "train/methods",
 ]  # fmt: skip
 # Needed for training but not for decoding, so that serving a draft, for example in vLLM, does not require it.

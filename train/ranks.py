@@ -144,10 +144,10 @@ def join_ranks() -> Ranks:
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
     n_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # the others of a list are for nested regions
     torch.set_num_threads(int(n_threads) if n_threads.isdigit() else max(1, cores // local_size))
-    _set_up_deepspeed()
-    check_own_name(world_size, local_size)
     cuda = torch.cuda.is_available()
     device = _open_device(local_rank, local_size) if cuda else torch.device("cpu")
+    _set_up_deepspeed()
+    check_own_name(world_size, local_size)
     with rendezvous_errors():  # a faulty interface is every rank's of a machine: it is enough that the first logs it
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
         control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None

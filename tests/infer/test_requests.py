@@ -109,7 +109,7 @@ def test_messages_that_are_none(target, message, error):
         ([[1, True]], r"prompt 0 is \[1, True\]; give a text"),
         ([b"abc"], "prompt 0 is b'abc'; give a text"),
         (b"abc", "prompts: b'abc'; give a text"),
-        ([[1, 10**5000]], "token ids must lie in 0..279, got 1..an integer of 16610 bits"),
+        ([[1, 10**5000]], "token ids must lie in 0..279, got 1..an integer"),
     ],
 )
 def test_prompts_that_no_tokenizer_takes(target, prompts, error):
