@@ -36,12 +36,6 @@ def _named(text: str) -> str:
     return text
 
 
-def _whole_or_sharded(stage: int) -> int:
-    if stage not in (0, 3):
-        raise ValueError(f"{stage}; give 0, a whole copy in each process, or 3, sharded over them")
-    return stage
-
-
 def _greedy_or_sampled(temperature: float) -> float:
     if 0 < temperature < 1e-6:  # the sampler's own limit (infer/sampling.py)
         raise ValueError(f"{temperature:g}; give 0 (greedy) or a number from 1e-06 on")
@@ -69,7 +63,7 @@ class TargetSection(Schema):
     path: PathName
     gguf_file: Name | None = None
     max_positions: Count | None = None
-    zero_stage: Annotated[Int, AfterValidator(_whole_or_sharded)] = 0
+    zero_stage: Annotated[Int, Field(ge=0, le=3, multiple_of=3)] = 0
     loader: Literal["longdraft", "transformers"] = "longdraft"
 
 
