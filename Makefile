@@ -21,11 +21,11 @@ PYTEST := $(BIN)/pytest -n $(WORKERS)
 # one of the memory that libraries keep beside tensors.
 ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py --ignore-glob='*/test_triton_*.py' \
 	-k 'not (engine_is_used_again or requests_that_come or one_step_late or take_over)'
-# Of a folder, what neither starts processes nor loads a real model.
-SLOW := smollm2 shipped pretended_cuda triton_* engine graphs long_context transformers_api golden_tokens implementations \
-	prepare prepare_faults hub data_recipes fingerprint launch longspec_authors chat_end_to_end
-QUICK := tests/test_architecture.py tests/kernels tests/models tests/data_prep tests/infer tests/train/test_config.py \
-	tests/train/test_batches.py tests/train/test_equivalence.py $(foreach name,$(SLOW),--ignore-glob='*/test_$(name).py')
+# Of each folder what starts no processes and loads no real model.
+QUICK := tests/test_architecture.py tests/kernels $(addprefix tests/models/test_,decoder.py kv_cache.py longspec.py loss.py \
+	tokenswift.py draft_folder.py schema.py) $(addprefix tests/data_prep/test_,golden.py pack.py shards.py records.py) \
+	$(addprefix tests/infer/test_,exactness.py sampling.py penalties.py budget.py tree.py requests.py) \
+	$(addprefix tests/train/test_,config.py batches.py) --ignore-glob='*/test_triton_*.py'
 KEPT := tests/train/test_memory.py::test_runs_on_smollm2_take_what_is_estimated
 
 .PHONY: setup quickstart test quick nightly nightly-tests test-machines check format clean

@@ -181,7 +181,7 @@ def test_bad_samples_of_archives(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content"), [
-    ("a.jsonl", b""), ("a.jsonl", b"\n \n"), ("a.jsonl.gz", gzip.compress(b"")), ("a.csv", b""),
+    ("a.jsonl", b""), ("a.jsonl", b"\n \n"), ("a.jsonl.gz", gzip.compress(b"", mtime=0)), ("a.csv", b""),
     ("a.csv", b"id,body\n"), ("a.json", b"[]"), ("a.json", b" [ \n ] "), ("a.txt", b""),
 ])  # fmt: skip
 def test_files_without_a_record_are_named(tmp_path, name, content):
