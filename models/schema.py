@@ -6,9 +6,10 @@ torch nor anything of ours.
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from typing import Annotated, Any, ParamSpec, Self, TypeVar, dataclass_transform
 
@@ -67,10 +68,8 @@ class Schema(BaseModel):
     model_config = CONFIG
 
     def __init__(self, **values: Any) -> None:
-        try:
+        with _errors_in_one_line():
             super().__init__(**values)
-        except ValidationError as error:
-            raise ValueError(one_line(error)) from None
 
     # pydantic's own mark: as a field of another schema, this class is validated without the method above, so that an
     # error in it carries its whole path.
@@ -94,10 +93,8 @@ def validated_dataclass(cls: type[T]) -> type[T]:
 
     @wraps(init)
     def checked(self: Any, *args: Any, **values: Any) -> None:
-        try:
+        with _errors_in_one_line():
             init(self, *args[len(names) :], **dict(zip(names, args, strict=False)), **values)
-        except ValidationError as error:
-            raise ValueError(one_line(error)) from None
 
     made.__init__ = checked
     return made
@@ -111,10 +108,8 @@ def validated(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def checked(*args: P.args, **values: P.kwargs) -> R:
-        try:
+        with _errors_in_one_line():
             return call(**parameters.bind(*args, **values).arguments)  # by name, which is what errors show
-        except ValidationError as error:
-            raise ValueError(one_line(error)) from None
 
     return checked
 
@@ -125,8 +120,20 @@ def validate(kind: type[T], values: Any, where: str = "") -> T:
     where: the path of these values, put before the field's name ("sources.books").
     Raises ValueError of one line.
     """
+    with _errors_in_one_line(where):
+        return _adapter(kind).validate_python(values)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter:
+    """Made once for a type, since that compiles its validation."""
+    return TypeAdapter(kind)
+
+
+@contextmanager
+def _errors_in_one_line(where: str = "") -> Iterator[None]:
     try:
-        return TypeAdapter(kind).validate_python(values)
+        yield
     except ValidationError as error:
         raise ValueError(one_line(error, where)) from None
 
