@@ -25,8 +25,8 @@ class Rows(Protocol):
     def pieces(self, i: int, /) -> list[tuple[str, int]]: ...
 
 
-class Place(NamedTuple):
-    """A row in the order of training: its index, and the epoch in which it is read."""
+class EpochRow(NamedTuple):
+    """A row in the order of training: the epoch in which it is read, and its index."""
 
     epoch: int
     row: int
@@ -53,14 +53,14 @@ def epoch_order(seed: int, epoch: int, n_rows: int) -> np.ndarray:
     return np.argsort(noise, kind="stable")
 
 
-def step_rows(seed: int, step: int, n_rows: int, global_batch: int) -> list[Place]:
+def step_rows(seed: int, step: int, n_rows: int, global_batch: int) -> list[EpochRow]:
     """The `global_batch` rows of step 0, 1, ..."""
     first = step * global_batch
     epochs = [divmod(index, n_rows) for index in range(first, first + global_batch)]
-    return [Place(epoch, int(epoch_order(seed, epoch, n_rows)[at])) for epoch, at in epochs]
+    return [EpochRow(epoch, int(epoch_order(seed, epoch, n_rows)[at])) for epoch, at in epochs]
 
 
-def rank_rows(rows: Sequence[Place], rank: int, world_size: int, micro_batch: int) -> list[list[Place]]:
+def rank_rows(rows: Sequence[EpochRow], rank: int, world_size: int, micro_batch: int) -> list[list[EpochRow]]:
     """One rank's passes of a step, which are dealt out in turn: `micro_batch` rows each, and what is left in the step's
     last pass. All ranks get the same number, since a pass is collective; the last one is empty where no rows are
     left."""
@@ -69,12 +69,12 @@ def rank_rows(rows: Sequence[Place], rank: int, world_size: int, micro_batch: in
     return [list(rows[start : start + micro_batch]) for start in starts]
 
 
-def read_batch(rows: Rows, places: Sequence[Place]) -> Batch:
+def read_batch(rows: Rows, wanted: Sequence[EpochRow]) -> Batch:
     """These rows as tensors on the CPU; without rows, a single token that is not a label."""
-    if not places:
+    if not wanted:
         return Batch(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool), [0, 1], [0])
     tokens, supervised, borders, keys = [], [], [0], []
-    for epoch, index in places:
+    for epoch, index in wanted:
         row = rows[index]
         used = int(row["borders"][-1])
         tokens.append(row["tokens"][:used].astype(np.int64))

@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
-from longdraft.train.batches import Place
+from longdraft.train.batches import EpochRow
 from longdraft.train.config import Config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.evaluate import Evaluator
@@ -27,8 +27,8 @@ class StepInput:
     labels of each part of the loss.
     """
 
-    all_rows: list[Place]
-    places: list[list[Place]]
+    all_rows: list[EpochRow]
+    places: list[list[EpochRow]]
     micro_batches: list[MicroBatch]
     n_labels: Sequence[float]
 

@@ -18,7 +18,7 @@ import torch
 from longdraft.kernels.transfer import HostCopy, Moment, from_host
 from longdraft.models.drafts.loss import DraftLoss
 from longdraft.train import checkpoint
-from longdraft.train.batches import Place, rank_rows, read_batch, step_rows
+from longdraft.train.batches import EpochRow, rank_rows, read_batch, step_rows
 from longdraft.train.methods.base import MicroBatch
 from longdraft.train.ranks import TrainingError, log
 from longdraft.train.run import Run, StepInput
@@ -146,7 +146,7 @@ def train_step(run: Run) -> StepResult | None:
     return StepResult(loss, n_labels, rate, time.perf_counter() - begin, parts)
 
 
-def _count_left_out(run: Run, places: Sequence[list[Place]], flags: Sequence[HostCopy]) -> int:
+def _count_left_out(run: Run, places: Sequence[list[EpochRow]], flags: Sequence[HostCopy]) -> int:
     """Log and count this rank's passes that were left out as their loss was not a number; those of ranks that share
     rows count once."""
     if run.ranks.rank % run.config.train.sequence_parallel:
@@ -157,7 +157,7 @@ def _count_left_out(run: Run, places: Sequence[list[Place]], flags: Sequence[Hos
     return len(left_out)
 
 
-def _row_names(places: Sequence[Place]) -> str:
+def _row_names(places: Sequence[EpochRow]) -> str:
     return ", ".join(f"{place.row} (epoch {place.epoch})" for place in places)
 
 
@@ -172,7 +172,7 @@ def _read_input(run: Run, step: int) -> StepInput:
     return StepInput(rows, places, micro_batches, n_labels)
 
 
-def _read_micro_batch(run: Run, places: list[Place], step: int) -> MicroBatch:
+def _read_micro_batch(run: Run, places: list[EpochRow], step: int) -> MicroBatch:
     batch = read_batch(run.rows, places)
     micro_batch = run.method.micro_batch(batch, run.teacher.own_span(len(batch.tokens)))
     distillation = run.config.train.distillation(step)
@@ -180,7 +180,7 @@ def _read_micro_batch(run: Run, places: list[Place], step: int) -> MicroBatch:
 
 
 def _forward(
-    run: Run, micro_batch: MicroBatch, places: list[Place], count_ranks: bool, clock: Clock
+    run: Run, micro_batch: MicroBatch, places: list[EpochRow], count_ranks: bool, clock: Clock
 ) -> tuple[DraftLoss, torch.Tensor]:
     """Target and draft of one pass.
 
@@ -189,19 +189,19 @@ def _forward(
     without rows takes part in the collectives, and its gradient is zero.
     """
     method, teacher = run.method, run.teacher
-    batch, distillation = micro_batch.batch, micro_batch.distillation
-    spans = None if distillation is None else distillation.spans
+    batch, plan = micro_batch.batch, micro_batch.distillation
+    spans = None if plan is None else plan.spans
     with clock.part("target"):
         output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs, spans)
-    teaching = None
-    if distillation is not None:
+    distillation = None
+    if plan is not None:
         assert output.of_spans is not None
-        teaching = distillation.teaching(output.of_spans)
+        distillation = plan.with_states(output.of_spans)
     arguments = method.arguments(micro_batch, output, teacher)
     if not places:  # whatever the target makes of the placeholder token, numbers or not
         arguments = tuple(_zeros(argument) for argument in arguments)
     with clock.part("draft"):
-        loss: DraftLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_ranks, teaching)
+        loss: DraftLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_ranks, distillation)
     left_out = teacher.any(~loss.sums.detach().isfinite().all())  # ranks that share these rows leave them out together
     return DraftLoss(*(field.masked_fill(left_out, 0) for field in loss)), left_out
 

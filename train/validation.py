@@ -11,8 +11,8 @@ from torch import Tensor
 
 from longdraft.kernels.linear_distillation import TargetStates
 from longdraft.kernels.transfer import from_host
-from longdraft.models.drafts.loss import IGNORED, RANKS, Part, Teaching
-from longdraft.train.batches import Place, Rows, read_batch
+from longdraft.models.drafts.loss import IGNORED, RANKS, Distillation, LossPart
+from longdraft.train.batches import EpochRow, Rows, read_batch
 from longdraft.train.methods.base import Method, MicroBatch
 from longdraft.train.run import Run
 from longdraft.train.teacher import Teacher
@@ -39,7 +39,7 @@ def validate(run: Run, rows: Rows) -> dict[str, Any]:
     n_readers = ranks.world_size // degree
     # Under ZeRO-3 every call of the engine is collective: a rank that has no row left repeats one without labels.
     for index in range(ranks.rank // degree, -(-n_rows // n_readers) * n_readers, n_readers):
-        batch = read_batch(rows, [Place(0, min(index, n_rows - 1) * len(rows) // n_rows)])
+        batch = read_batch(rows, [EpochRow(0, min(index, n_rows - 1) * len(rows) // n_rows)])
         n_tokens = len(batch.tokens)
         eval_batches = method.eval_batches(batch, teacher.own_span(n_tokens))
         tokens_N = from_host(batch.tokens, ranks.device)
@@ -49,13 +49,13 @@ def validate(run: Run, rows: Rows) -> dict[str, Any]:
         for micro_batch in eval_batches:
             if index >= n_rows:
                 micro_batch = micro_batch.without_labels()
-            labels, n_chosen, teaching = _choices(
+            labels, n_chosen, distillation = _choices(
                 method, micro_batch, teacher, post_norm_ND, -(-config.heldout.choices // n_rows)
             )
             micro_batch = micro_batch.to(ranks.device)
             text, choice = (
                 run.engine.deepspeed(*method.arguments(labelled, output, teacher), teacher.lm_head_VD, True, taught)
-                for labelled, taught in ((micro_batch, None), (micro_batch._replace(parts=labels), teaching))
+                for labelled, taught in ((micro_batch, None), (micro_batch._replace(parts=labels), distillation))
             )
             columns = [text.sums[:, None], text.n_labels[:, None], text.rank_counts, text.n_labels[:, None]]
             columns += [choice.rank_counts, from_host(torch.tensor(n_chosen)[:, None], ranks.device)]
@@ -76,7 +76,7 @@ def validate(run: Run, rows: Rows) -> dict[str, Any]:
 
 def _choices(
     method: Method, micro_batch: MicroBatch, teacher: Teacher, post_norm_ND: Tensor, n: int
-) -> tuple[list[Part], list[int], Teaching]:
+) -> tuple[list[LossPart], list[int], Distillation]:
     """About n evenly spaced labels of each part, with the target's own choice in place of the text.
 
     `micro_batch` is on the host, where everything is decided that need not wait for the target.
@@ -96,9 +96,9 @@ def _choices(
     parts, taught = [], [from_host(torch.searchsorted(unique_R, place_M), device) for place_M in places]
     for rows_M, taught_M in zip(rows, taught, strict=True):
         labels_M = method.as_labels(choices_R[taught_M])
-        parts.append(Part(from_host(rows_M, device), labels_M.masked_fill(labels_M < 0, IGNORED)))
-    teaching = Teaching(TargetStates(states_RD, taught, log_totals_R), "kl", measure=True)
-    return parts, [len(rows_M) for rows_M in rows], teaching
+        parts.append(LossPart(from_host(rows_M, device), labels_M.masked_fill(labels_M < 0, IGNORED)))
+    distillation = Distillation(TargetStates(states_RD, taught, log_totals_R), "kl", measure=True)
+    return parts, [len(rows_M) for rows_M in rows], distillation
 
 
 def _rates(counts_PK1: Tensor) -> list[list[float]] | None:

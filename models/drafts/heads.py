@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
+from longdraft.models.drafts.loss import Distillation, DraftLoss, LossPart, draft_loss
 from longdraft.models.drafts.projection import Projection
 from longdraft.models.drafts.vocabulary import DraftVocabulary
 
@@ -70,10 +70,10 @@ class Heads(DraftVocabulary):
     def forward(
         self,
         hidden_ND: Tensor,
-        parts: Sequence[Part],
+        parts: Sequence[LossPart],
         lm_head_VD: Tensor,
         count_ranks: bool,
-        teaching: Teaching | None = None,
+        distillation: Distillation | None = None,
     ) -> DraftLoss:
         """The training loss, with one part for each head.
 
@@ -82,6 +82,6 @@ class Heads(DraftVocabulary):
             parts: head i's part is `ahead` by i + 1 (models/drafts/loss.py).
             lm_head_VD: the target's frozen LM head.
             count_ranks: also count the labels among each head's first candidates.
-            teaching: the target's distributions; None trains on the labels' cross-entropy.
+            distillation: the target's distributions; None trains on the labels' cross-entropy.
         """
-        return draft_loss(self.states(hidden_ND), parts, self.head(lm_head_VD), count_ranks, teaching)
+        return draft_loss(self.states(hidden_ND), parts, self.head(lm_head_VD), count_ranks, distillation)

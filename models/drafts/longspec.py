@@ -20,7 +20,7 @@ from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, Size
-from longdraft.models.drafts.loss import DraftLoss, Part, Teaching, draft_loss
+from longdraft.models.drafts.loss import Distillation, DraftLoss, LossPart, draft_loss
 from longdraft.models.drafts.projection import Projection
 from longdraft.models.drafts.vocabulary import DraftVocabulary
 from longdraft.models.experts import Experts
@@ -298,10 +298,10 @@ class LongSpec(DraftVocabulary):
         target_keys_NKd: Tensor,
         target_values_NKd: Tensor,
         queries: Queries,
-        parts: Sequence[Part],
+        parts: Sequence[LossPart],
         lm_head_VD: Tensor,
         count_ranks: bool,
-        teaching: Teaching | None = None,
+        distillation: Distillation | None = None,
     ) -> DraftLoss:
         """The training loss of the queries' states (see `states`), with one part for each noise shift.
 
@@ -309,7 +309,7 @@ class LongSpec(DraftVocabulary):
             parts: rows of the Q states; labels index the draft vocabulary if it is restricted.
             lm_head_VD: the target's frozen LM head.
             count_ranks: also count the labels among the first candidates.
-            teaching: the target's distributions; None trains on the labels' cross-entropy.
+            distillation: the target's distributions; None trains on the labels' cross-entropy.
         """
         states_QD = self.states(embeddings_ND, positions_N, target_keys_NKd, target_values_NKd, queries)
-        return draft_loss([states_QD] * len(parts), parts, self.head(lm_head_VD), count_ranks, teaching)
+        return draft_loss([states_QD] * len(parts), parts, self.head(lm_head_VD), count_ranks, distillation)

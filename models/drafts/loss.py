@@ -18,14 +18,15 @@ RANKS = 3
 IGNORED = -100  # a label that does not count
 
 
-class Part(NamedTuple):
-    """`rows` int64 [M]: the states that have a label; `labels` int64 [M]: their token ids, or IGNORED."""
+class LossPart(NamedTuple):
+    """The labels of a part of the loss: `rows` int64 [M], the states that have a label, and `labels` int64 [M], their
+    token ids, or IGNORED."""
 
     rows: Tensor
     labels: Tensor
 
 
-class Teaching(NamedTuple):
+class Distillation(NamedTuple):
     """The target's distributions where a part has labels, and how the loss compares the draft's with them: `objective`
     and `text_weight` as of `linear_distillation`. `measure`: also sum the overlap of both distributions."""
 
@@ -54,10 +55,10 @@ class DraftLoss(NamedTuple):
 
 def draft_loss(
     states: Sequence[Tensor],
-    parts: Sequence[Part],
+    parts: Sequence[LossPart],
     lm_head_VD: Tensor,
     count_ranks: bool,
-    teaching: Teaching | None = None,
+    distillation: Distillation | None = None,
 ) -> DraftLoss:
     """The loss of every part, summed over its labels. All parts are computed in one call, and go backward once.
 
@@ -65,18 +66,18 @@ def draft_loss(
         states: the LM head's input for each part, [N, D].
         lm_head_VD: the frozen LM head.
         count_ranks: also count the labels among the first RANKS candidates.
-        teaching: None for cross-entropy of the labels.
+        distillation: None for cross-entropy of the labels.
     """
     labels, rows = ([part[i] for part in parts] for i in (1, 0))
     options: dict[str, Any] = {"rows": rows, "ignore_index": IGNORED, "top_k": RANKS if count_ranks else 0}
-    if teaching is None:
+    if distillation is None:
         out = linear_cross_entropy(states, lm_head_VD, labels, **options)
         return DraftLoss(*out, overlaps=torch.zeros_like(out.loss_sums))
-    target, objective, options["text_weight"], options["measure"] = teaching
+    target, objective, options["text_weight"], options["measure"] = distillation
     return DraftLoss(*linear_distillation(states, lm_head_VD, labels, target, objective, **options))
 
 
-def ahead(tokens_N: Tensor, supervised_N: Tensor, borders: Sequence[int], distance: int) -> Part:
+def ahead(tokens_N: Tensor, supervised_N: Tensor, borders: Sequence[int], distance: int) -> LossPart:
     """The part in which token t proposes token t + `distance`: all such pairs within a piece whose second token is
     supervised.
 
@@ -89,4 +90,4 @@ def ahead(tokens_N: Tensor, supervised_N: Tensor, borders: Sequence[int], distan
     t_N = torch.arange(len(tokens_N), device=device)
     rows = t_N[t_N + distance < piece_ends_N]
     rows = rows[supervised_N[rows + distance]]
-    return Part(rows, tokens_N[rows + distance].long())
+    return LossPart(rows, tokens_N[rows + distance].long())

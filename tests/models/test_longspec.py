@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, Queries, plan_queries
-from longdraft.models.drafts.loss import Part, ahead
+from longdraft.models.drafts.loss import LossPart, ahead
 from longdraft.models.hf import build_decoder
 from longdraft.models.passes import Pass
 
@@ -208,7 +208,7 @@ def test_a_subset_of_queries_is_the_whole_row_at_these(target, ranges, restricte
     torch.testing.assert_close(some, whole[rows], rtol=1e-5, atol=1e-5)
     labels = torch.randint(35, (len(rows),), generator=torch.Generator().manual_seed(1))
     gradients = []
-    for plan, part in ((planned(draft), Part(rows, labels)), (queries, Part(torch.arange(len(rows)), labels))):
+    for plan, part in ((planned(draft), LossPart(rows, labels)), (queries, LossPart(torch.arange(len(rows)), labels))):
         draft.zero_grad()
         draft(*row, plan, [part], head, False).sums.sum().backward()
         gradients.append([parameter.grad.clone() for parameter in draft.parameters()])
@@ -222,7 +222,7 @@ def losses_and_gradients(draft, row, borders, shifts, tokens, head):
     labels = ahead(tokens, torch.ones(len(tokens), dtype=torch.bool), borders, 1)
     sizes = torch.tensor(borders).diff()
     shift_N = torch.tensor(shifts).repeat_interleave(sizes)
-    parts = [Part(*(x[shift_N[labels.rows] == shift] for x in labels)) for shift in (1, 2, 3, 4, 5)]
+    parts = [LossPart(*(x[shift_N[labels.rows] == shift] for x in labels)) for shift in (1, 2, 3, 4, 5)]
     loss = draft(*row, plan_queries(borders, shifts, draft.config.window), parts, head, True)
     loss.sums.sum().backward()
     return loss, [parameter.grad.clone() for parameter in draft.parameters()]
@@ -252,7 +252,7 @@ def test_loss_is_the_cross_entropy_of_the_states(target):
     of these."""
     tokens, head = torch.randint(35, (37,), generator=torch.Generator().manual_seed(5)), target.model.lm_head.weight
     labels = ahead(tokens, torch.ones(37, dtype=torch.bool), BORDERS, 1)
-    parts = [Part(labels.rows[:20], labels.labels[:20]), Part(labels.rows[20:], labels.labels[20:])]
+    parts = [LossPart(labels.rows[:20], labels.labels[:20]), LossPart(labels.rows[20:], labels.labels[20:])]
     ids = torch.randperm(97, generator=torch.Generator().manual_seed(2))[:35]
     for token_ids, rows in ((None, head), (ids, head[ids])):
         draft = drafted(target, draft_vocab_size=None if token_ids is None else 35, token_ids=token_ids)
@@ -349,7 +349,7 @@ def test_gradients_reach_every_weight_and_nothing_of_the_target(target, dtype, s
     draft, head = drafted(target, std=0.1, final_norm=True).to(dtype), target.model.lm_head.weight.detach().to(dtype)
     row = row_of(target).to(dtype)
     head.requires_grad_()
-    part = Part(torch.arange(9), torch.arange(9))
+    part = LossPart(torch.arange(9), torch.arange(9))
     loss = draft(*row, planned(draft, ranges=[(3, 9), (30, 37)] if subset else None), [part], head, True)
     loss.sums.sum().backward()
     for name, parameter in draft.named_parameters():
@@ -362,7 +362,7 @@ def test_gradients_reach_every_weight_and_nothing_of_the_target(target, dtype, s
 def test_every_weight_has_a_gradient_where_nothing_reads_the_target(target):
     """A pass of pieces that are all shorter than their shifts: zeros, as ranks that share a weight all need one."""
     draft, row = drafted(target), row_of(target)
-    part = Part(torch.arange(9), torch.arange(9))
+    part = LossPart(torch.arange(9), torch.arange(9))
     draft(*row, planned(draft, shifts=[11, 3, 40]), [part], target.model.lm_head.weight, False).sums.sum().backward()
     for name, parameter in draft.named_parameters():
         assert parameter.grad is not None and bool(parameter.grad.any()) is ("cross" not in name), name

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longdraft.models.drafts.loss import RANKS, Part, ahead, draft_loss
+from longdraft.models.drafts.loss import RANKS, LossPart, ahead, draft_loss
 
 D, V = 12, 31
 
@@ -71,7 +71,7 @@ def test_each_parts_loss_gradient_and_ranks_are_pytorchs():
     """Parts of different rows, one of them without any label."""
     head, tokens = draw(V, D, seed=1).requires_grad_(), tokens_of(20)
     parts = [ahead(tokens, torch.ones(20, dtype=torch.bool), [0, 9, 20], i) for i in (1, 3)]
-    parts.append(Part(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)))
+    parts.append(LossPart(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)))
     ours, plain = ([draw(20, D, seed=i).requires_grad_() for i in range(3)] for _ in range(2))
     out = draft_loss(ours, parts, head, True)
     assert out.sums.dtype == torch.float32 and out.sums.shape == (3,)
@@ -94,5 +94,5 @@ def test_each_parts_loss_gradient_and_ranks_are_pytorchs():
 
 
 def test_ranks_are_counted_when_asked_for():
-    out = draft_loss([draw(4, D)], [Part(torch.tensor([0, 2]), torch.tensor([5, 6]))], draw(V, D, seed=1), False)
+    out = draft_loss([draw(4, D)], [LossPart(torch.tensor([0, 2]), torch.tensor([5, 6]))], draw(V, D, seed=1), False)
     assert out.rank_counts.shape == (1, 0) and out.n_labels.tolist() == [2]

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from longdraft.train.batches import Place, draws, epoch_order, piece_key, rank_rows, read_batch, step_rows
+from longdraft.train.batches import EpochRow, draws, epoch_order, piece_key, rank_rows, read_batch, step_rows
 
 
 def test_an_epoch_is_a_permutation_and_another_seed_or_epoch_another_one():
@@ -25,14 +25,14 @@ def test_steps_run_through_whole_epochs(n_rows, global_batch):
     epochs = [read[start : start + n_rows] for start in range(0, len(read), n_rows)]
     assert len(epochs) == global_batch
     for number, epoch in enumerate(epochs):
-        assert sorted(epoch) == [Place(number, row) for row in range(n_rows)]
+        assert sorted(epoch) == [EpochRow(number, row) for row in range(n_rows)]
 
 
 @pytest.mark.parametrize("n_rows", [12, 11, 1])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 9])
 def test_ranks_share_a_step_whatever_their_number(world_size, n_rows):
     """The same passes, dealt out in turn; each rank makes the same number, with an empty one where none is left."""
-    rows = [Place(2, row) for row in range(100, 100 + n_rows)]
+    rows = [EpochRow(2, row) for row in range(100, 100 + n_rows)]
     dealt = [rank_rows(rows, rank, world_size, micro_batch=2) for rank in range(world_size)]
     assert {len(passes) for passes in dealt} == {-(-n_rows // (2 * world_size))}
     turns = [part for turn in zip(*dealt, strict=True) for part in turn]
@@ -71,7 +71,7 @@ class Two:
 
 
 def test_rows_lie_end_to_end_without_their_padding():
-    batch = read_batch(Two(), [Place(0, 1), Place(5, 0)])
+    batch = read_batch(Two(), [EpochRow(0, 1), EpochRow(5, 0)])
     assert batch.tokens.tolist() == [*range(10, 18), *range(6)]
     assert [bool(x) for x in batch.supervised] == [bool(x) for x in [1, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]]
     assert batch.borders == [0, 1, 4, 8, 11, 14]
@@ -82,7 +82,7 @@ def test_rows_lie_end_to_end_without_their_padding():
 
 def test_a_piece_has_the_same_key_wherever_it_is_packed_and_no_other_has_it():
     rows = Two()
-    both, alone = read_batch(rows, [Place(1, 0), Place(1, 1)]), read_batch(rows, [Place(1, 1)])
+    both, alone = read_batch(rows, [EpochRow(1, 0), EpochRow(1, 1)]), read_batch(rows, [EpochRow(1, 1)])
     assert both.keys[2:] == alone.keys
     names = list(product(("a", "b", "1", "11", ""), range(12), range(12)))
     assert len({piece_key(*name) for name in names}) == len(names)

@@ -123,7 +123,7 @@ def a_pass(config: Config, target: DecoderConfig) -> dict[str, tuple[int, int]]:
                 micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, method.needs, spans
             )
         with torch.profiler.record_function("loss"):
-            teaching = distillation and distillation.teaching(seen.of_spans)
+            teaching = distillation and distillation.with_states(seen.of_spans)
             loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, True, teaching)
         with torch.profiler.record_function("backward"):
             loss.sums.sum().backward()

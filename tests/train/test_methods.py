@@ -13,7 +13,7 @@ from longdraft.data_prep.shards import Row
 from longdraft.models.drafts.longspec import plan_queries
 from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
-from longdraft.train.batches import Batch, Place, draws, piece_key, read_batch
+from longdraft.train.batches import Batch, EpochRow, draws, piece_key, read_batch
 from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.base import QUERY_BLOCK
@@ -108,12 +108,12 @@ def total(results):
 def test_a_packed_row_is_its_pieces_alone(opened, target, name):
     method, alone = opened(METHODS[name]), Rows([[name] for name in LENGTHS])
     sums, n_labels, gradients = total(
-        loss_and_gradients(method, target, read_batch(alone, [Place(1, i)])) for i in range(3)
+        loss_and_gradients(method, target, read_batch(alone, [EpochRow(1, i)])) for i in range(3)
     )
     assert int(n_labels.sum()) > 100
     for packed in ([[*LENGTHS]], [["middle", "long"], ["short"]], [["short", "middle"], ["long"]]):
         rows = Rows(packed)
-        got = loss_and_gradients(method, target, read_batch(rows, [Place(1, i) for i in range(len(rows))]))
+        got = loss_and_gradients(method, target, read_batch(rows, [EpochRow(1, i) for i in range(len(rows))]))
         assert torch.equal(got[1], n_labels)
         torch.testing.assert_close(got[0], sums, rtol=1e-6, atol=0)
         for (key, _), ours, theirs in zip(method.draft.named_parameters(), got[2], gradients, strict=True):
@@ -124,12 +124,12 @@ def test_a_packed_row_is_its_pieces_alone(opened, target, name):
 def test_each_piece_of_a_packed_row_has_its_own_loss(opened, target, name):
     """The other pieces are there, but without labels, and do not count."""
     method, alone = opened(METHODS[name]), Rows([[name] for name in LENGTHS])
-    batch = read_batch(Rows([[*LENGTHS]]), [Place(0, 0)])
+    batch = read_batch(Rows([[*LENGTHS]]), [EpochRow(0, 0)])
     for i, (start, stop) in enumerate(pairwise(batch.borders)):
         only = torch.zeros_like(batch.supervised)
         only[start:stop] = batch.supervised[start:stop]
         sums, n_labels, _ = loss_and_gradients(method, target, batch._replace(supervised=only))
-        expected = loss_and_gradients(method, target, read_batch(alone, [Place(0, i)]))
+        expected = loss_and_gradients(method, target, read_batch(alone, [EpochRow(0, i)]))
         assert torch.equal(n_labels, expected[1]) and int(n_labels.sum()) > 0
         torch.testing.assert_close(sums, expected[0], rtol=1e-6, atol=0)
 
@@ -186,18 +186,18 @@ def test_what_is_drawn_belongs_to_the_piece(opened):
     found = []
     for packed in packings:
         rows = Rows(packed, lengths)
-        found.append(drawn(method, rows, [Place(0, i) for i in range(len(rows))]))
+        found.append(drawn(method, rows, [EpochRow(0, i) for i in range(len(rows))]))
     assert found[0] == found[1] == found[2]
     assert {shift for shift, _, _ in found[0].values()} == {1, 2, 3, 4}
     assert all(0 <= offset <= 700 - lengths[name] for name, (_, offset, _) in found[0].items())
     n_chosen = {name: len(chosen) for name, (_, _, chosen) in found[0].items()}
     assert all(n == {"long": 2, "short": 1, "middle": 1}[name.rstrip("0123456789")] for name, n in n_chosen.items())
-    again = drawn(method, Rows(packings[0], lengths), [Place(1, 0)])
+    again = drawn(method, Rows(packings[0], lengths), [EpochRow(1, 0)])
     for field in range(3):
         changed = [name for name in names if again[name][field] != found[0][name][field]]
         assert len(changed) > 15, f"another epoch draws field {field} anew"
     other = opened([*METHODS["longspec-anchored"], "train.seed=1"])
-    assert drawn(other, Rows(packings[0], lengths), [Place(0, 0)]) != found[0]
+    assert drawn(other, Rows(packings[0], lengths), [EpochRow(0, 0)]) != found[0]
 
 
 def many(n_pieces, length):
@@ -256,7 +256,7 @@ def test_anchor_offset_by_hand(opened):
 
 def test_target_and_draft_see_the_same_positions(opened, target):
     method, teacher = opened(METHODS["longspec-anchored"]), Teacher(target.model)
-    batch = read_batch(Rows([[*LENGTHS]]), [Place(0, 0)])
+    batch = read_batch(Rows([[*LENGTHS]]), [EpochRow(0, 0)])
     micro_batch = method.micro_batch(batch)
     seen = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs)
     arguments = method.arguments(micro_batch, seen, teacher)
@@ -277,7 +277,7 @@ def test_target_and_draft_see_the_same_positions(opened, target):
 @pytest.mark.parametrize("name", METHODS)
 def test_labels_are_within_the_piece_supervised_and_known(opened, name):
     method = opened(METHODS[name])
-    batch = read_batch(Rows([["middle", "short"], ["long"]]), [Place(0, 0), Place(0, 1)])
+    batch = read_batch(Rows([["middle", "short"], ["long"]]), [EpochRow(0, 0), EpochRow(0, 1)])
     heads = not name.startswith("longspec")
     known = getattr(method.draft, "token_ids", None)
     names = range(97) if known is None else known.tolist()
@@ -339,7 +339,7 @@ def test_the_evaluation_is_a_direct_computation(alone, config_file, opened, targ
     engine, teacher = DraftEngine(config, method.draft, alone), Teacher(target.model)
     found = validate(Run(config, alone, method, engine, teacher, rows, rows, None), rows)
     used = [0, 1, 3, 4]  # four of six, evenly
-    per_row = [direct(method, target, read_batch(rows, [Place(0, row)])) for row in used]
+    per_row = [direct(method, target, read_batch(rows, [EpochRow(0, row)])) for row in used]
     n_ranked = None
     for part in range(len(method.part_names)):
         losses, ranks, chosen = [], [], []

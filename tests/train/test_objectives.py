@@ -8,7 +8,7 @@ import torch
 
 from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
-from longdraft.train.batches import Place, read_batch
+from longdraft.train.batches import EpochRow, read_batch
 from longdraft.train.checkpoint import WEIGHTS, newest
 from longdraft.train.config_file import load_config
 from longdraft.train.methods.base import MAX_GAP
@@ -77,7 +77,7 @@ def test_the_loss_of_a_pass_is_that_of_full_logits(config_file, target, made, de
     method, teacher = open_method(config, target.model, ids), Teacher(target.model)
     for parameter in method.draft.parameters():
         parameter.data.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(5))
-    batch = read_batch(made.Rows([[*made.LENGTHS]]), [Place(1, 0)])
+    batch = read_batch(made.Rows([[*made.LENGTHS]]), [EpochRow(1, 0)])
     for step in (4, 5):
         chosen = config.train.distillation(step)
         assert chosen is not None and chosen[0] == ("kl" if objective == "mix" or step == 4 else objective)
@@ -86,7 +86,7 @@ def test_the_loss_of_a_pass_is_that_of_full_logits(config_file, target, made, de
         spans = micro_batch.distillation.spans
         output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs, spans)
         assert output.of_spans is not None
-        teaching = micro_batch.distillation.teaching(output.of_spans)
+        teaching = micro_batch.distillation.with_states(output.of_spans)
         arguments = method.arguments(micro_batch, output, teacher)
         loss = method.draft(*arguments, teacher.lm_head_VD, False, teaching)
         found = torch.autograd.grad(loss.sums.sum(), list(method.draft.parameters()))
@@ -105,7 +105,7 @@ def test_no_more_of_the_target_is_asked_for_than_labels_need(config_file, target
     """The target is needed at runs of labels within pieces, with short gaps; a pass without labels needs nothing of
     it."""
     method = open_method(load_config(config_file, made.METHODS["longspec-anchored"]), target.model)
-    batch = read_batch(made.Rows([["middle", "short"], ["long"]]), [Place(0, 0), Place(0, 1)])
+    batch = read_batch(made.Rows([["middle", "short"], ["long"]]), [EpochRow(0, 0), EpochRow(0, 1)])
     supervised = batch.supervised.clone()
     supervised[20:60] = False  # more than a gap
     micro_batch = method.with_distillation(method.micro_batch(batch._replace(supervised=supervised)), "kl", 0.0)

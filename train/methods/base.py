@@ -19,7 +19,7 @@ from longdraft.kernels.segment_attention import send_segments
 from longdraft.kernels.transfer import from_host
 from longdraft.models.draft_folder import Draft
 from longdraft.models.drafts.longspec import Queries
-from longdraft.models.drafts.loss import Part, Teaching, ahead
+from longdraft.models.drafts.loss import Distillation, LossPart, ahead
 from longdraft.models.passes import Span, TargetOutput
 from longdraft.train.batches import Batch, draws
 from longdraft.train.config import DataSection, TrainSection
@@ -31,7 +31,7 @@ QUERY_BLOCK = 128
 MAX_GAP = 16
 
 
-class Distillation(NamedTuple):
+class DistillationPlan(NamedTuple):
     """A loss against the target's own distribution, and the tokens after which that distribution is needed.
 
     `objective` and `text_weight` are `linear_distillation`'s. `spans`: the tokens, as ascending runs in N, each within
@@ -43,9 +43,9 @@ class Distillation(NamedTuple):
     spans: list[Span]
     rows: list[Tensor]
 
-    def teaching(self, target_RD: Tensor) -> Teaching:
+    def with_states(self, target_RD: Tensor) -> Distillation:
         """What the draft's loss reads, given the target's post-norm states at the spans' tokens."""
-        return Teaching(TargetStates(target_RD, self.rows), self.objective, self.text_weight)
+        return Distillation(TargetStates(target_RD, self.rows), self.objective, self.text_weight)
 
 
 class MicroBatch(NamedTuple):
@@ -58,10 +58,10 @@ class MicroBatch(NamedTuple):
 
     batch: Batch
     positions: Tensor
-    parts: list[Part]
+    parts: list[LossPart]
     first: int = 0
     queries: Queries | None = None
-    distillation: Distillation | None = None
+    distillation: DistillationPlan | None = None
 
     @property
     def n_labels(self) -> list[int]:
@@ -78,7 +78,7 @@ class MicroBatch(NamedTuple):
             send_segments(queries.in_window, device)
             send_segments(queries.in_target, device)
             queries = queries._replace(rows=None if queries.rows is None else move(queries.rows))
-        parts = [Part(*map(move, part)) for part in self.parts]
+        parts = [LossPart(*map(move, part)) for part in self.parts]
         distillation = self.distillation
         if distillation is not None:
             distillation = distillation._replace(rows=list(map(move, distillation.rows)))
@@ -86,7 +86,7 @@ class MicroBatch(NamedTuple):
 
     def without_labels(self) -> "MicroBatch":
         """The same pass with nothing to learn: its loss and gradient are zero."""
-        return self._replace(parts=[Part(part.rows[:0], part.labels[:0]) for part in self.parts])
+        return self._replace(parts=[LossPart(part.rows[:0], part.labels[:0]) for part in self.parts])
 
 
 class Method(ABC):
@@ -135,17 +135,17 @@ class Method(ABC):
         spans = _spans(torch.cat(places).unique().tolist(), micro_batch.batch.borders)
         tokens_R = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
         rows = [torch.searchsorted(tokens_R, place) for place in places]
-        return micro_batch._replace(distillation=Distillation(objective, text_weight, spans, rows))
+        return micro_batch._replace(distillation=DistillationPlan(objective, text_weight, spans, rows))
 
     def as_labels(self, tokens_R: Tensor) -> Tensor:
         """Token ids as labels, int64 [R]; -1 for tokens outside a restricted vocabulary."""
         return tokens_R if self._draft_ids is None else from_host(self._draft_ids, tokens_R.device)[tokens_R]
 
-    def _labels(self, batch: Batch, distance: int) -> Part:
+    def _labels(self, batch: Batch, distance: int) -> LossPart:
         """`ahead`, without the labels that a restricted vocabulary cannot propose."""
         rows, labels = ahead(batch.tokens, batch.supervised, batch.borders, distance)
         labels = self.as_labels(labels)
-        return Part(rows[labels >= 0], labels[labels >= 0])
+        return LossPart(rows[labels >= 0], labels[labels >= 0])
 
     def _positions(self, batch: Batch) -> Tensor:
         """Plain positions, or Anchor-Offset Indices (LongSpec, 3.2): the first `sinks` tokens of a piece stay in place,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longdraft.models.drafts.loss import Part
+from longdraft.models.drafts.loss import LossPart
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.passes import Span, TargetOutput
@@ -50,7 +50,7 @@ class HeadsMethod(Method):
             part = self._labels(batch, i + 2)
             if query_spans is not None:
                 kept = _inside(query_spans, len(batch.tokens))[part.rows]
-                part = Part(part.rows[kept] - first, part.labels[kept])
+                part = LossPart(part.rows[kept] - first, part.labels[kept])
             parts.append(part)
         return MicroBatch(batch, positions, parts, first)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
-from longdraft.models.drafts.loss import Part
+from longdraft.models.drafts.loss import LossPart
 from longdraft.models.passes import Span, TargetOutput
 from longdraft.train.batches import Batch, draws
 from longdraft.train.config import DataSection, TrainSection
@@ -70,5 +70,5 @@ class LongSpecMethod(Method):
             query_N[queries.rows] = torch.arange(len(queries.rows))
             query_of_label = query_N[rows]
         kept = [(shift_of_label == j + 1) & (query_of_label >= 0) for j in range(len(self.part_names))]
-        parts = [Part(query_of_label[mask], labels[mask]) for mask in kept]
+        parts = [LossPart(query_of_label[mask], labels[mask]) for mask in kept]
         return MicroBatch(batch, positions, parts, queries=queries)
