@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels.cpu import rows
+from longdraft.kernels.masked_attention import masked_attention
 from longdraft.kernels.tree_attention import triton_for
 
 
@@ -51,15 +52,10 @@ def _slot_attention(q_THd: Tensor, keys_SKd: Tensor, values_SKd: Tensor) -> Tens
     return out_KGTd.permute(2, 0, 1, 3).reshape(n_rows, n_heads, head_dim)
 
 
-def cross_attention_reference(q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor) -> Tensor:
-    """`cross_attention` by one dense mask and a softmax in fp32."""
-    n_slots, n_rows, n_heads, head_dim = q_BTHd.shape
-    n_kv_heads = keys_BSKd.shape[2]
-    written_BS = torch.arange(keys_BSKd.shape[1], device=q_BTHd.device) < lengths_B[:, None]
-    # Rows beyond a length may hold NaN, and 0 * NaN would carry it into the sum over values.
-    keys_BSKd, values_BSKd = (x.float().where(written_BS[:, :, None, None], 0) for x in (keys_BSKd, values_BSKd))
-    q_BTKGd = q_BTHd.float().view(n_slots, n_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
-    scores_BKGTS = torch.einsum("btkgd,bskd->bkgts", q_BTKGd, keys_BSKd) * head_dim**-0.5
-    scores_BKGTS = scores_BKGTS.masked_fill(~written_BS[:, None, None, None], float("-inf"))
-    weights_BKGTS = torch.softmax(scores_BKGTS, -1).nan_to_num(0.0)  # zeros where there is nothing to read
-    return torch.einsum("bkgts,bskd->btkgd", weights_BKGTS, values_BSKd).reshape(q_BTHd.shape).to(q_BTHd.dtype)
+def cross_attention_reference(
+    q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`cross_attention` by one dense mask, with the natural log-sum-exps of the scaled scores, fp32 [B, T, H]."""
+    mask_BS = torch.arange(keys_BSKd.shape[1], device=q_BTHd.device) < lengths_B[:, None]
+    mask_BTS = mask_BS[:, None].expand(-1, q_BTHd.shape[1], -1)
+    return masked_attention(q_BTHd, keys_BSKd, values_BSKd, mask_BTS)

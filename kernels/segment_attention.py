@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from longdraft.kernels import backend
 from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.masked_attention import attention_weights, masked_attention, where_read
 from longdraft.kernels.sinks import attention_with_sinks
 from longdraft.kernels.transfer import from_host
 
@@ -240,11 +241,13 @@ def segment_attention_reference(
     v_MKd: Tensor,
     segments: Sequence[tuple[int, int, int, int]],
     window: int | None = None,
-) -> Tensor:
-    """`segment_attention` in plain PyTorch; segments are not checked."""
+) -> tuple[Tensor, Tensor]:
+    """`segment_attention` by one dense mask, with the natural log-sum-exps of the scaled scores, fp32 [N, H].
+
+    Segments are not checked."""
     mask_NM = read_keys(len(q_NHd), len(k_MKd), segments, window).to(q_NHd.device)
-    weights_KGNM = _reference_weights(q_NHd, k_MKd, mask_NM)
-    return torch.einsum("kgnm,mkd->nkgd", weights_KGNM, _where_read(v_MKd, mask_NM)).flatten(1, 2).to(q_NHd.dtype)
+    out_1NHd, lse_1NH = masked_attention(q_NHd[None], k_MKd[None], v_MKd[None], mask_NM[None])
+    return out_1NHd[0], lse_1NH[0]
 
 
 def query_gradient_reference(
@@ -262,24 +265,11 @@ def query_gradient_reference(
 
     grad_NHd: the output's gradient; rows in no segment are not read.
     """
-    mask_NM = read_keys(len(q_NHd), len(k_MKd), segments, window).to(q_NHd.device)
-    weights_KGNM = _reference_weights(q_NHd, k_MKd, mask_NM)
-    grad_NKGd = _where_read(grad_NHd, mask_NM.T).unflatten(1, (k_MKd.shape[1], -1))
-    d_weights_KGNM = torch.einsum("nkgd,mkd->kgnm", grad_NKGd, _where_read(v_MKd, mask_NM))
+    mask_1NM = read_keys(len(q_NHd), len(k_MKd), segments, window).to(q_NHd.device)[None]
+    weights_KGNM = attention_weights(q_NHd[None], k_MKd[None], mask_1NM)[0][0]
+    (keys_MKd,), (values_MKd,) = where_read(k_MKd[None], mask_1NM), where_read(v_MKd[None], mask_1NM)
+    grad_NKGd = where_read(grad_NHd[None], mask_1NM.transpose(1, 2))[0].unflatten(1, (k_MKd.shape[1], -1))
+    d_weights_KGNM = torch.einsum("nkgd,mkd->kgnm", grad_NKGd, values_MKd)
     delta_KGN1 = (weights_KGNM * d_weights_KGNM).sum(-1, keepdim=True)
     d_scores_KGNM = weights_KGNM * (d_weights_KGNM - delta_KGN1) * q_NHd.shape[2] ** -0.5
-    return torch.einsum("kgnm,mkd->nkgd", d_scores_KGNM, _where_read(k_MKd, mask_NM)).flatten(1, 2).to(q_NHd.dtype)
-
-
-def _reference_weights(q_NHd: Tensor, k_MKd: Tensor, mask_NM: Tensor) -> Tensor:
-    """Softmax of the scaled scores over each query's keys, fp32 [K, G, N, M]; zeros for a query without keys."""
-    q_NKGd = _where_read(q_NHd, mask_NM.T).unflatten(1, (k_MKd.shape[1], -1))
-    scores_KGNM = torch.einsum("nkgd,mkd->kgnm", q_NKGd, _where_read(k_MKd, mask_NM)) * q_NHd.shape[2] ** -0.5
-    # A row that reads nothing has no softmax: let it read everything, and multiply the result by zero.
-    blind_N1 = ~mask_NM.any(1, keepdim=True)
-    return scores_KGNM.masked_fill(~(mask_NM | blind_N1), float("-inf")).softmax(-1) * ~blind_N1
-
-
-def _where_read(rows_MKd: Tensor, mask_NM: Tensor) -> Tensor:
-    """The rows in fp32, with zeros for those that nobody reads: they may hold NaN, and 0 * NaN would reach a sum."""
-    return rows_MKd.float().where(mask_NM.any(0)[:, None, None], 0)
+    return torch.einsum("kgnm,mkd->nkgd", d_scores_KGNM, keys_MKd).flatten(1, 2).to(q_NHd.dtype)

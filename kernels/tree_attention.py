@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels import backend
-from longdraft.kernels.chain_attention import ChainPlan, chain_attention, first_read
+from longdraft.kernels.chain_attention import ChainPlan, chain_attention, first_read, merge
 from longdraft.kernels.cpu import rows
+from longdraft.kernels.masked_attention import masked_attention
 from longdraft.kernels.sinks import with_sinks
 from longdraft.kernels.tree_mask import MOST_ROWS, attended_rows, pack_tree
 
@@ -98,7 +99,7 @@ def tree_attention(
     if sinks_H is None:
         return out_BTHd
     # PyTorch's attention does not return log-sum-exps, so the scores are computed once more.
-    lse_BTH = log_sum_exp(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window)
+    _, lse_BTH = tree_attention_reference(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window)
     return with_sinks(out_BTHd, lse_BTH, sinks_H)
 
 
@@ -123,22 +124,14 @@ def wide_tree(
     They read the committed rows, MOST_ROWS nodes at a time. The pass's own rows are few: PyTorch reads them under the
     tree's mask, and the two are merged by log-sum-exp.
     """
-    n_slots, n_rows, _, head_dim = q_BTHd.shape
     parts = [triton.cross_attention(q, keys_BSKd, values_BSKd, lengths_B) for q in q_BTHd.split(MOST_ROWS, 1)]
-    old_BTHd, old_lse_BTH = (torch.cat(part, 1) for part in zip(*parts, strict=True))
-    rows_BT = lengths_B[:, None] + torch.arange(n_rows, device=lengths_B.device)
-    slots_B1 = torch.arange(n_slots, device=lengths_B.device)[:, None]
-    keys_BTKd, values_BTKd = keys_BSKd[slots_B1, rows_BT].float(), values_BSKd[slots_B1, rows_BT].float()
-    q_BTKGd = q_BTHd.float().unflatten(2, (keys_BSKd.shape[2], -1))
-    scores_BKGTT = torch.einsum("btkgd,bskd->bkgts", q_BTKGd, keys_BTKd) * head_dim**-0.5
-    scores_BKGTT.masked_fill_(~tree_mask_BTT[:, None, None], float("-inf"))
-    old_lse_BKGT = old_lse_BTH.transpose(1, 2).unflatten(1, q_BTKGd.shape[2:4])
-    lse_BKGT = torch.logaddexp(scores_BKGTT.logsumexp(-1), old_lse_BKGT)
-    base_BKGT1 = lse_BKGT.masked_fill(lse_BKGT.isneginf(), 0.0)[..., None]  # 0 for a row that may read nothing
-    out_BTKGd = torch.einsum("bkgts,bskd->btkgd", (scores_BKGTT - base_BKGT1).exp(), values_BTKd)
-    share_BTH1 = (old_lse_BKGT[..., None] - base_BKGT1).exp().flatten(1, 2).transpose(1, 2)
-    out_BTHd = (out_BTKGd.flatten(2, 3) + share_BTH1 * old_BTHd.float()).to(q_BTHd.dtype)
-    return with_sinks(out_BTHd, lse_BKGT.flatten(1, 2).transpose(1, 2), sinks_H)
+    committed = [torch.cat(part, 1) for part in zip(*parts, strict=True)]
+    slots_B1 = torch.arange(len(lengths_B), device=lengths_B.device)[:, None]
+    rows_BT = lengths_B[:, None] + torch.arange(q_BTHd.shape[1], device=lengths_B.device)
+    own = masked_attention(q_BTHd.float(), keys_BSKd[slots_B1, rows_BT], values_BSKd[slots_B1, rows_BT], tree_mask_BTT)
+    out_BTHd, lse_BTH = merge(own, committed)
+    out_BTHd = out_BTHd.where(~lse_BTH.isneginf()[..., None], 0.0).to(q_BTHd.dtype)
+    return with_sinks(out_BTHd, lse_BTH, sinks_H)
 
 
 def _slot_attention(
@@ -175,44 +168,9 @@ def tree_attention_reference(
     lengths_B: Tensor,
     tree_mask_BTT: Tensor | None = None,
     window: int | None = None,
-) -> Tensor:
-    """`tree_attention` by one dense mask, with B x H x T x S scores in fp32."""
-    scores_BKGTS = _scores(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window)
-    values_BSKd = _written(values_BSKd, lengths_B, q_BTHd.shape[1])
-    # A row that may read nothing (padding of an empty slot) has no softmax, and its output is zero.
-    weights_BKGTS = torch.softmax(scores_BKGTS, -1).nan_to_num(0.0)
-    out_BTKGd = torch.einsum("bkgts,bskd->btkgd", weights_BKGTS, values_BSKd)
-    return out_BTKGd.reshape(q_BTHd.shape).to(q_BTHd.dtype)
-
-
-def log_sum_exp(
-    q_BTHd: Tensor,
-    keys_BSKd: Tensor,
-    lengths_B: Tensor,
-    tree_mask_BTT: Tensor | None = None,
-    window: int | None = None,
-) -> Tensor:
-    """Natural log-sum-exps of the rows' scaled scores, fp32 [B, T, H]; -inf for a row that may read nothing."""
-    lse_BKGT = _scores(q_BTHd, keys_BSKd, lengths_B, tree_mask_BTT, window).logsumexp(-1)
-    return lse_BKGT.flatten(1, 2).transpose(1, 2).contiguous()
-
-
-def _scores(
-    q_BTHd: Tensor, keys_BSKd: Tensor, lengths_B: Tensor, tree_mask_BTT: Tensor | None, window: int | None
-) -> Tensor:
-    """Scaled scores [B, K, G, T, S] in fp32, -inf where a row may not read."""
-    n_slots, n_rows, n_heads, head_dim = q_BTHd.shape
-    keys_BSKd = _written(keys_BSKd, lengths_B, n_rows)
-    n_keys, n_kv_heads = keys_BSKd.shape[1:3]
-    q_BTKGd = q_BTHd.float().view(n_slots, n_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
-    scores_BKGTS = torch.einsum("btkgd,bskd->bkgts", q_BTKGd, keys_BSKd) * head_dim**-0.5
-    mask_BTS = attended_rows(lengths_B, n_rows, n_keys, tree_mask_BTT, window)
-    return scores_BKGTS.masked_fill(~mask_BTS[:, None, None], float("-inf"))
-
-
-def _written(x_BSKd: Tensor, lengths_B: Tensor, n_rows: int) -> Tensor:
-    """Cache rows up to the end of the longest slot, in fp32. Rows beyond a slot's own end are made zero: they may hold
-    NaN, and 0 * NaN would carry it into the sum over values."""
+) -> tuple[Tensor, Tensor]:
+    """`tree_attention` by one dense mask, with the natural log-sum-exps of the scaled scores, fp32 [B, T, H]."""
+    n_rows = q_BTHd.shape[1]
     n_keys = int(lengths_B.max()) + n_rows
-    written_BS = torch.arange(n_keys, device=x_BSKd.device) < lengths_B[:, None] + n_rows
-    return x_BSKd[:, :n_keys].float().where(written_BS[:, :, None, None], 0)
+    mask_BTS = attended_rows(lengths_B, n_rows, n_keys, tree_mask_BTT, window)
+    return masked_attention(q_BTHd, keys_BSKd[:, :n_keys], values_BSKd[:, :n_keys], mask_BTS)

@@ -338,8 +338,8 @@ class PretendedCuda:
             segments = [(*queries, *keys) for queries, keys in borders]
             assert most_queries == max(s[1] - s[0] for s in segments)
             assert most_keys >= max(s[3] - s[2] for s in segments)  # of a cache's rows all that there may be
-            out = segment_attention.segment_attention_reference(q, k, v, segments, window)
-            return (out, _on_device(_log_sum_exps(value_of(q), value_of(k), segments, window))) if with_lse else out
+            out, lse_NH = segment_attention.segment_attention_reference(q, k, v, segments, window)
+            return (out, lse_NH.detach().T) if with_lse else out
 
     # What is done with an operation.
 
@@ -516,15 +516,11 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
 def _dense(q, keys, values, lengths, bits, depths, is_tree=True, window=None, n_splits=None) -> tuple[Tensor, Tensor]:
     rows = torch.arange(q.shape[1])
     tree = (bits[:, :, rows // 64] >> rows % 64 & 1) == 1 if is_tree else None
-    out = tree_attention.tree_attention_reference(q, keys, values, lengths, tree, window)
-    return out, tree_attention.log_sum_exp(q, keys, lengths, tree, window)
+    return tree_attention.tree_attention_reference(q, keys, values, lengths, tree, window)
 
 
 def _cross(q, keys, values, lengths, n_splits=None) -> tuple[Tensor, Tensor]:
-    blind = torch.zeros(len(q), q.shape[1], q.shape[1], dtype=torch.bool)
-    return cross_attention.cross_attention_reference(q, keys, values, lengths), tree_attention.log_sum_exp(
-        q, keys, lengths, blind
-    )
+    return cross_attention.cross_attention_reference(q, keys, values, lengths)
 
 
 def _query_gradient(q, k, v, out, lse, grad, spans, borders, most_queries, window) -> Tensor:
@@ -536,11 +532,3 @@ OTHERWISE: dict[str, dict[str, Callable[..., Any]]] = {
     "segment_attention": {"query_gradient": _query_gradient},
     "linear_cross_entropy": {"chunk_losses": linear_cross_entropy.chunk_losses},
 }
-
-
-def _log_sum_exps(q_NHd: Tensor, k_MKd: Tensor, segments: list, window: int | None) -> Tensor:
-    """Natural, of the scaled scores: fp32 [H, N]."""
-    opened_NM = segment_attention.read_keys(len(q_NHd), len(k_MKd), segments, window)
-    k_MHd = k_MKd.repeat_interleave(q_NHd.shape[1] // k_MKd.shape[1], 1)
-    scores = torch.einsum("nhd,mhd->hnm", q_NHd.float(), k_MHd.float()) * q_NHd.shape[2] ** -0.5
-    return scores.masked_fill(~opened_NM, float("-inf")).logsumexp(-1)

@@ -101,7 +101,7 @@ def make_case(bench: Bench, profile: Profile, context: int, nodes: int, compared
     tree = None if nodes == 1 else random_tree(nodes).to(bench.device)[None]
     case = Case(draw(nodes, profile.n_heads), keys, values, context, tree)
     if compared:
-        case.exact = reference(case.q_1NHd.float(), keys, values, case.lengths_1, tree)
+        case.exact = reference(case.q_1NHd.float(), keys, values, case.lengths_1, tree)[0]
         plain = scaled_dot_product_attention(*case.heads_first(), attn_mask=case.full_mask(), enable_gqa=True)
         case.plain = plain.transpose(1, 2)
     return case

@@ -96,7 +96,7 @@ def test_tree_attention(device, trees, heads, lengths, n_rows, tree, window):
     keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, n_kv_heads, width)
     q, lengths_B = trees.draw(len(lengths), n_rows, n_heads, width, seed=7), torch.tensor(lengths)
     masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
-    want = tree_reference(q, keys, values, lengths_B, masks, window)
+    want = tree_reference(q, keys, values, lengths_B, masks, window)[0]
     there = None if masks is None else masks.to(device)
     out = tree_attention(q.to(device), keys.to(device), place(values, device), lengths_B.to(device), there, window)
     out = out.cpu()
@@ -113,7 +113,7 @@ def test_tree_attention_in_bf16(device, trees, plain, length, n_rows):
     keys, values = trees.poisoned([length], n_rows, length + n_rows + 5, 2, 64)
     q, lengths, mask = trees.draw(1, n_rows, 6, 64, seed=3), torch.tensor([length]), trees.random_tree(n_rows, 1)[None]
     mask[:, -1, -1] = True
-    exact = tree_reference(q, keys, values, lengths, mask)
+    exact = tree_reference(q, keys, values, lengths, mask)[0]
     low_q, low_k = (x.to(device, torch.bfloat16) for x in (q, keys))
     low_v = place(values, device, torch.bfloat16)
     full = torch.cat((torch.ones(1, n_rows, length, dtype=torch.bool), mask), 2).to(device)
@@ -138,7 +138,7 @@ def test_tree_attention_at_the_borders_of_blocks(device, trees, plain, dtype, he
     if masks is not None:
         masks[:, -1, -1] = True  # every row reads something
     q, keys, values = (x.to(dtype).float() for x in (q, keys, values))
-    want = tree_reference(q, keys, values, lengths_B, masks, window)
+    want = tree_reference(q, keys, values, lengths_B, masks, window)[0]
     there = None if masks is None else masks.to(device)
     low = q.to(device, dtype), keys.to(device, dtype), place(values, device, dtype)
     out = tree_attention(*low, lengths_B.to(device), there, window).float().cpu()
@@ -161,7 +161,7 @@ def test_cross_attention(device, shared, heads, lengths, n_rows):
     n_heads, n_kv_heads, width = heads
     keys, values = builders.poisoned(lengths, n_kv_heads, width)
     q, lengths_B = builders.draw(len(lengths), n_rows, n_heads, width, seed=7), torch.tensor(lengths)
-    want = cross_reference(q, keys, values, lengths_B)
+    want = cross_reference(q, keys, values, lengths_B)[0]
     on_device = q.to(device), keys.to(device), place(values, device), lengths_B.to(device)
     torch.testing.assert_close(cross_attention(*on_device).cpu(), want, rtol=0, atol=FP32)
 
@@ -171,7 +171,7 @@ def test_cross_attention_in_bf16(device, shared, plain, length):
     builders = shared("kernels/test_cross_attention.py")
     keys, values = builders.poisoned([length], 2, 64)
     q, lengths = builders.draw(1, 9, 6, 64, seed=3), torch.tensor([length])
-    exact = cross_reference(q, keys, values, lengths)
+    exact = cross_reference(q, keys, values, lengths)[0]
     low_q, low_k = (x.to(device, torch.bfloat16) for x in (q, keys))
     low_v = place(values, device, torch.bfloat16)
     sees = torch.ones(1, 9, length, dtype=torch.bool, device=device)
@@ -184,7 +184,7 @@ def test_cross_attention_in_bf16(device, shared, plain, length):
 @pytest.mark.parametrize("n_rows", [1, 63, 1100])
 def test_causal_attention(device, trees, n_rows, window):
     q, k, v = (trees.draw(2, n_rows, heads, 64, seed=heads) for heads in (6, 2, 2))
-    want = tree_reference(q, k, v, torch.zeros(2, dtype=torch.int64), None, window)
+    want = tree_reference(q, k, v, torch.zeros(2, dtype=torch.int64), None, window)[0]
     out = causal_attention(q.to(device), k.to(device), place(v, device), window)
     torch.testing.assert_close(out.cpu(), want, rtol=0, atol=FP32)
 
@@ -229,7 +229,7 @@ def test_segment_attention(device, trees, plain, monkeypatch, way, heads, name, 
     # Gradients of keys that many segments read would be sums in bf16. Only the target's are such, and need no gradient.
     options = weights, name == "shared by many" or "frozen" in way
     wide = [x.float() for x in given]
-    exact = with_gradients(lambda *rows: segment_reference(*rows, segments, window), wide, *options)
+    exact = with_gradients(lambda *rows: segment_reference(*rows, segments, window)[0], wide, *options)
     found = with_gradients(lambda *rows: segment_attention(*rows, segments, window), given, *options)
     rows = given[0], given[1], given[2][..., :width]
     dq, dk, dv = plain.attention_gradients(*rows, mask, weights.to(dtype))

@@ -8,7 +8,7 @@ import torch
 from longdraft.kernels import backend, chain_attention, tree_attention
 from longdraft.kernels.chain_attention import ChainPlan, by_flash, in_slices, prompt_attention
 from longdraft.kernels.segment_attention import segment_attention_reference
-from longdraft.kernels.tree_attention import log_sum_exp, tree_attention_reference, wide_tree
+from longdraft.kernels.tree_attention import tree_attention_reference, wide_tree
 from longdraft.kernels.tree_mask import attended_rows
 
 LENGTHS = ([0], [40], [300], [0, 7, 300])
@@ -25,19 +25,19 @@ def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window):
     """Stands in for flash-attention's kernel."""
     pieces = [(q_borders[i : i + 2].tolist(), k_borders[i : i + 2].tolist()) for i in range(len(q_borders) - 1)]
     assert most_queries == max(b - a for (a, b), _ in pieces) and most_keys >= max(b - a for _, (a, b) in pieces)
-    return segment_attention_reference(q, k, v, [(*rows, *keys) for rows, keys in pieces], window)
+    return segment_attention_reference(q, k, v, [(*rows, *keys) for rows, keys in pieces], window)[0]
 
 
 def few_rows(q, keys, values, lengths, bits, depths, is_tree, window):
     """Stands in for Triton's kernel: at most 128 rows; nothing behind the pass's own rows is read."""
     assert q.shape[1] <= 128 and not is_tree and depths.shape == q.shape[:2] and bits.shape == (*q.shape[:2], 2)
-    return tree_attention_reference(q, keys, values, lengths, None, window), None
+    return tree_attention_reference(q, keys, values, lengths, None, window)
 
 
 def all_committed(q, keys, values, lengths):
     assert q.shape[1] <= 128
     blind = torch.zeros(len(q), q.shape[1], q.shape[1], dtype=torch.bool)
-    return tree_attention_reference(q, keys, values, lengths, blind), log_sum_exp(q, keys, lengths, blind)
+    return tree_attention_reference(q, keys, values, lengths, blind)
 
 
 KERNELS = SimpleNamespace(tree_attention=few_rows, cross_attention=all_committed)
@@ -49,7 +49,7 @@ KERNELS = SimpleNamespace(tree_attention=few_rows, cross_attention=all_committed
 def test_all_ways_give_what_the_reference_gives(no_masks, trees, lengths, n_rows, window):
     keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, 2, 16)
     q, plan = trees.draw(len(lengths), n_rows, 6, 16, seed=7), ChainPlan(torch.tensor(lengths), n_rows)
-    want = tree_attention_reference(q, keys, values, plan.lengths_B, None, window)
+    want = tree_attention_reference(q, keys, values, plan.lengths_B, None, window)[0]
     in_one = by_flash(varlen, q, keys, values, plan, window)
     assert "starts" not in vars(plan), "a length was read to the host"
     with no_masks():
@@ -72,7 +72,7 @@ def test_prompts(trees, monkeypatch, request, implementation, window):
     found = prompt_attention(q, k, v, prompts, window)
     for slot, count in enumerate(prompts):
         own = slice(slot, slot + 1), slice(count)
-        want = tree_attention_reference(q[own], k[own], v[own], torch.tensor([0]), None, window) if count else q[own]
+        want = tree_attention_reference(q[own], k[own], v[own], torch.tensor([0]), None, window)[0] if count else q[own]
         torch.testing.assert_close(found[own], want, rtol=0, atol=1e-5)
 
 
@@ -80,7 +80,7 @@ def test_prompts(trees, monkeypatch, request, implementation, window):
 def test_bf16_error_is_that_of_plain_bf16(trees, plain, window):
     keys, values = trees.poisoned([300], 140, 440, 2, 32)
     q, plan = trees.draw(1, 140, 6, 32, seed=3), ChainPlan(torch.tensor([300]), 140)
-    exact = tree_attention_reference(q, keys, values, plan.lengths_B, None, window)
+    exact = tree_attention_reference(q, keys, values, plan.lengths_B, None, window)[0]
     low = [x.bfloat16() for x in (q, keys, values)]
     seen = attended_rows(plan.lengths_B, 140, 440, None, window)
     allowed = 2 * (plain.attention(*low, seen).float() - exact).abs().max()
@@ -93,7 +93,7 @@ def test_a_tree_of_many_nodes_has_a_mask_of_its_own_rows_alone(trees, monkeypatc
     keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, 2, 16)
     q, lengths_B = trees.draw(len(lengths), n_rows, 6, 16, seed=7), torch.tensor(lengths)
     masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))])
-    want = tree_attention_reference(q, keys, values, lengths_B, masks)
+    want = tree_attention_reference(q, keys, values, lengths_B, masks)[0]
     found = wide_tree(KERNELS, q, keys, values, lengths_B, masks)
     torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
     monkeypatch.setattr(backend, "triton_kernels", lambda *_: KERNELS)
@@ -106,7 +106,7 @@ def test_a_gpu_takes_many_rows_without_a_length_on_the_host(pretended_cuda, tree
     keys, values = trees.poisoned([300, 7], 140, 450, 2, 16)
     dtype = torch.bfloat16 if half else torch.float32
     given = [x.to(dtype) for x in (trees.draw(2, 140, 6, 16, seed=7), keys, values)]
-    want = tree_attention_reference(*given, torch.tensor([300, 7]))
+    want = tree_attention_reference(*given, torch.tensor([300, 7]))[0]
     with pretended_cuda.PretendedCuda() as gpu:
         on_gpu = [x.to("cuda") for x in (*given, torch.tensor([300, 7]))]
         gpu.forget()

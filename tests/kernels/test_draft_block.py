@@ -72,9 +72,9 @@ def by_operations(draft, head_ED, x_BTD, tables, own, mask_BTN, target):
         q_BNHd = torch.cat([q_BTHd.new_zeros(len(q_BTHd), before, *q_BTHd.shape[2:]), q_BTHd], 1)
         earlier = torch.eye(before, before + n_tokens, dtype=torch.bool).expand(len(q_BTHd), -1, -1)
         tree_BNN = torch.cat([earlier, mask_BTN], 1)
-        return tree_attention(q_BNHd, keys, values, lengths_B, tree_BNN, WINDOW + 1)[:, before:]
+        return tree_attention(q_BNHd, keys, values, lengths_B, tree_BNN, WINDOW + 1)[0][:, before:]
 
-    hidden_BTD = draft.block(x_BTD, tables, attend_self, lambda q_BTHd: cross_attention(q_BTHd, *target))
+    hidden_BTD = draft.block(x_BTD, tables, attend_self, lambda q_BTHd: cross_attention(q_BTHd, *target)[0])
     return hidden_BTD @ head_ED.T
 
 

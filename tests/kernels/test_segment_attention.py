@@ -9,8 +9,14 @@ from torch import Tensor
 
 from longdraft.kernels import backend
 from longdraft.kernels import causal_attention as causal
-from longdraft.kernels.segment_attention import Segment, in_one_call, lay_end_to_end, read_keys, segment_attention
-from longdraft.kernels.segment_attention import segment_attention_reference as reference
+from longdraft.kernels.segment_attention import (
+    Segment,
+    in_one_call,
+    lay_end_to_end,
+    read_keys,
+    segment_attention,
+    segment_attention_reference,
+)
 
 CPU = torch.device("cpu")
 # (query rows, key rows, segments): those of training, and awkward ones.
@@ -29,6 +35,10 @@ CASES = {
 
 def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def reference(*given) -> Tensor:
+    return segment_attention_reference(*given)[0]
 
 
 def rows_of(case: str, heads: tuple[int, int]) -> tuple[tuple[Tensor, Tensor, Tensor], list[Segment]]:

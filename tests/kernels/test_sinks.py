@@ -9,7 +9,7 @@ from torch import Tensor
 from longdraft.kernels import backend, chain_attention, segment_attention, tree_attention
 from longdraft.kernels.causal_attention import causal_attention
 from longdraft.kernels.segment_attention import Segment
-from longdraft.kernels.tree_attention import log_sum_exp, tree_attention_reference
+from longdraft.kernels.tree_attention import tree_attention_reference
 from longdraft.kernels.tree_mask import attended_rows
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 16
@@ -33,15 +33,11 @@ def expected(q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor, open_NM: Tensor) -> Te
     return torch.einsum("hnm,mhd->nhd", weights_HNM, values).float()
 
 
-def lse_of(q, k, lengths, tree, window):
-    return log_sum_exp(q, k, lengths, tree, window)
-
-
 def triton_tree(q, keys, values, lengths, bits, depths, is_tree, window):
     """Stands in for Triton's kernel, for chains and for the trees of this file, which it reads back from their bits."""
     n_rows = q.shape[1]
     tree = (bits[:, :, :1] >> torch.arange(n_rows) & 1).bool() if is_tree else None
-    return tree_attention_reference(q, keys, values, lengths, tree, window), lse_of(q, keys, lengths, tree, window)
+    return tree_attention_reference(q, keys, values, lengths, tree, window)
 
 
 def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse=False):
@@ -51,8 +47,7 @@ def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_
     for (a, b), (c, d) in zip(q_borders.unfold(0, 2, 1).tolist(), k_borders.unfold(0, 2, 1).tolist(), strict=True):
         before = torch.tensor([d - c - (b - a)])
         given = q[None, a:b], k[None, c:d], v[None, c:d], before
-        lse = lse_of(q[None, a:b], k[None, c:d], before, None, window)
-        parts.append((tree_attention_reference(*given, None, window)[0], lse[0]))
+        parts.append([x[0] for x in tree_attention_reference(*given, None, window)])
     outs, sums = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(sums).T
 
@@ -117,7 +112,7 @@ def test_of_segments(implementation, trees, window):
 def test_a_tree_of_many_nodes(trees, monkeypatch):
     def all_committed(q, keys, values, lengths):
         blind = torch.zeros(len(q), q.shape[1], q.shape[1], dtype=torch.bool)
-        return tree_attention_reference(q, keys, values, lengths, blind), lse_of(q, keys, lengths, blind, None)
+        return tree_attention_reference(q, keys, values, lengths, blind)
 
     n_rows, length = 200, 70
     keys, values = trees.poisoned([length], n_rows, length + n_rows, KV_HEADS, WIDTH)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longdraft.kernels import tree_attention as module
 from longdraft.kernels.causal_attention import causal_attention
-from longdraft.kernels.tree_attention import PassPlan, log_sum_exp, tree_attention
+from longdraft.kernels.tree_attention import PassPlan, tree_attention
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 
 
@@ -57,7 +57,8 @@ def with_log_sum_exps(q: Tensor, keys: Tensor, values: Tensor, lengths_B: Tensor
     """Attention and its log-sum-exps, by C or PyTorch."""
     rows = module.rows
     if q.shape[1] > rows.MOST_ATTENTION_ROWS or not rows.can_attend(q):
-        return tree_attention(q, keys, values, lengths_B, mask, window), log_sum_exp(q, keys, lengths_B, mask, window)
+        lse = reference(q, keys, values, lengths_B, mask, window)[1]
+        return tree_attention(q, keys, values, lengths_B, mask, window), lse
     lse = torch.empty(q.shape[:3])
     return rows.attention_rows(q, keys, values, lengths_B, mask, window, lse), lse
 
@@ -83,7 +84,10 @@ def test_against_each_row_alone(request, heads, lengths, n_rows, tree, compiled,
     q = draw(len(lengths), n_rows, n_heads, 16, seed=7)
     masks = torch.stack([random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
     lengths_B = torch.tensor(lengths)
-    outputs = [f(q, keys, values, lengths_B, masks, window) for f in (tree_attention, reference)]
+    outputs = [
+        tree_attention(q, keys, values, lengths_B, masks, window),
+        reference(q, keys, values, lengths_B, masks, window)[0],
+    ]
     for slot, length in enumerate(lengths):
         for row in range(n_rows):
             history = history_of(row, length, None if masks is None else masks[slot], window)
@@ -146,7 +150,7 @@ def test_bf16_error_is_that_of_plain_bf16(request, plain, compiled):
     keys, values = poisoned([300], 9, 309, 2, 32)
     q, mask, lengths = draw(1, 9, 6, 32, seed=3), random_tree(9, 1)[None], torch.tensor([300])
     mask[:, -1, -1] = True
-    exact = reference(q, keys, values, lengths, mask)
+    exact = reference(q, keys, values, lengths, mask)[0]
     low = [x.bfloat16() for x in (q, keys, values)]
     full = torch.cat((torch.ones(1, 9, 300, dtype=torch.bool), mask), 2)
     allowed = 2 * (plain.attention(*low, full).float() - exact).abs().max()
@@ -157,5 +161,5 @@ def test_bf16_error_is_that_of_plain_bf16(request, plain, compiled):
 @pytest.mark.parametrize("n_rows", [1, 63, 1100])
 def test_causal_attention(n_rows, window):
     q, k, v = draw(2, n_rows, 4, 8, seed=0), draw(2, n_rows, 2, 8, seed=1), draw(2, n_rows, 2, 8, seed=2)
-    expected = reference(q, k, v, torch.zeros(2, dtype=torch.int64), None, window)
+    expected = reference(q, k, v, torch.zeros(2, dtype=torch.int64), None, window)[0]
     torch.testing.assert_close(causal_attention(q, k, v, window), expected, rtol=0, atol=1e-5)

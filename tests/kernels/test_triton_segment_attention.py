@@ -69,7 +69,7 @@ def log_sum_exps(q: Tensor, k: Tensor, segments, window) -> Tensor:
 def run(given: list[Tensor], segments, window) -> Tensor:
     q, k, v, grad = given
     layout = lay_end_to_end(segments, DEVICE)
-    out = segment_attention_reference(q, k, v, segments, window)
+    out = segment_attention_reference(q, k, v, segments, window)[0]
     out[~read_keys(len(q), len(k), segments, None).any(1)] = NAN
     rows = [x.to(DEVICE) for x in (q, k, v, out, log_sum_exps(q, k, segments, window), grad)]
     found = triton.query_gradient(*rows, layout.spans, layout.q_borders, layout.most_queries, window)
@@ -124,7 +124,7 @@ def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_
     """Stands in for a GPU's kernel for sequences of several lengths: plain PyTorch, with log-sum-exps."""
     spans = [pairwise(borders.tolist()) for borders in (q_borders, k_borders)]
     segments = [Segment(*q_span, *k_span) for q_span, k_span in zip(*spans, strict=True)]
-    out = segment_attention_reference(q, k, v, segments, window)
+    out = segment_attention_reference(q, k, v, segments, window)[0]
     if not with_lse:
         return out
     assert not torch.is_grad_enabled()
@@ -139,7 +139,7 @@ def test_frozen_keys_leave_the_queries_their_gradient(small_blocks, name, window
     for weight in (None, weights.nan_to_num()):
         ours, plain = (q.clone().requires_grad_() for _ in range(2))
         out = with_frozen_keys(varlen, triton.query_gradient, ours, k, v, segments, window)
-        expected = segment_attention_reference(plain, k, v, segments, window)
+        expected = segment_attention_reference(plain, k, v, segments, window)[0]
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
         for result in (out, expected):
             (result.sum() if weight is None else (result * weight).sum()).backward()
@@ -150,7 +150,7 @@ def test_the_reference_is_the_gradient_of_the_references_output():
     segments = segments_of("subset")
     q, k, v, grad = drawn(segments, (4, 2, 24), torch.float32)
     leaf = q.clone().requires_grad_()
-    segment_attention_reference(leaf, k, v, segments, 40).backward(grad.nan_to_num())
+    segment_attention_reference(leaf, k, v, segments, 40)[0].backward(grad.nan_to_num())
     torch.testing.assert_close(query_gradient_reference(q, k, v, grad, segments, 40), leaf.grad, rtol=0, atol=1e-6)
 
 
