@@ -20,10 +20,10 @@ from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import check_device
 from longdraft.models.files import damage_named
-from longdraft.models.fingerprint import fingerprint, sampled_layers, weights_hash
+from longdraft.models.fingerprint import fingerprint
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.hf_config import SUPPORTED, decoder_config, not_supported
-from longdraft.models.hf_weights import canonical, fill, folder_tensors, places
+from longdraft.models.hf_weights import canonical, file_tensors, fill, folder_tensors, places, weight_files
 from longdraft.models.hub import hub_folder
 from longdraft.models.quantised import Quantisation, read_quantisation
 from longdraft.models.special_tokens import end_tokens
@@ -41,8 +41,8 @@ TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "merges.txt"
 # The older forms of a tokenizer, which are not read beside tokenizer.json.
 OLDER_FORMS = ("tokenizer.model", "vocab.json", "merges.txt")
 NO_CODE = "fetch it again, or take a checkpoint that needs no code of its own, which is never run"
-# Iterates over a checkpoint's tensors; may take `wanted` of `folder_tensors`.
-Tensors = Callable[..., Iterable[tuple[str, Tensor]]]
+# Iterates over a checkpoint's tensors.
+Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 def build_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
@@ -117,8 +117,8 @@ def load_through_transformers(
         hf_config = GGUFFile(location).family_config()
     else:
         hf_config = _hf_config(location)
-        for _ in folder_tensors(location, lambda name: False):
-            pass  # a damaged file is named
+        for file in weight_files(location):
+            next(file_tensors(file), None)  # a damaged file is named
     text_alone = hf_config is hf_config.get_text_config()
     known = decoder_config(hf_config) if hf_config.model_type in SUPPORTED and text_alone else None
     read = partial(load_transformers, location, dtype)
@@ -133,40 +133,18 @@ def load_through_transformers(
 LOADERS: dict[str, Callable[..., Target]] = {"longdraft": load_target, "transformers": load_through_transformers}
 
 
-def describe_target(path: str | Path, gguf_file: str | None = None, *, sample: bool = False) -> Target:
+def describe_target(path: str | Path, gguf_file: str | None = None) -> Target:
     """A target without its weights, which are not downloaded either: its decoder is on the meta device.
 
-    Args:
-        path, gguf_file: as for `load_target`.
-        sample: also check all tensors' names and shapes, and put the hash of the weights into the fingerprint. Only
-            the layers that the hash covers are read; from the hub all weights are downloaded.
-    Raises: ValueError as `load_target`.
+    path, gguf_file: as for `load_target`, as are the errors.
     """
-    name, location = _locate(path, gguf_file, weights=sample)
-    hf_config, tensors = _open(location)
+    name, location = _locate(path, gguf_file, weights=False)
+    hf_config, _ = _open(location)
     config, tokenizer = decoder_config(hf_config), _tokenizer(location)
     with torch.device("meta"):
         decoder = Decoder(config).requires_grad_(False).eval()
-    hashes = fingerprint(config, tokenizer)
-    if sample:
-        hashes["weights"] = _sampled_hash(decoder, tensors, str(location))
-    return Target(decoder, tokenizer, name, hf_config, hashes, _ends(location, hf_config, tokenizer))
-
-
-def _sampled_hash(decoder: Decoder, tensors: Tensors, source: str) -> str:
-    """`weights_hash` of a checkpoint, reading nothing else of it. The meta decoder has weights meanwhile."""
-    layers = sampled_layers(len(decoder.layers))
-    sampled = [decoder.embed_tokens, decoder.norm, decoder.lm_head, *(decoder.layers[i] for i in layers)]
-    for module in sampled:
-        module.to(torch.bfloat16).to_empty(device="cpu")
-    decoder.tie()
-    prefixes = ("model.embed_tokens.", "model.norm.", "lm_head.", *(f"model.layers.{i}." for i in layers))
-    fill(decoder, tensors(lambda name: canonical(name).startswith(prefixes)), source)
-    weights = weights_hash(decoder)
-    assert weights is not None
-    for module in sampled:
-        module.to("meta")
-    return weights
+    ends = _ends(location, hf_config, tokenizer)
+    return Target(decoder, tokenizer, name, hf_config, fingerprint(config, tokenizer), ends)
 
 
 def read_target_config(
@@ -281,7 +259,7 @@ def _open(location: Path) -> tuple[PretrainedConfig, Tensors]:
     """The configuration of a .gguf file or folder, and a function that reads its tensors."""
     if location.suffix == ".gguf":
         opened = GGUFFile(location)
-        return opened.config(), lambda wanted=None: opened.tensors()
+        return opened.config(), opened.tensors
     hf_config = _hf_config(location, SUPPORTED)
     try:
         quantisation = read_quantisation(hf_config)
@@ -309,14 +287,11 @@ def _hf_config(folder: Path, supported: Container[str] | None = None) -> Pretrai
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
-def _dequantised(
-    folder: Path, hf_config: PretrainedConfig, quantisation: Quantisation, wanted: Callable[[str], bool] | None = None
-) -> Iterable[tuple[str, Tensor]]:
+def _dequantised(folder: Path, hf_config: PretrainedConfig, quantisation: Quantisation) -> Iterable[tuple[str, Tensor]]:
     """The dequantised tensors of a folder, without the zero biases that AutoGPTQ writes for layers that have none."""
     known = places(decoder_config(hf_config))
-    for name, tensor in quantisation.dequantised(folder_tensors(folder, wanted), str(folder)):
-        is_zero_bias = name.endswith(".bias") and (tensor.is_meta or not tensor.any())
-        if canonical(name) in known or not is_zero_bias:
+    for name, tensor in quantisation.dequantised(folder_tensors(folder), str(folder)):
+        if canonical(name) in known or not name.endswith(".bias") or tensor.any():
             yield name, tensor
 
 

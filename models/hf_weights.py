@@ -35,8 +35,6 @@ GEMMA_NORMS = {
     "pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "post_mlp_norm",
 }  # fmt: skip
 MIXTRAL_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-# The dtypes, by safetensors' names, that tell the parts of a quantised weight from plain tensors.
-_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I32": torch.int32, "U8": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -222,47 +220,44 @@ def _copy(tensor: Tensor, name: str, place: Place, parameter: nn.Parameter) -> l
 
 
 def _is_same(embedding: Tensor, head: Tensor) -> bool:
-    if embedding.is_meta or head.is_meta:  # only names and shapes are checked
+    if embedding.is_meta:  # only names and shapes are checked
         return True
     return embedding.shape == head.shape and torch.equal(embedding, head.to(embedding))
 
 
-def folder_tensors(folder: Path, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a Hugging Face folder, one at a time: safetensors (sharded or not), else PyTorch .bin files.
+def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a Hugging Face folder, one at a time, by name. Raises ValueError as `weight_files`, and for a file
+    that cannot be read."""
+    for file in weight_files(folder):
+        yield from file_tensors(file)
 
-    Args:
-        wanted: says by a tensor's name whether to read it; safetensors that are not read come on the meta device, with
-            their shape alone. None: read all.
-    Raises: ValueError if there are no weights, a shard of the index is missing or a file cannot be read.
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files with a folder's weights: safetensors (sharded or not), else PyTorch .bin files.
+
+    Raises ValueError if there are none, or a shard of the index is missing.
     """
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         index = folder / f"{stem}.{suffix}.index.json"
         if (folder / f"{stem}.{suffix}").exists():
-            files = [folder / f"{stem}.{suffix}"]
-        elif index.exists():
+            return [folder / f"{stem}.{suffix}"]
+        if index.exists():
             with damage_named(index):
                 files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        else:
-            continue
-        absent = [file.name for file in files if not file.exists()]
-        if absent:
-            raise ValueError(f"{folder} lacks shards that {index.name} lists; fetch them: {', '.join(absent)}")
-        for file in files:
-            with damage_named(file):
-                if suffix == "safetensors":
-                    yield from _safetensors(file, wanted)
-                else:
-                    mmap = zipfile.is_zipfile(file)  # torch before 1.6 wrote another form, which cannot be mapped
-                    yield from torch.load(file, map_location="cpu", weights_only=True, mmap=mmap).items()
-        return
+            absent = [file.name for file in files if not file.exists()]
+            if absent:
+                raise ValueError(f"{folder} lacks shards that {index.name} lists; fetch them: {', '.join(absent)}")
+            return files
     raise ValueError(f"{folder} holds no weights; fetch model.safetensors, pytorch_model.bin or one's index and shards")
 
 
-def _safetensors(file: Path, wanted: Callable[[str], bool] | None) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(file, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118 (not a dict)
-            if wanted is None or wanted(name):
-                yield name, opened.get_tensor(name)
-            else:
-                unread = opened.get_slice(name)
-                yield name, torch.empty(unread.get_shape(), dtype=_DTYPES.get(unread.get_dtype()), device="meta")
+def file_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one file of weights. Raises ValueError that names the file if it cannot be read."""
+    with damage_named(file):
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    yield name, opened.get_tensor(name)
+        else:
+            mmap = zipfile.is_zipfile(file)  # torch before 1.6 wrote another form, which cannot be mapped
+            yield from torch.load(file, map_location="cpu", weights_only=True, mmap=mmap).items()

@@ -4,22 +4,20 @@ LongSpec's tensor names were taken from descriptions of the authors' program, an
 """
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from longdraft.models.draft_folder import CONFIG, Draft, DraftInfo, check_out, read_config, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.files import damage_named
-from longdraft.models.hf import METADATA, describe_target, lasting_name, read_target_config
-from longdraft.models.hf_weights import TOKENSWIFT_HEADS, folder_tensors
+from longdraft.models.hf import METADATA, describe_target, lasting_name, load_target
+from longdraft.models.hf_weights import TOKENSWIFT_HEADS, file_tensors, folder_tensors
 from longdraft.models.hub import hub_folder
 from longdraft.models.target import Target
 
@@ -40,6 +38,13 @@ TOKENSWIFT_RANKS, TOKENSWIFT_LENGTH = 3, 8192
 PART = re.compile(r"(?:^|\.)((?:self|cross)_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.(weight|bias)$")
 NORM = re.compile(r"(?:^|\.)(\w*norm\w*)\.weight$")
 UNUSED = re.compile(r"(?:^|\.)(?:cross_attn\.[kv]_proj\.(?:weight|bias)|rotary_emb\.inv_freq)$")
+# The names that are known of the norms before self-attention, cross-attention and feed-forward.
+NORM_NAMES = (
+    ("input_layernorm", "cross_attn_layernorm", "post_attention_layernorm"),
+    ("input_layernorm", "post_attention_layernorm", "post_cross_attn_layernorm"),
+    ("input_layernorm", "post_self_attention_layernorm", "post_cross_attention_layernorm"),
+    ("norm1", "norm2", "norm3"),
+)
 # Ours, and which of theirs are joined in it.
 FUSED = {
     "self_qkv.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"],
@@ -54,6 +59,7 @@ FUSED = {
 # TokenSwift's tensors, and our names for their parts.
 HEAD = re.compile(re.escape(TOKENSWIFT_HEADS) + r"(\d+)\.(linear|input_layernorm|post_layernorm)\.weight")
 OUR_PARTS = {"linear": "proj", "input_layernorm": "in_norm", "post_layernorm": "out_norm"}
+D = TypeVar("D", TokenSwift, LongSpec)
 
 
 def convert(
@@ -68,7 +74,7 @@ def convert(
     Args:
         source: a file of weights or a folder, as it was published, or a hub name.
         target, gguf_file: the model that the draft is for. None: as the authors pair them; for TokenSwift's merged
-            checkpoint, the checkpoint itself, which has its target's weights. A base named instead must have the same.
+            checkpoint, the checkpoint itself, which has its target's weights and is loaded to hash them.
         norms: names of LongSpec's norms, as of `published_block`.
 
     Returns: the draft and what its folder says of it.
@@ -77,25 +83,29 @@ def convert(
     """
     check_out(out)
     place, name = _fetch(source)
-    merged = _is_merged(place)
-    if merged and norms is not None:
-        raise ValueError("norms: those of a LongSpec draft, and this is TokenSwift's checkpoint; leave them out")
-    if merged:
-        draft, entry, path = _tokenswift(place, name, target, gguf_file)
+    train_config: dict[str, Any] = {"converted_from": name or place.name}
+    if (place / CONFIG).is_file() and "medusa_heads" in read_config(place):
+        if norms is not None:
+            raise ValueError("norms: those of a LongSpec draft, and this is TokenSwift's checkpoint; leave them out")
+        merged, path = load_target(place), target or name or str(place)
+        draft: Draft = _heads(place, merged)
+        entry, tree = target_entry(merged), [TOKENSWIFT_RANKS] * draft.config.n_heads
+        entry["name"] = target or name or merged.name
+        length, noise = TOKENSWIFT_LENGTH, None
     else:
-        draft, entry, path = _longspec(place, name, target, gguf_file, norms)
-    block = isinstance(draft.config, LongSpecConfig)
-    info = DraftInfo(
-        target=entry,
-        train_length=LONGSPEC_LENGTH if block else TOKENSWIFT_LENGTH,
-        tree={"levels": LONGSPEC_TREE if block else [TOKENSWIFT_RANKS] * draft.config.n_heads},
-        versions={name: version(name) for name in ("longdraft", "torch")},
-        train_config={
-            "target": {"path": lasting_name(path), "gguf_file": gguf_file},
-            "converted_from": name or place.name,
-        },
-        noise=LONGSPEC_NOISE if block else None,
-    )
+        path = target or LONGSPEC_TARGETS.get(name or "")
+        if path is None:
+            pairs = "; ".join(f"{draft} with {own}" for draft, own in LONGSPEC_TARGETS.items())
+            raise ValueError(
+                f"target: {place} does not say which model it is for; name that (the authors pair {pairs})"
+            )
+        known = describe_target(path, gguf_file)
+        config = LongSpecConfig.for_target(known.model.config, noise=LONGSPEC_NOISE)
+        draft = published_block(read_weights(place), config, norms, str(place))
+        entry, tree, length, noise = target_entry(known), LONGSPEC_TREE, LONGSPEC_LENGTH, LONGSPEC_NOISE
+    versions = {name: version(name) for name in ("longdraft", "torch")}
+    train_config["target"] = {"path": lasting_name(path), "gguf_file": gguf_file}
+    info = DraftInfo(entry, length, {"levels": tree}, versions, train_config, noise)
     save_draft(out, draft, info)
     return draft, info
 
@@ -107,28 +117,6 @@ def _fetch(source: str | Path) -> tuple[Path, str | None]:
         return local, None
     name, weights = str(source), [["*.safetensors"], ["*.bin", "*.pth"]]
     return hub_folder(name, METADATA, weights, refusal=f"source: {name} is no file and no folder"), name
-
-
-def _is_merged(path: Path) -> bool:
-    """Whether this folder is a model with TokenSwift's heads in it."""
-    return (path / CONFIG).is_file() and "medusa_heads" in read_config(path)
-
-
-def _longspec(
-    place: Path, name: str | None, target: str | None, gguf_file: str | None, norms: Sequence[str] | None
-) -> tuple[Draft, dict[str, str], str]:
-    """The block, how its folder names the target (`target_entry`), and the target's name or path."""
-    path = target or LONGSPEC_TARGETS.get(name or "")
-    if path is None:
-        raise ValueError(
-            f"target: {place} does not say which model it is for; name that (the authors pair "
-            f"{'; '.join(f'{draft} with {own}' for draft, own in LONGSPEC_TARGETS.items())})"
-        )
-    known = describe_target(path, gguf_file)
-    if place.is_dir():
-        _compare_rope(place, known)
-    config = LongSpecConfig.for_target(known.model.config, noise=LONGSPEC_NOISE)
-    return published_block(_weights(place), config, norms, str(place)), target_entry(known), path
 
 
 def published_block(
@@ -167,13 +155,7 @@ def published_block(
     parts |= {f"{ours}.weight": [tensors[name]] for ours, name in ordered}
     with torch.device("meta"):
         draft = LongSpec(config)
-    for name, parameter in draft.state_dict().items():
-        rows = sum(len(part) for part in parts[name])
-        if {(rows, *part.shape[1:]) for part in parts[name]} != {tuple(parameter.shape)}:
-            shapes = ", ".join(str(list(part.shape)) for part in parts[name])
-            raise ValueError(f"{source}: {name} has {shapes}, the target has {list(parameter.shape)}; give its own")
-    draft.load_state_dict({name: torch.cat(joined) for name, joined in parts.items()}, assign=True)
-    return draft
+    return _filled(draft, {name: torch.cat(joined) for name, joined in parts.items()}, source)
 
 
 def _in_order(found: list[str], given: Sequence[str] | None, source: str) -> list[str]:
@@ -182,36 +164,26 @@ def _in_order(found: list[str], given: Sequence[str] | None, source: str) -> lis
         if sorted(given) != sorted(found):
             raise ValueError(f"norms: {', '.join(given)}; {source} has {', '.join(found)}")
         return list(given)
-    short = {name: match[1] for name in found if (match := NORM.search(name))}
-    numbered = sorted(found, key=lambda name: short[name])
-    if [re.sub(r"\D", "", short[name]) for name in numbered] in (["1", "2", "3"], ["0", "1", "2"]):
-        return numbered
-    first = [name for name in found if short[name] == "input_layernorm"]
-    rest = [name for name in found if name not in first]
-    before = [name for name in rest if "cross" in short[name] and "post" not in short[name]]
-    behind = [name for name in rest if "post_cross" in short[name]]
-    if len(first) == len(before + behind) == 1:
-        (other,) = [name for name in rest if name not in before + behind]
-        return [*first, *((before[0], other) if before else (other, behind[0]))]
+    by_short_name = {match[1]: name for name in found if (match := NORM.search(name))}
+    for names in NORM_NAMES:
+        if by_short_name.keys() == set(names):
+            return [by_short_name[name] for name in names]
     raise ValueError(
         f"norms: the names in {source} do not tell which stands before self-attention, cross-attention and "
         f"feed-forward; give them in this order: {', '.join(found)}"
     )
 
 
-def _weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, or of a folder: its only .pth file, or files as `save_pretrained` writes them."""
+def read_weights(path: Path) -> Mapping[str, Tensor]:
+    """The tensors by name of a file, or of a folder: its only .pth file, or files as `save_pretrained` writes them."""
     pickles = sorted(path.glob("*.pth"))
-    if path.is_dir() and len(pickles) == 1 and not any(path.glob("*.safetensors")):
+    if path.is_dir():
+        if len(pickles) != 1 or any(path.glob("*.safetensors")):
+            return dict(folder_tensors(path))
         (path,) = pickles
-    return dict(folder_tensors(path) if path.is_dir() else read_file(path))
-
-
-def read_file(path: Path) -> Mapping[str, Tensor]:
-    """Read a file's tensors by name, also from a dict whose only entry holds them."""
+    if path.suffix == ".safetensors":
+        return dict(file_tensors(path))
     with damage_named(path):
-        if path.suffix == ".safetensors":
-            return load_file(path)
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     while isinstance(content, Mapping) and len(content) == 1 and isinstance(next(iter(content.values())), Mapping):
         content = next(iter(content.values()))
@@ -220,60 +192,23 @@ def read_file(path: Path) -> Mapping[str, Tensor]:
     return content
 
 
-def _compare_rope(folder: Path, target: Target) -> None:
-    """Warn if the configuration beside the draft has another RoPE than the target. Vicuna's and LongChat's tensors have
-    the same shapes, so nothing else tells them apart."""
-    if not (folder / CONFIG).is_file():
-        return
-    try:
-        config = read_target_config(folder)
-    except ValueError:  # of an unknown kind of model: the tensors' shapes must do
-        return
-    theirs, ours = dict(config.rope.parameters), dict(target.model.config.rope.parameters)
-    if theirs != ours:
-        warnings.warn(
-            f"{folder / CONFIG} has the RoPE {theirs}, and {target.name} has {ours}: where the draft was not trained "
-            "for this target, it guesses badly; check --target",
-            stacklevel=2,
-        )
-
-
-def _tokenswift(
-    folder: Path, name: str | None, base: str | None, gguf_file: str | None
-) -> tuple[Draft, dict[str, str], str]:
-    """The heads of a merged checkpoint, and what `_longspec` returns beside the block. Reads only as much of the target
-    as tells it from others."""
-    merged = describe_target(folder, sample=True)
-    count = merged.hf_config.to_dict()["medusa_heads"]
-    if type(count) is not int or count < 1:
-        raise ValueError(f"{folder / CONFIG}: medusa_heads is {count!r}, not a number of heads; download it again")
-    config = TokenSwiftConfig(merged.model.config.hidden_size, merged.model.config.rms_norm_eps, n_heads=count)
-    with torch.device("meta"):
-        draft = TokenSwift(config)
-    draft.load_state_dict(_heads(folder, draft), assign=True)
-    if base is None:
-        return draft, target_entry(merged) | {"name": name or merged.name}, name or str(folder)
-    known = describe_target(base, gguf_file, sample=True)
-    different = [part for part in ("config", "weights") if known.fingerprint[part] != merged.fingerprint[part]]
-    if different:
-        raise ValueError(
-            f"target: {base} has another {' and other '.join(different)} than {folder}, in which the heads were "
-            "trained; name their base, or leave it out: the checkpoint is then the draft's target itself"
-        )
-    return draft, target_entry(known), base
-
-
-def _heads(folder: Path, draft: TokenSwift) -> dict[str, Tensor]:
-    """The heads' tensors by our names. Raises ValueError that names what is missing, unknown or of another shape."""
+def _heads(folder: Path, merged: Target) -> TokenSwift:
+    """The heads of a merged checkpoint, which is loaded as a target already."""
     tensors: dict[str, Tensor] = {}
-    for name, tensor in folder_tensors(folder, lambda name: name.startswith(TOKENSWIFT_HEADS)):
+    for name, tensor in folder_tensors(folder):
         if name.startswith(TOKENSWIFT_HEADS):
             match = HEAD.fullmatch(name)
             tensors[f"{OUR_PARTS[match[2]]}.{match[1]}.weight" if match else name] = tensor
-    shapes, found = ({name: p.shape for name, p in group.items()} for group in (draft.state_dict(), tensors))
-    if wrong := sorted(name for name in shapes | found if shapes.get(name) != found.get(name)):
-        raise ValueError(
-            f"{folder} does not hold {draft.config.n_heads} heads of TokenSwift's; missing, unknown or of another "
-            f"shape: {', '.join(wrong[:12])}"
-        )
-    return tensors
+    shape, count = merged.model.config, merged.hf_config.to_dict()["medusa_heads"]
+    with torch.device("meta"):
+        draft = TokenSwift(TokenSwiftConfig(shape.hidden_size, shape.rms_norm_eps, n_heads=count))
+    return _filled(draft, tensors, str(folder))
+
+
+def _filled(draft: D, weights: dict[str, Tensor], source: str) -> D:
+    """The draft with these weights in place of those of the meta device."""
+    try:
+        draft.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{source} does not fit its target: {' '.join(str(error).split())}; give its own") from error
+    return draft

@@ -41,7 +41,7 @@ class Quantisation:
     ignored: tuple[str, ...] = ()
 
     def dequantised(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the checkpoint that was quantised, by their names there. Works on the meta device too.
+        """The tensors of the checkpoint that was quantised, by their names there.
 
         Raises ValueError at the end if some of a weight's tensors are missing.
         """

@@ -12,7 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from longdraft.models.draft_folder import Draft, DraftInfo, check_out, load_draft, save_draft, target_entry
+from longdraft.models.draft_folder import (
+    Draft,
+    DraftInfo,
+    TargetEntry,
+    check_out,
+    load_draft,
+    save_draft,
+    target_entry,
+)
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.drafts.loss import RANKS
 from longdraft.models.hf import lasting_name
@@ -101,7 +109,7 @@ def _read(run_dir: str | Path, best: bool) -> tuple[dict[str, Any], dict[str, Te
     raise AssertionError
 
 
-def _entry(target: Target, trained_with: str | None, path: str) -> dict[str, str]:
+def _entry(target: Target, trained_with: str | None, path: str) -> TargetEntry:
     """The target as the run began with it, by the hash of its weights (if any), whatever lies at its path now."""
     now, entry = target_entry(target), target_entry(target, trained_with)
     if now != entry:
@@ -121,7 +129,7 @@ def _restricted(config: Config, target: Target, draft: Draft, n: int) -> Draft:
     return frozen_draft(section, target, draft.state_dict() | {"token_ids": token_ids_E})
 
 
-def _info(config: Config, saved: dict[str, Any], entry: dict[str, str], draft: Draft) -> DraftInfo:
+def _info(config: Config, saved: dict[str, Any], entry: TargetEntry, draft: Draft) -> DraftInfo:
     noise = draft.config.noise if isinstance(draft, LongSpec) else None
     levels = [RANKS] * draft.config.n_heads if noise is None else list(BEAM[:noise])  # pyright: ignore
     rates = {name: saved["extra"]["heldout"].get(name) for name in ("rank_rates", "choice_rates")}

@@ -95,10 +95,7 @@ def test_a_target_of_other_weights_is_one_line_of_warning(folder, capsys, tmp_pa
         error = capsys.readouterr().err
         said = [line for line in error.splitlines() if "arning" in line or "load_draft" in line]
         assert len(said) == n_warnings and "Same tokens from plain, tokenswift (fp32): yes" in error
-    assert said[0].startswith(
-        f"warning: draft: {folder}/run/draft was trained with the weights of target (weights_sha256"
-    )
-    assert "and these are tuned (weights_sha256" in said[0]
+    assert said[0].startswith(f"warning: draft: {folder}/run/draft was trained with other weights than those of tuned")
 
 
 def test_generate_reads_files_and_standard_input(folder, capsys, monkeypatch, tmp_path):

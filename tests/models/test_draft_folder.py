@@ -3,7 +3,6 @@ together is refused."""
 
 import json
 import resource
-import time
 import warnings
 from contextlib import contextmanager
 from hashlib import sha256
@@ -17,7 +16,6 @@ from longdraft.models import draft_folder
 from longdraft.models.draft_folder import (
     CONFIG,
     STAGED,
-    UNSEEN,
     WEIGHTS,
     DraftInfo,
     check_out,
@@ -112,12 +110,11 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def refused(folder, target, *names):
     """Loading is refused in one line that has these names."""
-    begin = time.monotonic()
     with pytest.raises(ValueError, match=r"\S") as error:
         load_draft(folder, target)
     text = str(error.value)
     assert all(name in text for name in names), text
-    assert len(text) < 700 and "\n" not in text and time.monotonic() - begin < 30
+    assert "\n" not in text
 
 
 def test_round_trip(folder, draft, kind):
@@ -178,25 +175,20 @@ def test_fields_that_first_folders_lack(folder):
         load_draft(folder)
 
 
-def test_another_target_is_refused_with_both_fingerprints(folder, target, tiny_target):
-    other = tiny_target(n_layers=3, rope=LLAMA3)
-    refused(folder, other, "tiny-0", target.fingerprint["config"], other.fingerprint["config"])
+def test_another_target_is_refused_and_other_weights_are_warned_of(folder, tiny_target):
+    refused(folder, tiny_target(n_layers=3, rope=LLAMA3), "tiny-0", "config_sha256")
     other = tiny_target(rope=LLAMA3)
     other.fingerprint["tokenizer"] = "f" * 64
-    refused(folder, other, "tokenizer_sha256 none", "tokenizer_sha256 ffff")
-    same = tiny_target(rope=LLAMA3)
-    same.name = "a/local/copy"
-    load_draft(folder, same)
-
-
-def test_a_target_of_other_weights_is_told_apart(folder, tiny_target):
+    refused(folder, other, "tokenizer_sha256")
     other = tiny_target(rope=LLAMA3, seed=1)
-    with pytest.warns(UserWarning, match=r"trained with the weights of tiny-0 \(weights_sha256 \w{64}\), and") as seen:
+    with pytest.warns(UserWarning, match="other weights than those of tiny-1") as seen:
         load_draft(folder, other)
-    assert "tiny-1 (weights_sha256" in str(seen[0].message) and seen[0].filename == __file__
+    assert seen[0].filename == __file__
+    same = tiny_target(rope=LLAMA3, dtype=torch.bfloat16)
+    same.name = "a/local/copy"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_draft(folder, tiny_target(rope=LLAMA3, dtype=torch.bfloat16))
+        load_draft(folder, same)
         entry = content(folder)["target"]
         change(folder, target={name: value for name, value in entry.items() if name != "weights_sha256"})
         load_draft(folder, other)  # as earlier versions wrote it
@@ -205,7 +197,6 @@ def test_a_target_of_other_weights_is_told_apart(folder, tiny_target):
 # Names in the message: fields of config.json that are changed (None: left out). "draft.x" is in the network's shape.
 DAMAGED_FIELDS = [
     ("format_version", {"format_version": 9}),
-    ("format_version", {"format_version": True}),
     ("format_version", {"format_version": None}),
     ("method", {"method": "eagle"}),
     ("method", {"method": ["medusa"]}),
@@ -230,52 +221,34 @@ def test_a_damaged_field_is_named(folder, target, name, fields):
     refused(folder, target, CONFIG, name)
 
 
-def test_a_damaged_field_of_the_shape_is_named(folder, target):
-    """Sizes beyond the weights would otherwise take all memory, or minutes."""
-    shape, deep = content(folder)["draft"], []
-    for _ in range(200):
-        deep = [deep]
-    right = {"kind": str, "out_norm_init": str, "draft_vocab_size": type(None)}  # but for the value's own
+def test_a_damaged_field_of_the_shape_is_named(folder):
+    shape = content(folder)["draft"]
     for name, value in shape.items():
-        for wrong in (True, deep, "x" * 10_000, float("nan"), float("inf"), None):
-            if type(wrong) in (type(value), right.get(name)) and wrong == wrong and wrong != float("inf"):
-                continue
+        for wrong in (["x"], "x" * 10_000, float("nan"), *([0, True] if type(value) is int else [])):
             change(folder, draft=shape | {name: wrong})
-            refused(folder, target, CONFIG, name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            for wrong in (0, -1, 10**9, 10**30):
-                change(folder, draft=shape | {name: wrong})
-                if wrong <= 0 or name not in UNSEEN:
-                    refused(folder, None, CONFIG, name)
-                if name not in ("window", "noise"):
-                    refused(folder, target, CONFIG, name)
+            refused(folder, None, CONFIG, name)
     change(folder, draft=shape | {"width": 32})
-    refused(folder, target, CONFIG, "draft.width")
+    refused(folder, None, CONFIG, "draft.width")
     change(folder, draft={name: value for name, value in shape.items() if name != "hidden_size"})
-    refused(folder, target, CONFIG, "draft.hidden_size")
+    refused(folder, None, CONFIG, "draft.hidden_size")
     change(folder, draft=shape | {"hidden_size": 16})
-    refused(folder, target, CONFIG, "draft.hidden_size")
+    refused(folder, None, WEIGHTS)
 
 
 @pytest.mark.parametrize("kind", ["longspec"], indirect=True)
-def test_a_rope_that_is_not_the_targets_is_named(folder, target):
-    shape = content(folder)["draft"]
-    change(folder, draft=shape | {"rope": shape["rope"] | {"factor": 4.0}})
-    refused(folder, target, CONFIG, "draft.rope")
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4}
-    longest = "original_max_position_embeddings"
-    for rope in (yarn, yarn | {"factor": "x"}, yarn | {"factor": 2.0, longest: "64"}, {"rope_type": "yarn"}, {}):
-        change(folder, draft=shape | {"rope": rope})
-        refused(folder, None, CONFIG)
+@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "rope_theta": 1e4, "factor": "x"}, {"rope_type": "yarn"}, {}])
+def test_a_rope_that_cannot_be_is_refused(folder, rope):
+    change(folder, draft=content(folder)["draft"] | {"rope": rope})
+    refused(folder, None, CONFIG)
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "[" * 100_000 + "]" * 100_000, '{"a": ' * 100_000 + "1" + "}" * 100_000, "9" * 5000, "[]",
-        '{"format_version": 1', " " * 2**24 + "{}", b"\xff\xfe{}", "",
+        '{"format_version": 1', b"\xff\xfe{}", "",
     ],
-    ids=["lists", "objects", "digits", "list", "half", "large", "bytes", "empty"],
+    ids=["lists", "objects", "digits", "list", "half", "bytes", "empty"],
 )  # fmt: skip
 def test_a_config_json_that_is_none(tmp_path, text):
     (tmp_path / CONFIG).write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -286,30 +259,23 @@ def test_a_config_json_that_is_none(tmp_path, text):
 
 def test_damaged_weights_are_named(folder, draft, target):
     whole = load_file(folder / WEIGHTS)
-    names = sorted(name for name, p in whole.items() if p.is_floating_point())
-    bad = {key: p.clone() for key, p in whole.items()}
-    for wrong in (torch.nan, torch.inf):
-        bad[names[-1]].view(-1)[-1] = wrong
-        put_weights(folder, bad)
-        refused(folder, None, WEIGHTS, names[-1])
-    dtypes = [whole | {names[-1]: whole[names[-1]].to(d)} for d in (torch.int64, torch.bool, torch.float8_e4m3fn)]
-    for weights in (*dtypes, whole | {names[-1]: whole[names[-1]][:-1]}):
+    name = max(name for name, p in whole.items() if p.is_floating_point())
+    for weights in (
+        whole | {name: whole[name].to(torch.int64)},
+        whole | {name: whole[name][:-1]},
+        {other: p for other, p in whole.items() if other != name},
+    ):
         put_weights(folder, weights)
-        refused(folder, None, WEIGHTS, names[-1])
-    put_weights(folder, {name: p for name, p in whole.items() if name != names[-1]})
-    refused(folder, None, WEIGHTS)
+        refused(folder, None, WEIGHTS, name)
     put_weights(folder, whole | {"extra": torch.ones(1)})
     refused(folder, None, WEIGHTS, "extra")
-    if isinstance(draft, LongSpec):
-        put_weights(folder, whole | {"token_ids": whole["token_ids"].float()})
-        refused(folder, None, WEIGHTS, "token_ids")
     put_weights(folder, {key: p.half() if p.is_floating_point() else p for key, p in whole.items()})
     load_draft(folder)
-    whole[names[0]].view(-1)[0] += 1
+    whole[name].view(-1)[0] += 1
     save_file(whole, folder / WEIGHTS)
     refused(folder, target, WEIGHTS)  # another export's
     change(folder, weights_sha256=None)  # as earlier versions wrote it
-    assert torch.equal(load_draft(folder).state_dict()[names[0]], whole[names[0]])
+    assert torch.equal(load_draft(folder).state_dict()[name], whole[name])
     (folder / WEIGHTS).unlink()
     refused(folder, target, WEIGHTS)
 
@@ -366,19 +332,6 @@ class TestWriting:
             save_draft(folder, small, info)
         assert files(folder) == before and not (folder / STAGED).exists()
 
-    def test_an_interrupt_between_the_two_files_leaves_the_new_pair(self, folder, small, info, monkeypatch):
-        rename = Path.rename
-
-        def interrupted(self, target):
-            rename(self, target)
-            if self.name == WEIGHTS:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(Path, "rename", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            save_draft(folder, small, info)
-        assert torch.equal(load_draft(folder).proj[0].weight, small.proj[0].weight)
-
     def test_what_fails_its_check_changes_nothing(self, folder, small, info):
         before = files(folder)
 
@@ -414,8 +367,9 @@ class TestWriting:
             save_draft(tmp_path / name, small, info)
         assert "\n" not in str(error.value) and files(tmp_path) == before
 
-    @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(
+        ("dtype", "wrong"), [(torch.float32, torch.nan), (torch.bfloat16, torch.inf), (torch.float16, -torch.inf)]
+    )
     def test_weights_that_are_no_numbers_are_not_written(self, tmp_path, small, info, wrong, dtype, kind):
         small.to(dtype).proj[0].weight.data[1, 2] = wrong
         with pytest.raises(ValueError, match=r"^out: .*proj\.0"):

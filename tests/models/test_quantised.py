@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3M
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from longdraft.models.draft_folder import target_entry
-from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import describe_target, load_target, read_target_config
 from longdraft.models.passes import Pass
 
@@ -181,13 +180,12 @@ def assert_same(target, theirs):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_model_is_that_of_the_numbers(tmp_path, form):
-    """So it is if a weight's parts are in several files; the hash is the same if only a few weights are read."""
+    """So it is if a weight's parts are in several files."""
     pack, quantization = FORMS[form]
     theirs = made(LLAMA)
     folder = write(tmp_path, theirs, quantization, linear_layers(pack), shards=3)
     target = load_target(folder, torch.float32)
     assert_same(target, theirs)
-    assert describe_target(folder, sample=True).fingerprint["weights"] == weights_hash(target.model)
     assert read_target_config(folder) == target.model.config
     assert target_entry(target)["quantization"].endswith(", dequantised")
 
@@ -224,7 +222,6 @@ def test_gpt_oss_as_it_is_published(tmp_path):
     folder = write(tmp_path, theirs, {"quant_method": "mxfp4", "modules_to_not_convert": []}, quantise)
     target = load_target(folder, torch.float32)
     assert_same(target, theirs)
-    assert describe_target(folder, sample=True).fingerprint["weights"] == weights_hash(target.model)
 
 
 # By program: the scales of activations and of the cache that it writes for a layer's attention.

@@ -213,7 +213,7 @@ def test_the_draft_says_which_weights_it_was_trained_with(runs, config_file, tmp
     assert read_info(out).target["weights_sha256"] == expected
     said = capsys.readouterr().out
     assert f"has other weights now (weights_sha256 {weights_hash(target.model)})" in said and expected in said
-    with pytest.warns(UserWarning, match="was trained with the weights of"):
+    with pytest.warns(UserWarning, match="was trained with other weights"):
         load_draft(out, target)
 
 
