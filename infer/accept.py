@@ -13,7 +13,7 @@ from torch import Tensor
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
-from longdraft.kernels.accepted_path import accepted_path
+from longdraft.kernels.tree import accepted_path
 from longdraft.models.passes import spread
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longdraft.kernels import backend
 from longdraft.kernels.experts import waits_for_host
-from longdraft.kernels.tree_mask import MOST_ROWS
+from longdraft.kernels.tree import MOST_ROWS
 from longdraft.models.decoder import Decoder
 
 T = TypeVar("T")

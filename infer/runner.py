@@ -22,7 +22,7 @@ from longdraft.infer.logprobs import TokenLogprob, path_logprobs, read_logprobs
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
-from longdraft.kernels.cpu import threads
+from longdraft.kernels.cpu import library
 from longdraft.kernels.transfer import HostCopy, Moment
 from longdraft.models.decoder import Decoder
 from longdraft.models.device import on_device
@@ -109,7 +109,7 @@ class Runner:
         self.device = model.embed_tokens.weight.device
         self.on_cpu = backend.is_host(self.device)
         self.lag = 0 if self.on_cpu else 1
-        self.work_clock: Callable[[], float] = threads.work_seconds if self.on_cpu else time.perf_counter
+        self.work_clock: Callable[[], float] = library.work_seconds if self.on_cpu else time.perf_counter
         self.graphs = graphs_for(graphs, model)
         automatic = nodes == "auto" and self.max_nodes > 0
         self.policy = Policy(
@@ -134,7 +134,7 @@ class Runner:
         """Queue one step of all active slots. also: tensors to be read on the host together with its results."""
         state, cache = self.state, self.cache
         assert cache is not None
-        with on_device(self.device), threads.decoding(self.on_cpu), torch.no_grad():
+        with on_device(self.device), library.decoding(self.on_cpu), torch.no_grad():
             begin, draft_begin = time.perf_counter(), Moment(self.device, self.work_clock)
             self._began = self._began or (begin, self.work_clock())
             working = self._working_slots()

@@ -20,7 +20,7 @@ from longdraft.infer.logprobs import TokenLogprob, prompt_logprobs
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
-from longdraft.kernels.cpu import threads
+from longdraft.kernels.cpu import library
 from longdraft.kernels.linear import prompt_in_c
 from longdraft.kernels.transfer import from_host, integers
 from longdraft.models.decoder import Decoder
@@ -215,8 +215,8 @@ class SlotPool:
     def _prefill_threads(self, n_tokens: int) -> AbstractContextManager[None]:
         """The threads of a prefill pass of `n_tokens` tokens a slot: the C kernels', or PyTorch's."""
         if prompt_in_c(n_tokens, self.model.embed_tokens.weight.dtype):
-            return threads.decoding(self.runner.on_cpu)
-        return threads.free_processors(self.runner.on_cpu)
+            return library.decoding(self.runner.on_cpu)
+        return library.free_processors(self.runner.on_cpu)
 
     def assign(self, requests: Sequence[Request | None], committed: list[list[int]]) -> None:
         """Put these requests on the slots, None for a free one. committed: each slot's tokens, prompt included; the

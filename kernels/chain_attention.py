@@ -20,12 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from longdraft.kernels import backend
+from longdraft.kernels.attention import attention_with_sinks, merge, with_sinks
 from longdraft.kernels.cpu import rows
-from longdraft.kernels.sinks import attention_with_sinks, with_sinks
-from longdraft.kernels.tree_mask import MOST_ROWS, pack_tree
+from longdraft.kernels.tree import MOST_ROWS, pack_tree
+
+# Queries per call where a mask is needed: bounds the mask at this many rows by the keys that they may read.
+BLOCK = 512
 
 
 @dataclass
@@ -64,7 +67,7 @@ def chain_attention(
             beyond are never read (they may be NaN). Their strides may differ.
         plan: the plan of the pass.
         window: number of rows a row reads at most, itself included; None for all.
-        sinks_H: attention sinks (kernels/sinks.py); None for none.
+        sinks_H: attention sinks (kernels/attention.py); None for none.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5.
     """
     if (flash := backend.varlen_attention_for(q_BTHd)) is not None:
@@ -203,9 +206,53 @@ def _part(q_1HTd: Tensor, k_1KSd: Tensor, v_1KSd: Tensor, causal: bool = False) 
     return out_KGTd.flatten(0, 1)[None], lse_KGX.flatten(0, 1)[None, :, : q_1HTd.shape[2]]  # the kernel pads these
 
 
-def merge(new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge the outputs and log-sum-exps of the same rows over two sets of keys into those over both."""
-    (new_1HTd, new_lse_1HT), (old_1HTd, old_lse_1HT) = new, old
-    share_1HT1 = torch.sigmoid(new_lse_1HT - old_lse_1HT)[..., None]
-    out_1HTd = torch.lerp(old_1HTd.to(share_1HT1.dtype), new_1HTd.to(share_1HT1.dtype), share_1HT1)
-    return out_1HTd.to(new_1HTd.dtype), torch.logaddexp(new_lse_1HT, old_lse_1HT)
+def causal_attention(
+    q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, window: int | None = None, sinks_H: Tensor | None = None
+) -> Tensor:
+    """Causal attention in which query t reads keys 0 .. S - T + t, the last `window` of them.
+
+    PyTorch's scaled_dot_product_attention runs everywhere: without a mask if there is no window, else in blocks of
+    queries under a small mask. With sinks, which need log-sum-exps, `in_parts` runs instead.
+
+    Args:
+        q_BTHd: queries after RoPE.
+        k_BSKd, v_BSKd: keys and values. K divides H: head h reads key head h // (H / K).
+        window: number of keys a query reads at most, its own token's included if S = T; None for all.
+        sinks_H: attention sinks (kernels/attention.py); None for none. With sinks nothing has a gradient.
+    Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5.
+    """
+    if sinks_H is not None:
+        rows = zip(q_BTHd.split(1), k_BSKd.split(1), v_BSKd.split(1), strict=True)
+        return torch.cat([in_parts(q, k, v, window, sinks_H) for q, k, v in rows])
+    n_queries, n_keys = q_BTHd.shape[1], k_BSKd.shape[1]
+    q_BHTd, k_BKSd, v_BKSd = q_BTHd.transpose(1, 2), k_BSKd.transpose(1, 2), v_BSKd.transpose(1, 2)
+    operands, grouped = (q_BHTd, k_BKSd, v_BKSd), q_BHTd.shape[1] != k_BKSd.shape[1]
+    if window is None or window >= n_keys:
+        if n_queries == n_keys:
+            return scaled_dot_product_attention(*operands, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+        if (
+            q_BTHd.is_cuda and q_BTHd.dtype in backend.HALF
+        ):  # the flash kernel takes this bias without making a mask of it
+            from torch.nn.attention.bias import causal_lower_right  # takes a second: it imports PyTorch's compiler
+
+            lower_right = causal_lower_right(n_queries, n_keys)
+            return scaled_dot_product_attention(*operands, attn_mask=lower_right, enable_gqa=grouped).transpose(1, 2)
+    return _blockwise(q_BHTd, k_BKSd, v_BKSd, n_keys if window is None else window, grouped).transpose(1, 2)
+
+
+def _blockwise(q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, window: int, grouped: bool) -> Tensor:
+    """[B, H, T, d], BLOCK queries at a time, under a mask over the keys that any of them reads."""
+    n_queries, before = q_BHTd.shape[2], k_BKSd.shape[2] - q_BHTd.shape[2]
+    blocks, shape, mask = [], None, None
+    for start in range(0, n_queries, BLOCK):
+        stop = min(start + BLOCK, n_queries)
+        first = max(0, before + start - window + 1)
+        # Under a window most blocks have the same mask. They share it, as autograd keeps it for the backward pass.
+        if shape != (shape := (stop - start, before + stop - first)):
+            last_T1 = torch.arange(shape[1] - shape[0], shape[1], device=q_BHTd.device)[:, None]
+            key_S = torch.arange(shape[1], device=q_BHTd.device)
+            closed_TS = (key_S > last_T1) | (key_S <= last_T1 - window)
+            mask = torch.zeros(shape, dtype=q_BHTd.dtype, device=q_BHTd.device).masked_fill_(closed_TS, float("-inf"))
+        operands = q_BHTd[:, :, start:stop], k_BKSd[:, :, first : before + stop], v_BKSd[:, :, first : before + stop]
+        blocks.append(scaled_dot_product_attention(*operands, attn_mask=mask, enable_gqa=grouped))
+    return torch.cat(blocks, 2)

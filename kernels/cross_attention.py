@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from longdraft.kernels.attention import masked_attention
 from longdraft.kernels.cpu import rows
-from longdraft.kernels.masked_attention import masked_attention
 from longdraft.kernels.tree_attention import triton_for
 
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longdraft.kernels import backend
-from longdraft.kernels.causal_attention import causal_attention
-from longdraft.kernels.masked_attention import attention_weights, masked_attention, where_read
-from longdraft.kernels.sinks import attention_with_sinks
+from longdraft.kernels.attention import attention_weights, attention_with_sinks, masked_attention, where_read
+from longdraft.kernels.chain_attention import causal_attention
 from longdraft.kernels.transfer import from_host
 
 # One kernel for all segments needs their keys end to end, so keys that segments share are copied. If that made more
@@ -66,7 +65,7 @@ def segment_attention(
         k_MKd, v_MKd: keys and values. K divides H: head h reads key head h // (H / K).
         segments: in the order of their queries, which do not overlap; their keys may. Empty ones are ignored.
         window: number of keys a query reads at most, the last ones; None for all.
-        sinks_H: attention sinks (kernels/sinks.py); None for none. With sinks nothing has a gradient.
+        sinks_H: attention sinks (kernels/attention.py); None for none. With sinks nothing has a gradient.
     Returns:
         [N, H, d] in q's dtype, scores scaled by d ** -0.5; zeros for rows in no segment, which get a zero gradient.
     """

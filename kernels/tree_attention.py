@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.kernels import backend
+from longdraft.kernels.attention import masked_attention, with_sinks
 from longdraft.kernels.chain_attention import ChainPlan, chain_attention, first_read, merge
 from longdraft.kernels.cpu import rows
-from longdraft.kernels.masked_attention import masked_attention
-from longdraft.kernels.sinks import with_sinks
-from longdraft.kernels.tree_mask import MOST_ROWS, attended_rows, pack_tree
+from longdraft.kernels.tree import MOST_ROWS, attended_rows, pack_tree
 
 
 @dataclass
@@ -75,7 +74,7 @@ def tree_attention(
             j <= i.
         window: a row reads the last `window` tokens of its own history, itself included; None for all.
         plan: the pass's plan with the same lengths and tree, to share masks between layers; None makes one.
-        sinks_H: attention sinks (kernels/sinks.py); None for none.
+        sinks_H: attention sinks (kernels/attention.py); None for none.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zeros for a row that may read nothing.
     """
     n_slots, n_rows = q_BTHd.shape[:2]

@@ -56,7 +56,7 @@ class DecoderConfig:
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the feed-forward's gate
     embedding_scale: Float = 1.0
     post_norms: Bool = False  # whether each sub-layer's output is normed before it is added to the stream
-    attention_sinks: Bool = False  # a learned score per head that every query reads (kernels/sinks.py)
+    attention_sinks: Bool = False  # a learned score per head that every query reads (kernels/attention.py)
     window_rope: RopeConfig | None = None  # of the layers with a sliding window, if not `rope`
     # Our norm weights are the published ones plus `norm_offset`; the q norm's are then multiplied by `query_factor`.
     norm_offset: Float = 0.0

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend
-from longdraft.kernels.keep_rows import keep_rows
 from longdraft.kernels.rotate import HeadNorms, rotate_append
 from longdraft.kernels.transfer import integers
+from longdraft.kernels.tree import keep_rows
 
 
 class KVCache:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from longdraft.kernels.causal_attention import causal_attention
-from longdraft.kernels.chain_attention import prompt_attention
+from longdraft.kernels.chain_attention import causal_attention, prompt_attention
 from longdraft.kernels.cpu.layers import LayerWeights
 from longdraft.kernels.gate import gelu_gate
 from longdraft.kernels.linear import linear
@@ -88,7 +87,7 @@ def attend(
     """Attention of the pass's tokens, [B, T, H, d], over themselves and, with a cache, over its committed rows.
 
     q and k are rotated. layer: index into the cache. window: how many keys a query reads; None: all.
-    sinks_H: see kernels/sinks.py.
+    sinks_H: see kernels/attention.py.
     """
     inputs, cache = context.inputs, context.inputs.cache
     if context.pieces is not None:

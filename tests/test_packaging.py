@@ -146,8 +146,8 @@ def test_third_party_kernels_is_found_from_the_root(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("WHO = 'third party'\n")
     code = (
-        f"import sys; sys.path.append({str(tmp_path)!r}); import kernels, longdraft.kernels.gumbel as ours; "
+        f"import sys; sys.path.append({str(tmp_path)!r}); import kernels, longdraft.kernels.choice as ours; "
         "print(kernels.WHO, ours.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split("\n")[0] == "third party longdraft.kernels.gumbel", done.stderr
+    assert done.stdout.split("\n")[0] == "third party longdraft.kernels.choice", done.stderr

@@ -117,7 +117,7 @@ def test_recorded_work_is_done_at_every_replay(gpu, tiny_target):
 def test_afterwards_all_is_as_before(pretended_cuda):
     before = backend.triton_kernels, torch.cuda.synchronize
     with pretended_cuda.PretendedCuda():
-        assert isinstance(backend.triton_kernels("accepted_path", "cuda"), SimpleNamespace)
+        assert isinstance(backend.triton_kernels("tree", "cuda"), SimpleNamespace)
         x = torch.ones(2).to("cuda")
     assert (backend.triton_kernels, torch.cuda.synchronize) == before
     with pytest.raises(AssertionError, match="outside of"):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from longdraft.kernels.causal_attention import BLOCK
+from longdraft.kernels.chain_attention import BLOCK
 from longdraft.kernels.linear_cross_entropy import rows_per_block, rows_per_chunk
 from longdraft.kernels.linear_distillation import block_rows
 from longdraft.models.decoder import Decoder
@@ -234,7 +234,7 @@ class _Sizes:
         return size * kept, top
 
     def masks(self, n_queries: int, subset: bool) -> int:
-        """Numbers in the masks that attention keeps on a CPU (kernels/causal_attention.py)."""
+        """Numbers in the masks that attention keeps on a CPU (kernels/chain_attention.py)."""
         length, window = self.data.seq_len, self.shape.window
         if subset:
             return n_queries * (min(length, QUERY_BLOCK + window) + length // 2)

@@ -15,7 +15,7 @@ from torch import Tensor
 from longdraft.benchmarks.drafters.provenance import hardware, provenance
 from longdraft.benchmarks.drafters.timing import seconds_of, take_turns
 from longdraft.infer.graphs import graphs_for
-from longdraft.kernels.cpu.threads import decoding
+from longdraft.kernels.cpu.library import decoding
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, prompt_rows
 from longdraft.models.target import Target

@@ -97,19 +97,13 @@ def _tree_attention(v: Variant, module: ModuleType) -> Any:
 
 def _choice(v: Variant, module: ModuleType) -> Any:
     number, nodes = empty(1, dtype=torch.int64), empty(1, v.rows, dtype=torch.int64)
+    module.gumbel_noise(number, nodes, VOCAB)
     return module.choose(empty(1, v.rows, VOCAB, dtype=DTYPES[v.dtype]), number, nodes, empty(1, dtype=torch.float32))
 
 
-def _gumbel(v: Variant, module: ModuleType) -> Any:
-    return module.gumbel_noise(empty(1, dtype=torch.int64), empty(1, v.rows, dtype=torch.int64), VOCAB)
-
-
-def _accepted_path(v: Variant, module: ModuleType) -> Any:
+def _tree(v: Variant, module: ModuleType) -> Any:
     nodes = empty(1, v.rows, dtype=torch.int64)
-    return module.accepted_path(nodes, nodes, nodes, empty(1, dtype=torch.bool), 8)
-
-
-def _keep_rows(v: Variant, module: ModuleType) -> Any:
+    module.accepted_path(nodes, nodes, nodes, empty(1, dtype=torch.bool), 8)
     layers, one = empty(LAYERS, 1, CAPACITY, KV, v.width, dtype=DTYPES[v.dtype]), empty(1, dtype=torch.int64)
     return module.keep_rows(layers, layers, one, empty(1, 9, dtype=torch.int64), one)
 
@@ -147,20 +141,14 @@ def _segment_attention(v: Variant, module: ModuleType) -> Any:
 CALLS: dict[str, Callable[[Variant, ModuleType], Any]] = {
     "tree_attention": _tree_attention,
     "choice": _choice,
-    "gumbel": _gumbel,
-    "accepted_path": _accepted_path,
-    "keep_rows": _keep_rows,
+    "tree": _tree,
     "rotate": _rotate,
     "selection": _selection,
     "linear_cross_entropy": _linear_cross_entropy,
     "segment_attention": _segment_attention,
 }
-# Files whose code depends on the head width, on the dtype of the logits, or on neither.
-BY_WIDTH, BY_DTYPE, ALIKE = (
-    ("keep_rows", "rotate", "selection"),
-    ("choice", "linear_cross_entropy"),
-    ("gumbel", "accepted_path"),
-)
+# Files whose code depends on the head width, and on the dtype of the logits.
+BY_WIDTH, BY_DTYPE = ("tree", "rotate", "selection"), ("choice", "linear_cross_entropy")
 
 
 def tree_shapes(module: ModuleType, dtype: str, width: int) -> list[int]:
@@ -186,7 +174,7 @@ def variants(module: ModuleType) -> Iterator[Variant]:
         (120, "bf16", 256), (120, "fp32", 256),
     ):  # fmt: skip
         yield Variant("tree_attention", "tree, window", arch, dtype, 64, width)
-    for file in (*BY_WIDTH, *BY_DTYPE, *ALIKE):
+    for file in (*BY_WIDTH, *BY_DTYPE):
         yield Variant(file, "", 90)
     for arch in (80, 120):
         yield Variant("segment_attention", "window", arch, "bf16", 4096, 128)

@@ -19,7 +19,7 @@ from longdraft.benchmarks.kernels.candidates import OURS, Build, Run, Unavailabl
 from longdraft.benchmarks.kernels.profiles import Profile
 from longdraft.benchmarks.kernels.timing import Bench
 from longdraft.infer.graphs import cuda_graphs
-from longdraft.kernels.cpu.threads import decoding
+from longdraft.kernels.cpu.library import decoding
 from longdraft.models.decoder import Decoder
 from longdraft.models.hf import build_decoder
 from longdraft.models.hf_config import decoder_config

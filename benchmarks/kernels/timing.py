@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longdraft.benchmarks.drafters.timing import SPUN_OUT, seconds_of, take_turns
-from longdraft.kernels.cpu.threads import decoding
+from longdraft.kernels.cpu.library import decoding
 from longdraft.kernels.linear import emulates_bf16
 from longdraft.models.device import available_bytes
 

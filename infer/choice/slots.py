@@ -3,7 +3,7 @@
 choice(t) = argmax_v( filter(penalised logits / T)_v + g(seed, t, v) ), and at T = 0 the argmax of the penalised logits.
 Plain decoding and the verification of a tree apply this same rule, so every drafter gives plain decoding's text
 (Drafter-invariant speculative decoding, arXiv 2408.07978). The parameters are infer/sampling.py's, the penalties
-infer/choice/penalties.py's, the filters infer/choice/filters.py's, and the noise g is kernels/gumbel.py's.
+infer/choice/penalties.py's, the filters infer/choice/filters.py's, and the noise g is kernels/choice.py's.
 Shapes: B slots, N nodes, V vocabulary.
 """
 
@@ -15,9 +15,8 @@ from longdraft.infer.choice.penalties import Penalties
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels import backend
-from longdraft.kernels.best_tokens import best_tokens
-from longdraft.kernels.choice import choose
-from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.kernels.beam import best_tokens
+from longdraft.kernels.choice import choose, gumbel_noise
 from longdraft.kernels.transfer import from_host, integers
 
 # Rows of noise kept for each slot on the CPU: drafting, verifying and the next step ask for the same positions, so a

@@ -18,7 +18,7 @@ from longdraft.infer.drafters.base import Count, CountOrZero, DeviceDrafter, Req
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels.transfer import HostCopy, integers
-from longdraft.kernels.tree_mask import MOST_ROWS
+from longdraft.kernels.tree import MOST_ROWS
 from longdraft.models.footprint import Allocations, cache_rows
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput

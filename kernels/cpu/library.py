@@ -1,4 +1,5 @@
-"""The library of C kernels: how it is compiled once for this machine, loaded and called by ctypes."""
+"""The library of C kernels: how it is compiled once for this machine, loaded and called by ctypes; and who has the
+threads while decoding, PyTorch or the C kernels, with a clock of the work that they do (threads.inc)."""
 
 import ctypes
 import hashlib
@@ -8,7 +9,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +23,8 @@ FOLDER = Path(__file__).parent
 SOURCES = FOLDER / "rows.c", *sorted(FOLDER.glob("*.inc"))
 # No -ffast-math: it would assume that infinities and NaN never occur, and flush denormals process-wide.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-pthread", "-fPIC"]
+# Whether this thread is inside `decoding`.
+is_decoding: ContextVar[bool] = ContextVar("is_decoding", default=False)
 
 
 def _place(name: str) -> Path:
@@ -131,3 +137,60 @@ def make_call(name: str, arguments: ctypes.Structure, what: str) -> None:
     assert lib is not None
     if lib.make_call(_address(name), ctypes.addressof(arguments)):
         raise MemoryError(f"no memory for {what}")
+
+
+@contextmanager
+def decoding(enabled: bool = True) -> Iterator[None]:
+    """A context in which this thread's passes of few rows go through the C kernels in fp32 too, on as many threads as
+    PyTorch has.
+
+    PyTorch's own operations between them run on one thread: two pools that wait for work by spinning would take the
+    processors from each other. Without the kernels, or if not `enabled`, nothing changes.
+    """
+    lib = library() if enabled else None
+    if lib is None:
+        yield
+        return
+    token, taken = is_decoding.set(True), lib.take_threads(1)
+    try:
+        yield
+    finally:
+        lib.give_threads(taken)
+        is_decoding.reset(token)
+
+
+@contextmanager
+def free_processors(enabled: bool = True) -> Iterator[None]:
+    """A context in which PyTorch's operations of this thread run on as many threads as there are processors that no
+    other process uses at the moment, at least one.
+
+    OpenMP's threads wait for each other at the end of every operation, so one that has no processor holds up all.
+    """
+    lib, elsewhere = (library(), running_elsewhere()) if enabled else (None, 0)
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    taken = lib.take_threads(max(1, processors - elsewhere)) if lib is not None and elsewhere else 0
+    try:
+        yield
+    finally:
+        if lib is not None:
+            lib.give_threads(taken)
+
+
+def running_elsewhere() -> int:
+    """How many threads of other processes run or wait for a processor now; 0 where the system does not tell."""
+    try:
+        running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
+        ours = sum(
+            (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+            for task in Path("/proc/self/task").iterdir()
+        )
+    except (OSError, ValueError, IndexError):
+        return 0
+    return max(0, running - ours)
+
+
+def work_seconds() -> float:
+    """A clock of this thread's work, in seconds. It runs at the speed of time on an idle machine and stands still while
+    other processes have the processors. The C kernels' work counts as an even share of what all threads spend on it."""
+    lib = library()
+    return time.thread_time() - (0.0 if lib is None else lib.uneven_seconds())

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels.cpu.library import fields, library, make_call, pointer
-from longdraft.kernels.cpu.threads import is_decoding
-from longdraft.kernels.sinks import with_sinks
+from longdraft.kernels.attention import with_sinks
+from longdraft.kernels.cpu.library import fields, is_decoding, library, make_call, pointer
 
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of the C functions for each element type
 # Above these, a matrix product of the BLAS library and PyTorch's flash attention are faster: prefill, not decoding.
@@ -212,7 +211,7 @@ def rows_with_sinks(
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """`attention_rows` with attention sinks, if there are any (kernels/sinks.py)."""
+    """`attention_rows` with attention sinks, if there are any (kernels/attention.py)."""
     lse_BTH = None if sinks_H is None else torch.empty(q_BTHd.shape[:3])
     out_BTHd = attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window, lse_BTH)
     return with_sinks(out_BTHd, lse_BTH, sinks_H)

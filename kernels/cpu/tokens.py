@@ -1,6 +1,6 @@
 """Noise and the choice of tokens on a CPU in C: Gumbel noise, the best tokens of rows of logits, a level of a beam.
 
-Shapes: B slots, T rows, V vocabulary, J positions; the others as in kernels/best_tokens.py and kernels/beam.py.
+Shapes: B slots, T rows, V vocabulary, J positions; the others as in kernels/beam.py and kernels/beam.py.
 """
 
 import ctypes
@@ -36,8 +36,8 @@ class _Beam(ctypes.Structure):
 
 
 def negated_uniform(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tensor:
-    """The Philox words of kernels/gumbel.py as numbers in (-1, 0), fp32 [B, J, V], with the bits of
-    kernels/gumbel.py."""
+    """The Philox words of kernels/choice.py as numbers in (-1, 0), fp32 [B, J, V], with the bits of
+    kernels/choice.py."""
     batch, per = positions_BJ.shape
     seeds_B, positions_BJ = seeds_B.contiguous(), positions_BJ.contiguous()
     assert seeds_B.dtype == positions_BJ.dtype == torch.int64 and seeds_B.shape == (batch,)
@@ -50,7 +50,7 @@ def negated_uniform(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> T
 def best_tokens(
     logits_BTV: Tensor, count: int, divisors_B: Tensor | None, noise_BN: Tensor | None, ids_V: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `longdraft.kernels.best_tokens.best_tokens`."""
+    """See `longdraft.kernels.beam.best_tokens`."""
     (batch, n_rows, vocab), logits = logits_BTV.shape, logits_BTV.contiguous()
     assert 0 < count <= vocab
     if divisors_B is not None:

@@ -1,11 +1,11 @@
-"""kernels/choice.py in Triton, in two launches.
+"""kernels/choice.py in Triton. The choice takes two launches.
 
 In the first, each program finds the best score of one row in one block of the vocabulary. It makes the noise in
 registers, and only if the row's temperature is above 0. In the second, one program per row takes the best of the
 blocks. A score and its token's id form one int64 whose order is that of the choice, so a maximum of integers is the
 argmax.
 
-Shapes: B slots, N nodes, V vocabulary. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
+Shapes: B slots, N nodes, J positions, V vocabulary. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ NOTHING = tl.constexpr(-(2**63))
 
 @triton.jit
 def gumbel(seed, position, o_4):
-    """g(seed, position, v) of kernels/gumbel.py for tokens 4 * o_4 .. 4 * o_4 + 3, in order: fp32, 4 per entry of o_4.
+    """g(seed, position, v) of kernels/choice.py for tokens 4 * o_4 .. 4 * o_4 + 3, in order: fp32, 4 per entry of o_4.
 
     seed, position: int64. o_4: int32, consecutive blocks of four tokens.
     """
@@ -92,3 +92,25 @@ def choose(logits_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, temperatur
     rows_kernel: Any = _best_of_row[(n_rows,)]
     rows_kernel(best, chosen_BN, n_blocks, BLOCK=triton.next_power_of_2(n_blocks), num_warps=1)
     return chosen_BN
+
+
+@triton.jit
+def _noise(p_seed, p_position, p_noise, s_b, t_b, t_j, n_positions, vocab, BLOCK: tl.constexpr):
+    i_row, i_v = tl.program_id(0), tl.program_id(1)
+    i_b, i_j = (i_row // n_positions).to(tl.int64), (i_row % n_positions).to(tl.int64)
+    o_v = i_v * BLOCK + tl.arange(0, BLOCK)
+    seed, position = tl.load(p_seed + i_b * s_b), tl.load(p_position + i_b * t_b + i_j * t_j)
+    b_noise = gumbel(seed, position, i_v * (BLOCK // 4) + tl.arange(0, BLOCK // 4))
+    tl.store(p_noise + i_row.to(tl.int64) * vocab + o_v, b_noise, mask=o_v < vocab)
+
+
+def gumbel_noise(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tensor:
+    """See `longdraft.kernels.choice.gumbel_noise`."""
+    n_rows = positions_BJ.numel()
+    noise_BJV = torch.empty((*positions_BJ.shape, vocab_size), dtype=torch.float32, device=seeds_B.device)
+    kernel: Any = _noise[(n_rows, triton.cdiv(vocab_size, BLOCK))]
+    kernel(
+        seeds_B, positions_BJ, noise_BJV, *seeds_B.stride(), *positions_BJ.stride(), positions_BJ.shape[1], vocab_size,
+        BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return noise_BJV

@@ -15,15 +15,11 @@ from torch.nn.functional import pad
 from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 from longdraft.kernels import backend
 from longdraft.kernels import segment_attention as segments_module
-from longdraft.kernels.accepted_path import accepted_path
-from longdraft.kernels.accepted_path import accepted_path_reference as path_reference
-from longdraft.kernels.causal_attention import causal_attention
-from longdraft.kernels.choice import choose
+from longdraft.kernels.chain_attention import causal_attention
+from longdraft.kernels.choice import MASK, choose, gumbel_noise, philox_4x32
 from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.cross_attention import cross_attention_reference as cross_reference
 from longdraft.kernels.gate import gate, gate_reference
-from longdraft.kernels.gumbel import MASK, gumbel_noise, philox_4x32
-from longdraft.kernels.keep_rows import keep_rows
 from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_cross_entropy import GPU_CHUNK_BYTES, linear_cross_entropy
 from longdraft.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm
@@ -38,9 +34,10 @@ from longdraft.kernels.selection import (
     key_scores_reference,
     top_keys,
 )
+from longdraft.kernels.tree import accepted_path, attended_rows, keep_rows
+from longdraft.kernels.tree import accepted_path_reference as path_reference
 from longdraft.kernels.tree_attention import tree_attention
 from longdraft.kernels.tree_attention import tree_attention_reference as tree_reference
-from longdraft.kernels.tree_mask import attended_rows
 
 if "LONGDRAFT_TEST_DEVICE" not in os.environ and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device; LONGDRAFT_TEST_DEVICE=cpu runs the same on the CPU", allow_module_level=True)
@@ -495,7 +492,7 @@ def test_offsets_beyond_31_bits(device):
 
 def test_choice_path_and_commit_are_recorded_and_replayed(device, shared):
     """One CUDA graph is replayed with other contents in the same memory: the host reads nothing in it."""
-    if device.type != "cuda" or backend.triton_kernels("accepted_path", device.type) is None:
+    if device.type != "cuda" or backend.triton_kernels("tree", device.type) is None:
         pytest.skip("needs a CUDA device and Triton")
     builders, vocab, n_nodes = shared("kernels/test_accepted_path.py"), 7, 30
     temperatures = torch.tensor([0.0, 1.0, 0.5], device=device)

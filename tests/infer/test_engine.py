@@ -25,7 +25,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_pool import SlotPool
 from longdraft.infer.tree import TokenTree
-from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.kernels.choice import gumbel_noise
 from longdraft.models import decoder as decoder_module
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.passes import Pass

@@ -529,7 +529,7 @@ def test_permuting_the_vocabulary_permutes_the_output(tiny_target, monkeypatch, 
     want = [[int(order[t]) for t in g.tokens] for g in Engine(straight).generate(asked, params)]
     turned = permuted(tiny_target(vocab_size=VOCAB), order)
     moved = [[int(order[t]) for t in prompt] for prompt in asked]
-    from longdraft.kernels.gumbel import gumbel_noise
+    from longdraft.kernels.choice import gumbel_noise
 
     def noise(seeds, positions, vocab):
         out = torch.empty(*positions.shape, vocab)

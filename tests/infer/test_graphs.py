@@ -31,7 +31,7 @@ from longdraft.infer.slot_pool import memory_parts
 from longdraft.kernels import backend, cross_attention, tree_attention
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.cross_attention import cross_attention_reference
-from longdraft.kernels.tree_mask import MOST_ROWS, attended_rows
+from longdraft.kernels.tree import MOST_ROWS, attended_rows
 from longdraft.train.evaluate import Task, decode
 
 VOCAB, NEW = 61, 16

@@ -19,8 +19,8 @@ from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
+from longdraft.kernels.choice import gumbel_noise
 from longdraft.kernels.cpu import draft_block, rows
-from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.footprint import sizes

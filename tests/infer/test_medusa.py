@@ -13,7 +13,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD
-from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.passes import Pass

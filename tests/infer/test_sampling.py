@@ -18,7 +18,7 @@ from longdraft.infer.choice import filters
 from longdraft.infer.choice.slots import KEPT_ROWS, SlotSampling
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams, one_each
-from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.kernels.choice import gumbel_noise
 
 CPU = torch.device("cpu")
 NONE = History(8, 64)  # without penalties the history does not matter

@@ -17,7 +17,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass, TargetOutput
 

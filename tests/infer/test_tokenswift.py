@@ -15,7 +15,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.shape import likeliest_nodes
 from longdraft.infer.tree import PAD, ROOT
-from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass

@@ -1,4 +1,4 @@
-"""kernels/accepted_path.py: every implementation against a look-up of (parent, token) pairs, on random tries."""
+"""kernels/tree.py: every implementation against a look-up of (parent, token) pairs, on random tries."""
 
 from importlib import import_module
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from longdraft.kernels import backend
-from longdraft.kernels.accepted_path import accepted_path
-from longdraft.kernels.accepted_path import accepted_path_reference as reference
+from longdraft.kernels.tree import accepted_path
+from longdraft.kernels.tree import accepted_path_reference as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 7

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from longdraft.kernels.best_tokens import MOST_TOKENS, best_tokens
-from longdraft.kernels.best_tokens import best_tokens_reference as reference
+from longdraft.kernels.beam import MOST_TOKENS, best_tokens
+from longdraft.kernels.beam import best_tokens_reference as reference
 from longdraft.kernels.cpu import library, tokens
 
 both = pytest.mark.parametrize("best", [best_tokens, reference], ids=["C", "reference"])

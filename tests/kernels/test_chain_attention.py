@@ -8,8 +8,8 @@ import torch
 from longdraft.kernels import backend, chain_attention, tree_attention
 from longdraft.kernels.chain_attention import ChainPlan, by_flash, in_slices, prompt_attention
 from longdraft.kernels.segment_attention import segment_attention_reference
+from longdraft.kernels.tree import attended_rows
 from longdraft.kernels.tree_attention import tree_attention_reference, wide_tree
-from longdraft.kernels.tree_mask import attended_rows
 
 LENGTHS = ([0], [40], [300], [0, 7, 300])
 WINDOWS = (None, 1, 5, 64, 250, 1000)

@@ -6,10 +6,9 @@ import triton
 import triton.language as tl
 
 from longdraft.kernels import backend
-from longdraft.kernels.choice import choose
+from longdraft.kernels.choice import MASK, choose, philox_4x32
 from longdraft.kernels.choice import choose_reference as reference
-from longdraft.kernels.gumbel import MASK, philox_4x32
-from longdraft.kernels.gumbel import gumbel_noise_reference as gumbel_noise
+from longdraft.kernels.choice import gumbel_noise_reference as gumbel_noise
 from longdraft.kernels.triton import choice as kernel
 from longdraft.kernels.triton.choice import BLOCK
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longdraft.kernels.cpu import rows, threads
+from longdraft.kernels.cpu import library, rows
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append
 from longdraft.kernels.rotate import rotate_reference as reference_rotate
@@ -86,7 +86,7 @@ def test_norms_of_heads_and_a_cache_in_the_rotations_call(slots, n_rows, dtype):
     norms = HeadNorms(*(1 + torch.randn(2, 64, generator=generator) / 2).to(dtype), 5, 1e-6)
     keys, values = torch.full((2, slots, 20, 2, 64), torch.nan, dtype=dtype)
     lengths = torch.tensor([4, 0, 9][:slots])
-    with threads.decoding():
+    with library.decoding():
         qk = rotate_append(qkv, cos, sin, keys, values, lengths, norms)
         assert torch.equal(rotate(qkv[:, :, :7], cos, sin, norms), qk)
         assert torch.equal(rotate(qkv[-1:, -1:, :7], cos[-1:, -1:], sin[-1:, -1:], norms), qk[-1:, -1:])

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from longdraft.kernels.cpu import rows, threads, tokens
+from longdraft.kernels.choice import gumbel_noise
+from longdraft.kernels.cpu import library, rows, tokens
 from longdraft.kernels.cpu.layers import LayerTable, LayerWeights
-from longdraft.kernels.gumbel import gumbel_noise
 from longdraft.kernels.linear import linear
 
 pytestmark = pytest.mark.skipif(rows.library() is None, reason="no C compiler: PyTorch serves, nothing to test here")
@@ -69,7 +69,7 @@ def best_of_some(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def results(dtype: torch.dtype) -> list[torch.Tensor]:
-    with threads.decoding():
+    with library.decoding():
         return [
             *(some_layers(dtype, n)() for n in (1, 3, 17)),
             gumbel_noise(torch.tensor([5]), torch.tensor([[9]]), 9001),
@@ -94,10 +94,10 @@ def test_the_same_bits_by_any_number_of_threads(dtype):
 def test_the_same_bits_beside_processes_that_only_spin(dtype, busy):
     """Threads are preempted in the middle of a chunk, which others then compute once more."""
     torch.set_num_threads(1)
-    with threads.decoding():
+    with library.decoding():
         wanted, best = some_layers(dtype)().clone(), best_of_some(dtype)
     torch.set_num_threads(5)
-    with threads.decoding():
+    with library.decoding():
         work = some_layers(dtype)
         assert all(torch.equal(work(), wanted) for _ in range(150))
         assert all(same(list(best_of_some(dtype)), list(best)) for _ in range(600))
@@ -139,16 +139,16 @@ def test_a_forked_process_has_threads_of_its_own():
 
 def test_pytorch_has_one_thread_while_decoding_and_its_own_number_afterwards():
     torch.set_num_threads(3)
-    with threads.decoding():
+    with library.decoding():
         assert torch.get_num_threads() == 1
-        with threads.decoding(), threads.free_processors():
+        with library.decoding(), library.free_processors():
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 3
-    with pytest.raises(KeyError), threads.decoding():
+    with pytest.raises(KeyError), library.decoding():
         raise KeyError
     assert torch.get_num_threads() == 3 and not rows.serves(torch.float32)
-    with threads.decoding(enabled=False):
+    with library.decoding(enabled=False):
         assert torch.get_num_threads() == 3
 
 
@@ -156,8 +156,8 @@ def test_prompts_take_the_processors_that_are_free(monkeypatch):
     torch.set_num_threads(4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     for elsewhere, n_threads in ((0, 4), (1, 3), (3, 1), (9, 1)):
-        monkeypatch.setattr(threads, "running_elsewhere", lambda count=elsewhere: count)
-        with threads.free_processors():
+        monkeypatch.setattr(library, "running_elsewhere", lambda count=elsewhere: count)
+        with library.free_processors():
             assert torch.get_num_threads() == n_threads
         assert torch.get_num_threads() == 4
 
@@ -165,23 +165,23 @@ def test_prompts_take_the_processors_that_are_free(monkeypatch):
 def test_other_processes_that_run_are_seen(busy):
     """At least as many as spin; other work on the machine may add to them."""
     time.sleep(0.2)
-    seen = max(threads.running_elsewhere() for _ in range(20))
+    seen = max(library.running_elsewhere() for _ in range(20))
     assert seen >= (os.cpu_count() or 1)
 
 
 def test_fp32_goes_through_the_kernels_while_decoding_alone():
     x, weight = torch.randn(7, 64), torch.randn(33, 64)
     assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
-    with threads.decoding():
+    with library.decoding():
         together = linear(x, weight)
         assert torch.equal(together, torch.cat([linear(row[None], weight) for row in x]))
     torch.testing.assert_close(together, linear(x, weight), rtol=1e-5, atol=1e-5)
 
 
 def test_the_clock_of_work_stands_still_while_nothing_is_done():
-    before = threads.work_seconds()
+    before = library.work_seconds()
     time.sleep(0.3)
-    assert threads.work_seconds() - before < 0.1
+    assert library.work_seconds() - before < 0.1
 
 
 def test_the_clock_of_work_counts_what_all_threads_do():
@@ -191,9 +191,9 @@ def test_the_clock_of_work_counts_what_all_threads_do():
     def work(n_threads):
         torch.set_num_threads(n_threads)
         linear(x, weight)
-        before = threads.work_seconds()
+        before = library.work_seconds()
         for _ in range(5):
             linear(x, weight)
-        return threads.work_seconds() - before
+        return library.work_seconds() - before
 
     assert 0.25 < work(2) / work(1) < 1.5

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longdraft.kernels.cpu.threads import decoding
+from longdraft.kernels.cpu.library import decoding
 from longdraft.kernels.experts import ExpertWeights, choose_experts, experts, grouped, waits_for_host
 from longdraft.kernels.experts import experts_reference as reference
 

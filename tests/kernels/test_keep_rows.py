@@ -1,4 +1,4 @@
-"""kernels/keep_rows.py: every implementation against moves from a copy, on caches that hold NaN behind the pass."""
+"""kernels/tree.py: every implementation against moves from a copy, on caches that hold NaN behind the pass."""
 
 from importlib import import_module
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from longdraft.kernels import backend
-from longdraft.kernels.keep_rows import keep_rows
-from longdraft.kernels.keep_rows import keep_rows_reference as reference
-from longdraft.kernels.triton.keep_rows import COLUMNS
+from longdraft.kernels.tree import keep_rows
+from longdraft.kernels.tree import keep_rows_reference as reference
+from longdraft.kernels.triton.tree import COLUMNS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, PASS = 3, 9  # rows of the pass
@@ -28,7 +28,7 @@ CASES = {
 def implementation(request, monkeypatch):
     """The function under test: the reference, or `keep_rows` as it runs on each kind of device."""
     if request.param == "triton":
-        found = import_module("longdraft.kernels.triton.keep_rows")
+        found = import_module("longdraft.kernels.triton.tree")
         monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)
     return {"reference": reference, "triton": on_device}.get(request.param, keep_rows)
 

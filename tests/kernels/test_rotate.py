@@ -7,7 +7,7 @@ import torch
 
 from longdraft.kernels import backend
 from longdraft.kernels import rotate as rotate_module
-from longdraft.kernels.cpu.threads import decoding
+from longdraft.kernels.cpu.library import decoding
 from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, rotate_append_reference, rotate_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

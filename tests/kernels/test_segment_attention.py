@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend
-from longdraft.kernels import causal_attention as causal
+from longdraft.kernels import chain_attention as causal
 from longdraft.kernels.segment_attention import (
     Segment,
     in_one_call,

@@ -1,4 +1,4 @@
-"""kernels/sinks.py with every implementation of attention, against a softmax with one more score."""
+"""kernels/attention.py with every implementation of attention, against a softmax with one more score."""
 
 from types import SimpleNamespace
 
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend, chain_attention, segment_attention, tree_attention
-from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.chain_attention import causal_attention
 from longdraft.kernels.segment_attention import Segment
+from longdraft.kernels.tree import attended_rows
 from longdraft.kernels.tree_attention import tree_attention_reference
-from longdraft.kernels.tree_mask import attended_rows
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 16
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 4.0, -30.0, 0.0])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import tree_attention as module
-from longdraft.kernels.causal_attention import causal_attention
+from longdraft.kernels.chain_attention import causal_attention
 from longdraft.kernels.tree_attention import PassPlan, tree_attention
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 

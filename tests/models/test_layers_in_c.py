@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from longdraft.kernels.cpu import threads
+from longdraft.kernels.cpu import library
 from longdraft.kernels.cpu.layers import LayerTable
 from longdraft.models import decoder
 from longdraft.models.footprint import c_layers_bytes
@@ -111,7 +111,7 @@ def test_only_narrow_passes_are_one_call_and_fp32_while_decoding(tiny_target, ca
     cache = fp32.new_cache(1, 80)
     fp32(Pass(torch.zeros(1, 2, dtype=torch.int64), cache=cache))
     assert len(calls) == 2, "fp32 products are PyTorch's"
-    with threads.decoding():
+    with library.decoding():
         for width in (33, 2, 1):
             fp32(Pass(torch.zeros(1, width, dtype=torch.int64), cache=cache))
     assert calls == [1, 32, 2, 1]
@@ -130,7 +130,7 @@ def test_shapes_that_c_does_not_take_go_layer_by_layer(tiny_target, calls, shape
 def test_fp32_while_decoding_is_as_close_as_pytorchs(tiny_target, calls, tree):
     model = tiny_target(n_layers=3).model
     *wanted, _ = decode(model, 2, 4, tree, ALL)
-    with threads.decoding():
+    with library.decoding():
         *found, _ = decode(model, 2, 4, tree, ALL)
         assert calls
     for one, other in zip(found, wanted, strict=True):
@@ -183,7 +183,7 @@ def test_other_weights(tiny_target, calls, how):
         model.load_state_dict(other.state_dict(), assign=True)
     if how == "cast":
         model.load_state_dict(other.state_dict())
-        with threads.decoding():
+        with library.decoding():
             model.float()(Pass(token, cache=model.new_cache(1, 8)))
         model.bfloat16()
     for _ in range(3):

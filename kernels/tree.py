@@ -1,0 +1,143 @@
+"""A token tree on the device: which rows its nodes read, the path that the target accepts, keeping that path's rows.
+
+Shapes: B slots, T rows of the pass, S cache rows, N tree nodes, P = max_depth + 1 places of a path, L layers,
+R rows to keep, K key/value heads, d head width.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from longdraft.kernels import backend
+
+MOST_ROWS = 128  # of a tree whose ancestors fit two words of bits
+
+
+def attended_rows(
+    lengths_B: Tensor, n_rows: int, n_keys: int, tree_mask_BTT: Tensor | None, window: int | None
+) -> Tensor:
+    """Bool [B, T, S]: which of the first `n_keys` cache rows each row of the pass may read.
+
+    Committed rows (index < length) are open to all rows. Among the pass's own rows a chain is causal and a tree follows
+    its mask. With a window of w a row reads the last w tokens of its own history, itself included, where a node's place
+    is the length plus its number of ancestors in the pass.
+    """
+    device = lengths_B.device
+    chain_TT = torch.ones(n_rows, n_rows, dtype=torch.bool, device=device).tril()
+    own_BTT = chain_TT.expand(len(lengths_B), -1, -1) if tree_mask_BTT is None else tree_mask_BTT
+    key_S = torch.arange(n_keys, device=device)
+    offset_BS = key_S - lengths_B[:, None]  # index within the pass; negative for committed rows
+    in_pass_BS = (offset_BS >= 0) & (offset_BS < n_rows)
+    gather_BTS = offset_BS.clamp(0, n_rows - 1)[:, None, :].expand(-1, n_rows, -1)
+    allowed_BTS = own_BTT.gather(2, gather_BTS) & in_pass_BS[:, None, :] | (offset_BS < 0)[:, None, :]
+    if window is None:
+        return allowed_BTS
+    depth_BT = own_BTT.sum(-1).sub(1).clamp(min=0)
+    key_depth_BS = torch.where(in_pass_BS, depth_BT.gather(1, offset_BS.clamp(0, n_rows - 1)), offset_BS)
+    return allowed_BTS & (key_depth_BS[:, None, :] > depth_BT[:, :, None] - window)
+
+
+def pack_tree(tree_mask_BTT: Tensor | None, n_slots: int, n_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tree for Triton: int64 [B, T, 2], where bit j of row i's two words is whether it reads row j of the pass, and
+    depths, int32 [B, T]. A mask of None is a chain. A row that reads nothing has depth 0. At most MOST_ROWS rows."""
+    assert n_rows <= MOST_ROWS, f"a tree of {n_rows} rows has more than the {MOST_ROWS} that fit two words of ancestors"
+    if tree_mask_BTT is None:
+        tree_mask_BTT = torch.ones(n_rows, n_rows, dtype=torch.bool, device=device).tril().expand(n_slots, -1, -1)
+    padded_BT2W = pad(tree_mask_BTT, (0, MOST_ROWS - n_rows)).unflatten(-1, (2, 64))
+    weights_W = torch.ones(64, dtype=torch.int64, device=device) << torch.arange(64, device=device)
+    depth_BT = (tree_mask_BTT.sum(-1) - 1).clamp(min=0).to(torch.int32)
+    return (padded_BT2W * weights_W).sum(-1), depth_BT
+
+
+def accepted_path(
+    tokens_BN: Tensor, parents_BN: Tensor, choices_BN: Tensor, active_B: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Follow each tree from its root: at a node, go to the child that carries the node's choice, or stop.
+
+    On a GPU this is one Triton launch, elsewhere PyTorch.
+
+    Args:
+        tokens_BN, parents_BN: int64, one trie per slot. Node 0 is the root. A parent is -1 for the root, -2 for
+            padding, and otherwise an index smaller than the node's. Siblings carry different tokens.
+        choices_BN: int64, the target's token behind each node.
+        active_B: bool; the other slots get a count of 0.
+        max_depth: limit on the path's nodes below the root, however deep the tree is.
+    Returns:
+        Nodes [B, P], tokens [B, P] and counts [B], all int64: the path's nodes (the root first), the choice at each,
+        and how many nodes there are. Places behind a path repeat its last node and choice, so every place is the index
+        of a node. An inactive slot has the path that it would take if it were active.
+    """
+    triton = backend.triton_kernels("tree", tokens_BN.device.type)
+    follow = accepted_path_reference if triton is None else triton.accepted_path
+    return follow(tokens_BN, parents_BN, choices_BN, active_B, max_depth)
+
+
+def accepted_path_reference(
+    tokens_BN: Tensor, parents_BN: Tensor, choices_BN: Tensor, active_B: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`accepted_path` in plain PyTorch. Reads nothing on the host."""
+    nodes_B, alive_B = torch.zeros_like(tokens_BN[:, 0]), active_B
+    path, tokens, counts_B = [], [], torch.zeros_like(nodes_B)
+    for _ in range(max_depth + 1):
+        chosen_B = choices_BN.gather(1, nodes_B[:, None])[:, 0]
+        path.append(nodes_B)
+        tokens.append(chosen_B)
+        counts_B = counts_B + alive_B
+        found_B, child_B = ((parents_BN == nodes_B[:, None]) & (tokens_BN == chosen_B[:, None])).max(dim=1)
+        alive_B = alive_B & found_B
+        nodes_B = torch.where(found_B, child_B, nodes_B)
+    return torch.stack(path, 1), torch.stack(tokens, 1), counts_B
+
+
+def keep_rows(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor) -> None:
+    """Move row lengths[b] + rows[b, i] of slot b to row lengths[b] + i, for i < counts[b].
+
+    This works in place without a copy: rows are strictly increasing, so rows[i] >= i, and a row that moves to place i
+    overwrites no row that a later place still reads, as those lie above i. Moving in the order i = 0, 1, ... is
+    therefore enough, for each column by itself.
+
+    On a GPU this is one Triton launch, whose grid depends on shapes alone. Elsewhere PyTorch does it: on a CPU slot by
+    slot and only where rows move, on other devices by one indexed copy.
+
+    Args:
+        keys_LBSKd, values_LBSKd: of any strides but the last, which is 1. Only rows lengths[b] and above change.
+        lengths_B: int64, committed rows of each slot; not changed.
+        rows_BR: int64, at least 0 and strictly increasing in a slot's first counts[b] places; the rest is ignored.
+        counts_B: int64 in [0, R]. A slot in which nothing moves costs nothing.
+    """
+    if rows_BR.shape[1] == 0:
+        return
+    if (triton := backend.triton_kernels("tree", keys_LBSKd.device.type)) is not None:
+        triton.keep_rows(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
+    elif backend.is_host(keys_LBSKd.device):
+        _by_slot(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
+    else:
+        keep_rows_reference(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
+
+
+def _by_slot(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor) -> None:
+    """For a CPU: move only rows that change their place, which in most steps are none."""
+    lengths, counts, rows = lengths_B.tolist(), counts_B.tolist(), rows_BR.tolist()
+    for slot, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        first = next((place for place in range(count) if rows[slot][place] != place), count)
+        if first == count:
+            continue
+        source_R = length + rows_BR[slot, first:count]
+        for cache_LBSKd in (keys_LBSKd, values_LBSKd):
+            rows_LSKd = cache_LBSKd[:, slot]
+            rows_LSKd[:, length + first : length + count] = rows_LSKd[:, source_R]
+
+
+def keep_rows_reference(
+    keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor
+) -> None:
+    """`keep_rows` in plain PyTorch: one indexed copy for all slots, without a read on the host.
+
+    Places behind a slot's count repeat its last move, or copy a row onto itself if it has none.
+    """
+    slots_B1 = torch.arange(len(lengths_B), device=rows_BR.device)[:, None]
+    places_BR = torch.arange(rows_BR.shape[1], device=rows_BR.device).minimum((counts_B[:, None] - 1).clamp(min=0))
+    source_BR = torch.where(counts_B[:, None] > 0, rows_BR.gather(1, places_BR), 0) + lengths_B[:, None]
+    target_BR = places_BR + lengths_B[:, None]
+    for cache_LBSKd in (keys_LBSKd, values_LBSKd):
+        cache_LBSKd[:, slots_B1, target_BR] = cache_LBSKd[:, slots_B1, source_BR]
