@@ -58,7 +58,7 @@ def segment_attention(
     On a GPU in half precision all segments go through one kernel, flash-attn's or PyTorch's (kernels/backend.py). Its
     backward always computes the gradients of keys and values too. If they are frozen, as the target's are, ours in
     Triton computes the gradient of the queries alone (triton/segment_attention.py). Elsewhere PyTorch takes one
-    segment after the other (causal_attention.py).
+    segment after the other (`causal_attention`).
 
     Args:
         q_NHd: queries after RoPE.

@@ -18,7 +18,7 @@ def implementation(request, monkeypatch):
     """The function under test; Triton's goes through the public function."""
     if request.param == "reference":
         return reference
-    found = import_module("longdraft.kernels.triton.accepted_path")
+    found = import_module("longdraft.kernels.triton.tree")
     monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)
     return on_device
 

@@ -6,7 +6,7 @@ import torch
 from longdraft.kernels import choice as module
 from longdraft.kernels.choice import MASK, gumbel_noise, gumbel_of, philox_4x32
 from longdraft.kernels.choice import gumbel_noise_reference as reference
-from longdraft.kernels.triton.gumbel import gumbel_noise as triton_noise
+from longdraft.kernels.triton.choice import gumbel_noise as triton_noise
 
 
 def words(*values):

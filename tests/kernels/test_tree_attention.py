@@ -1,4 +1,4 @@
-"""kernels/tree_attention.py and causal_attention.py against the reference and against attention row by row."""
+"""kernels/tree_attention.py and `causal_attention` against the reference and against attention row by row."""
 
 import pytest
 import torch
