@@ -141,9 +141,13 @@ def _document(name: str, text: str) -> Document:
 def _present(record: Mapping[str, Any], name: str) -> Any:
     if name not in record:
         raise Unusable("missing_field", field=name)
-    if isinstance(record[name], bytes):
-        raise Unusable("bad_utf8")
-    return record[name]
+    value = record[name]
+    if isinstance(value, bytes):  # of an archive, an MDS shard or a table that does not declare it as a text
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            raise Unusable("bad_utf8") from None
+    return value
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:

@@ -17,17 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from longdraft.data_prep.failures import check_out, check_outside, failures_described
+from tqdm import tqdm
+
+from longdraft.data_prep.failures import failures_described
 from longdraft.data_prep.formats import TokenIdsFormat
-from longdraft.data_prep.progress_bar import progress_bar
 from longdraft.data_prep.recipe import PrepareConfig, changed
 from longdraft.data_prep.records import SEGMENT_BYTES, Segment, scan
 from longdraft.data_prep.shard_task import (
-    EMPTY_RECORD,
     Reader,
     ShardTask,
+    empty_record,
     make_readers,
     make_shards_of,
     task_name,
@@ -42,7 +43,7 @@ from longdraft.models.files import WorkFolder, read_plan, write_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-LENGTHS_PNG = "lengths.png"  # drawn by --inspect
+# An older --inspect drew lengths.png.
 OWN_FILES = rf"(?:{'|'.join(SPLITS)})/(?:shard-[\d-]+\.arrow|manifest\.json)|manifest\.json|lengths\.png"
 WORKER_BYTES = 4 << 20  # least text of a worker process: less is tokenised (2 s) before another process has started
 SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # least and most text of a shard
@@ -74,24 +75,22 @@ def prepare(
             documents are bad, a split is empty, or the disk is full. Finished shards stay on disk, and the same call
             resumes.
     """
-    check_out(_with_address(config, "0" * 12).out)
     with failures_described(config.out):
-        check_outside(config.out, (source.path for source in config.sources.values()))
         files, kept = _choose_files(config, list_files(tuple(config.sources.values())))
         readers = make_readers(config, files, kept, tokenizer, tokenizers or {})
-        with progress_bar(iterable=files, desc="reading sources", unit="file", leave=False) as to_read:
+        with tqdm(files, desc="reading sources", unit="file", leave=False, mininterval=1) as to_read:
             described, segments = scan(to_read, SEGMENT_BYTES)
     tasks = plan_tasks(config, segments, kept)
     plan = _make_plan(config, readers, tokenizer_hash, described, tasks)
     config = _with_address(config, WorkFolder(config.out, plan).address)
     folder, mine = WorkFolder(config.out, plan, OWN_FILES), tasks_of(machine, tasks)
-    share = "" if machine is None else machine.name
+    share = "" if machine is None else f"{machine.number}-of-{machine.of}"
     with failures_described(config.out), folder.opened(share, config.overwrite):
         was_finished = (config.out / MANIFEST).exists()
         if not was_finished:
             make_shards(mine, config, readers, folder)
             if machine is not None:
-                log(f"Prepared {len(mine)} of {len(tasks)} shards, {machine} -> {config.out}")
+                log(f"Prepared {len(mine)} of {len(tasks)} shards, {machine.number}/{machine.of} -> {config.out}")
                 return None
             _write_manifests(folder, config.max_bad_share)
         folder.remove_progress()
@@ -125,7 +124,8 @@ def make_shards(
     total_bytes, todo_bytes = (sum(task.size for task in some) for some in (tasks, todo))
     work = partial(make_shards_of, config=config, readers=readers, folder=folder)
     done_bytes = total_bytes - todo_bytes
-    with progress_bar(total=total_bytes, initial=done_bytes, desc="tokenising", unit="B", unit_scale=True) as progress:
+    bar: dict[str, Any] = {"desc": "tokenising", "unit": "B", "unit_scale": True, "mininterval": 1}
+    with tqdm(total=total_bytes, initial=done_bytes, **bar) as progress:
         n_workers = min(config.workers, len(todo), todo_bytes // WORKER_BYTES)
         if n_workers > 1:
             # The tasks that read most come first, so that no process is left alone with one at the end.
@@ -274,7 +274,7 @@ def _write_manifests(folder: WorkFolder, max_bad_share: float) -> None:
     plan, splits = folder.plan, {}
     for split in SPLITS:
         records = folder.read_all([task_name(split, number) for number in range(plan["units"][split])])
-        splits[split] = add_up([EMPTY_RECORD, *records])
+        splits[split] = add_up([empty_record(), *records])
         splits[split]["bad_named"] = splits[split]["bad_named"][:NAMED_BAD]
     hints = {why: hint for split in reversed(SPLITS) for why, hint in splits[split].pop("hints").items()}
     _check_bad(list(splits.values()), hints, max_bad_share)

@@ -1,6 +1,6 @@
 """What a preparation is asked for: its sources, how their records are read, and its settings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -10,7 +10,9 @@ from pydantic import Field, field_validator, model_validator
 from longdraft.models.files import from_home
 from longdraft.models.schema import Bool, Float, Int, Schema, Str
 
+STDLIB, STDLIB_CHAT = "stdlib", "stdlib-chat"  # the sources that every machine has
 MOST_SEQ_LEN = 1 << 24  # a row of 64 MiB, with as many tokens as the largest shard has bytes of text
+WAYS_TO_READ = ("text_field", "chat_field", "prompt", "tokens_field")
 T = TypeVar("T", bound=Schema)
 
 
@@ -63,29 +65,26 @@ class Source(Schema):
 
     @model_validator(mode="after")
     def _one_way_to_read(self) -> Self:
-        ways = {"text_field": self.text_field, "chat_field": self.chat_field}
-        ways |= {"prompt": self.prompt, "tokens_field": self.tokens_field}
-        if len(given := [name for name, value in ways.items() if value is not None]) > 1:
-            raise ValueError(f"{', '.join(given)} are given for {self.path}; a record is read in one way, leave one")
-        for one, other in (("prompt", "answer"), ("tokens_field", "tokenizer")):
-            if (getattr(self, one) is None) != (getattr(self, other) is None):
-                raise ValueError(f"{one} and {other} of {self.path} belong together, and one of them is missing")
-        if self.spans_field is not None and self.tokens_field is None:
-            raise ValueError(f"spans_field of {self.path} goes with tokens_field, which is not given")
-        if self.files and (self.config, self.split) != (None, None):
+        given = {name for name, value in self if value is not None}
+        if len(ways := [name for name in WAYS_TO_READ if name in given]) > 1:
+            raise ValueError(f"{', '.join(ways)} are given for {self.path}; a record is read in one way, leave one")
+        for one, other in (("prompt", "answer"), ("answer", "prompt"), ("tokens_field", "tokenizer"),
+                           ("tokenizer", "tokens_field"), ("spans_field", "tokens_field")):  # fmt: skip
+            if one in given and other not in given:
+                raise ValueError(f"{one} of {self.path} goes with {other}, which is missing")
+        if self.files and given & {"config", "split"}:
             raise ValueError(f"files and config or split are given for {self.path}; each chooses the files, leave one")
         return self
 
     @property
     def field_named(self) -> str | None:
         """The name of the setting that says how records are read; None if the source has none."""
-        fields = ("text_field", "chat_field", "prompt", "tokens_field")
-        return next((name for name in fields if getattr(self, name) is not None), None)
+        return next((name for name in WAYS_TO_READ if getattr(self, name) is not None), None)
 
     @property
     def is_chat(self) -> bool:
-        """Whether the settings say that records are conversations."""
-        return self.chat_field is not None or self.prompt is not None
+        """Whether the source holds conversations."""
+        return self.field_named in ("chat_field", "prompt") or self.path == STDLIB_CHAT
 
     def describe(self) -> dict[str, Any]:
         """The settings that decide the source's content, apart from its files. Those that are not set are left out."""
@@ -118,7 +117,13 @@ class PrepareConfig(Schema):
     overwrite: Bool = False
 
     @model_validator(mode="after")
-    def _weights_for_all(self) -> Self:
+    def _settings_fit_the_sources(self) -> Self:
+        check_outside(self.out, (source.path for source in self.sources.values()))
+        is_chat = any(source.is_chat for source in self.sources.values())
+        if self.chat_template is not None and not is_chat:
+            raise ValueError("chat_template is for conversations; give --chat-field, or leave it out")
+        if self.documents != "pack" and is_chat:
+            raise ValueError(f"documents is {self.documents!r}, which cuts answers off; conversations take 'pack'")
         without = [name for name, source in self.sources.items() if source.weight is None]
         if without and len(without) < len(self.sources):
             raise ValueError(f"weight is missing for {', '.join(without)}; give it to every source or to none")
@@ -130,6 +135,13 @@ class PrepareConfig(Schema):
         """The number of a source's budget: each source has its own if they have weights, else all share budget 0."""
         first = next(iter(self.sources.values()))  # all sources have a weight, or none has
         return 0 if first.weight is None else source
+
+
+def check_outside(out: Path, sources: Iterable[str]) -> None:
+    """Raises ValueError if the folder to make lies in a source, so that its files would be read as a source."""
+    for source in map(Path, sources):
+        if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
+            raise ValueError(f"out: {out} lies in the source {source}, and would be read as one; choose another")
 
 
 def changed(settings: T, **fields: Any) -> T:

@@ -10,7 +10,6 @@ beginning, so each is one segment. `datasets` does not read them because it chan
 becomes a time, a missing field null, and one bad line fails ten megabytes.
 """
 
-import codecs
 import csv
 import hashlib
 import io
@@ -25,7 +24,7 @@ from typing import Any
 from longdraft.data_prep.docstrings import read_docstrings
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
 from longdraft.data_prep.formats import RecordFormat, TextFormat
-from longdraft.data_prep.sources import SourceFile, damaged, is_compressed, open_plain
+from longdraft.data_prep.sources import SourceFile, is_compressed, open_plain
 from longdraft.data_prep.tables import table_fields, table_parts, table_rows
 from longdraft.models.files import file_digest
 
@@ -36,7 +35,6 @@ COSTLY_SEGMENTS = 64
 COMPRESSION = 4  # bytes of text in a byte of a compressed file, about
 ARRAY_BYTES = 1 << 30  # a JSON array is parsed as a whole, into several times its bytes
 CSV_FIELD_BYTES = 1 << 28  # a longer field is a quote that was never closed
-MANY = 1 << 62  # rows: all that a table has
 FIELDS_SHOWN = 20  # names of fields in a message
 
 
@@ -144,9 +142,7 @@ def numbered_records(segment: Segment, fields: Collection[str] | None = None) ->
     cannot be used (`Unusable`). fields: the ones to read of tables and archives; None: all."""
     path, kind = segment.file.path, segment.file.kind
     if kind == "table":
-        names = table_fields(path) if fields is None else list(fields)
-        n_rows = MANY if segment.n_documents is None else segment.n_documents
-        rows = table_rows(path, segment.start, n_rows, names)
+        rows = table_rows(path, segment.start, segment.n_documents, fields)
         yield from enumerate(rows, start=segment.first_number)
     elif kind == "jsonl":
         with open_plain(path) as stream:
@@ -155,9 +151,9 @@ def numbered_records(segment: Segment, fields: Collection[str] | None = None) ->
             lines = ((number, line) for number, line in enumerate(stream, segment.first_number) if not line.isspace())
             yield from islice(lines, segment.n_documents)
     elif kind == "archive":
-        yield from _archive_samples(path, fields)
+        yield from enumerate(_archive_samples(path, fields), start=1)
     else:
-        yield from _csv_rows(path) if kind == "csv" else _array_elements(path)
+        yield from _csv_rows(path) if kind == "csv" else enumerate(_array_elements(path), start=1)
 
 
 def all_records(file: SourceFile) -> Iterator[tuple[int, Any]]:
@@ -175,7 +171,9 @@ def _csv_rows(path: str) -> Iterator[tuple[int, dict[str, str] | Unusable]]:
         signs = "\t" if ".tsv" in Path(path).name.lower() else ",;\t"
         delimiter = next((sign for sign in signs if sign in header), signs[0])
         rows = csv.reader(chain([header], text), delimiter=delimiter, strict=True)
-        names = None
+        names = next(rows)
+        if (header and not any(names)) or len({*names}) < len(names):
+            raise ValueError(f"it must begin with the names of its fields, each once, and not with {names}")
         while True:
             number = rows.line_num + 1
             try:
@@ -183,71 +181,56 @@ def _csv_rows(path: str) -> Iterator[tuple[int, dict[str, str] | Unusable]]:
             except StopIteration:
                 return
             except csv.Error as error:
-                if "end of data" in str(error) or "field limit" in str(error) or names is None:
-                    raise damaged(path, error) from error
+                if "end of data" in str(error) or "field limit" in str(error):  # a quote is not closed
+                    raise
                 yield number, Unusable("bad_csv", f"is no row of CSV ({error})")
                 continue
-            if names is None:
-                names = values
-                if (header and not any(names)) or len({*names}) < len(names):
-                    raise ValueError(f"{path} must begin with the names of its fields, each once, and not with {names}")
-            elif values and len(values) != len(names):
-                why = f"has {len(values)} values, and the header {len(names)} names"
-                yield number, Unusable("bad_csv", why)
+            if values and len(values) != len(names):
+                yield number, Unusable("bad_csv", f"has {len(values)} values, and the header {len(names)} names")
             elif values:
                 yield number, dict(zip(names, values, strict=True))
 
 
-def _array_elements(path: str) -> Iterator[tuple[int, Any]]:
+def _array_elements(path: str) -> list:
     """The elements of a JSON array. Raises ValueError if the file is larger than ARRAY_BYTES, or is no array."""
     with open_plain(path) as stream:
         raw = stream.read(ARRAY_BYTES + 1)
-    if len(raw) > ARRAY_BYTES:
-        raise ValueError(f"{path} is a JSON array of more than {ARRAY_BYTES >> 20} MiB; convert it to JSONL")
-    try:
+        if len(raw) > ARRAY_BYTES:
+            raise ValueError(f"it is a JSON array of more than {ARRAY_BYTES >> 20} MiB: convert it to JSONL")
         array = json.loads(raw.decode("utf-8-sig", "surrogateescape"))
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, error) from error
-    if not isinstance(array, list):
-        raise ValueError(f"{path} is no JSON array; give an array of records, or a record a line as .jsonl")
-    yield from enumerate(array, start=1)
+        if not isinstance(array, list):
+            raise ValueError("it is no JSON array: give an array of records, or a record a line as .jsonl")
+    return array
 
 
-def _archive_samples(path: str, fields: Collection[str] | None) -> Iterator[tuple[int, dict[str, Any] | Unusable]]:
+def _archive_samples(path: str, fields: Collection[str] | None) -> Iterator[dict[str, Any] | Unusable]:
     """The samples of an archive in WebDataset's form. The files of a sample stand next to each other and share a name;
     "a/7.chat.json" is the field "chat.json" of the sample "a/7". Fields that are not in `fields` are None."""
-    number, last, sample = 0, None, dict[str, bytes | None]()
-    try:
-        with open_plain(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-            for member in archive:
-                folder, _, name = member.name.rpartition("/")
-                stem, dot, field = name.partition(".")
-                if not (member.isfile() and stem and dot):
-                    continue
-                if sample and (folder, stem) != last:
-                    number += 1
-                    yield number, _decoded(sample)
-                    sample = {}
-                content = archive.extractfile(member) if fields is None or field in fields else None
-                last, sample[field] = (folder, stem), None if content is None else content.read()
-    except (OSError, EOFError, tarfile.TarError) as error:
-        raise damaged(path, error) from error
+    last, sample = None, dict[str, bytes | None]()
+    with open_plain(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        for member in archive:
+            folder, _, name = member.name.rpartition("/")
+            stem, dot, field = name.partition(".")
+            if not (member.isfile() and stem and dot):
+                continue
+            if sample and (folder, stem) != last:
+                yield _parsed(sample)
+                sample = {}
+            content = archive.extractfile(member) if fields is None or field in fields else None
+            last, sample[field] = (folder, stem), None if content is None else content.read()
     if sample:
-        yield number + 1, _decoded(sample)
+        yield _parsed(sample)
 
 
-def _decoded(sample: dict[str, bytes | None]) -> dict[str, Any] | Unusable:
-    """The values of an archive's sample. Fields named json hold JSON, all others a text."""
-    values: dict[str, Any] = {}
-    for field, content in sample.items():
-        try:
-            is_json = content is not None and field.rpartition(".")[2] == "json"
-            values[field] = content if content is None else parse_json(content) if is_json else content.decode("utf-8")
-        except Unusable as error:
-            return error
-        except UnicodeDecodeError as error:
-            return Unusable("bad_utf8", f"field {field!r} {_not_utf8(error)}")
-    return values
+def _parsed(sample: dict[str, bytes | None]) -> dict[str, Any] | Unusable:
+    """The values of an archive's sample. Fields named json hold JSON, all others bytes."""
+    try:
+        return {
+            field: parse_json(raw) if raw is not None and field.rpartition(".")[2] == "json" else raw
+            for field, raw in sample.items()
+        }
+    except Unusable as error:
+        return error
 
 
 def _documents(
@@ -264,14 +247,12 @@ def _documents(
         values = parsed
         yield from record_format.documents(name, values)
     except Unusable as error:
-        # A bad document's digest is that of its content. A row that lacks the field is read without any, so its name
-        # must do.
-        content = record if isinstance(record, bytes) else (repr(values) if values else name).encode(errors="replace")
         detail = error.detail
         if error.field is not None:
             names = list(table_fields(file.path) if file.kind == "table" else values)
             shown = ", ".join(map(repr, names[:FIELDS_SHOWN])) + (" ..." if len(names) > FIELDS_SHOWN else "")
             detail = f"has no field {error.field!r} but {shown or 'none'}; {record_format.named_by}"
+        content = record if isinstance(record, bytes) else name.encode()
         yield BadDocument(name, hashlib.sha256(content).digest(), error.why, detail)
 
 
@@ -287,9 +268,8 @@ def _read_text(name: str, raw: bytes) -> Document | BadDocument:
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
-    utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    how = "begins as UTF-16 does" if utf16 else f"is no UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start})"
-    return f"{how}; convert the file, by iconv -t UTF-8 for one"
+    byte = error.object[error.start]
+    return f"is no UTF-8 (byte 0x{byte:02x} at {error.start}); convert the file, by iconv -t UTF-8 for one"
 
 
 def parse_json(raw: bytes) -> Any:
@@ -299,6 +279,4 @@ def parse_json(raw: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise Unusable("bad_utf8", _not_utf8(error)) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
-        several = raw.strip() in (b"{", b"[", b"[{")
-        why = "begins JSON over several lines: write a record a line, or an array of records into a .json file"
-        raise Unusable("bad_json", why if several else f"is no JSON ({error})") from None
+        raise Unusable("bad_json", f"is no JSON with a record in each line ({error})") from None

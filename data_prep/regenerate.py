@@ -22,10 +22,9 @@ from tqdm import tqdm
 
 from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
-from longdraft.data_prep.failures import check_out, check_outside, failures_described
+from longdraft.data_prep.failures import failures_described
 from longdraft.data_prep.formats import TEXT_FIELD, ChatFormat, TextFormat
-from longdraft.data_prep.progress_bar import progress_bar
-from longdraft.data_prep.recipe import Source
+from longdraft.data_prep.recipe import Source, check_outside
 from longdraft.data_prep.records import SEGMENT_BYTES, read_documents, scan
 from longdraft.data_prep.response_generation import ERRORS, Answerer, Generate, OpenConversation, beginning
 from longdraft.data_prep.shards import MANIFEST, read_manifest
@@ -92,7 +91,6 @@ def regenerate(
             be used, in the first part or at all. Finished parts stay on disk, and the same call resumes.
     """
     out, share = config.out, "" if machine is None else f"{machine.number}-of-{machine.of}"
-    check_out(out)
     with failures_described(out):
         sources, count, conversations = open_input(config, encoder)
         plan = _make_plan(config, encoder, tokenizer_hash, sources)
@@ -105,7 +103,7 @@ def regenerate(
                 parts = ((task, list(islice(conversations, config.part_size))) for task in tasks)
                 to_answer = ((task, documents) for task, documents in parts if task in due)
                 total = min(count, len(due) * config.part_size)
-                with progress_bar(total=total, desc="answering", unit="conversation") as progress:
+                with tqdm(total=total, desc="answering", unit="conversation", mininterval=1) as progress:
                     answerer = Answerer(encoder, config.max_prompt, config.keep_unfinished)
                     speed = _answer(to_answer, folder, answerer, start, config.seed, len(due) == len(mine), progress)
                 if machine is None:

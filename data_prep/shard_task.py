@@ -21,19 +21,13 @@ from longdraft.data_prep.pack import MODES, Piece
 from longdraft.data_prep.recipe import PrepareConfig
 from longdraft.data_prep.records import Segment, read_documents
 from longdraft.data_prep.shards import SPLITS, Row, write_shard
-from longdraft.data_prep.sources import STDLIB_CHAT, SourceFile
+from longdraft.data_prep.sources import SourceFile
 from longdraft.data_prep.tasks import NAMED_BAD, add_up
 from longdraft.data_prep.tokenize import LONG, Encoded, Encoder, make_encoder
-from longdraft.models.files import WorkFolder
+from longdraft.models.files import WorkFolder, damage_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-# The fields of a task's record and of a split's manifest, with their values for no documents. hints: for each reason
-# why documents are bad, what is wrong with one of them. in_parts: texts too long for one call of the tokenizer.
-COUNTS = ("rows", "tokens", "supervised_tokens", "documents", "split_by_turn", "in_parts", "pieces", "text_bytes")
-EMPTY_RECORD: dict[str, Any] = dict.fromkeys(COUNTS, 0)
-EMPTY_RECORD |= {"mix": {}, "bad": {}, "bad_named": [], "dropped": {}, "hints": {}, "shards": []}
 
 
 @dataclass(frozen=True)
@@ -69,20 +63,21 @@ class ShardTask:
         return task_name(self.split, self.number)
 
 
-@dataclass(frozen=True)
-class KeptDocument:
-    """A document whose tokens go into rows. source: the name of its source. n_tokens: how many tokens go there."""
-
-    source: str
-    n_bytes: int
-    n_tokens: int
-    is_long: bool
-    encoded: list[Encoded]
-
-
 def task_name(split: str, number: int) -> str:
     """The name of the task that makes shard `number` of the split."""
     return f"{split}-{number:05d}"
+
+
+def empty_record() -> dict[str, Any]:
+    """The record of a task without documents, which has the fields of a split's manifest and `hints`.
+
+    split_by_turn: conversations of several sequences. in_parts: texts too long for one call of the tokenizer. mix:
+    documents and tokens of each source. bad, dropped: documents by reason. hints: for each reason why documents are
+    bad, what is wrong with one of them.
+    """
+    counts = ("rows", "tokens", "supervised_tokens", "documents", "split_by_turn", "in_parts", "pieces", "text_bytes")
+    by_reason = {"bad": Counter(), "bad_named": [], "dropped": Counter(), "hints": {}}
+    return {**dict.fromkeys(counts, 0), "mix": {}, **by_reason, "shards": []}
 
 
 def make_readers(
@@ -95,83 +90,58 @@ def make_readers(
     """A reader for each source. kept, tokenizers: see `Reader` and `record_format_of`.
 
     Raises ValueError if a source's files do not fit the settings that say how to read them."""
-    is_chat = [source.is_chat or source.path == STDLIB_CHAT for source in config.sources.values()]
-    for number, source in enumerate(config.sources.values()):
+    sources = config.sources.values()
+    for number, source in enumerate(sources):
         texts = [file.name for file in files if file.source == number and file.kind in ("text", "docstrings")]
         if source.field_named and texts:
             raise ValueError(
                 f"source {source.path!r} names {source.field_named}, and {len(texts)} of its files hold no records "
                 f"(first: {texts[0]}); leave it out, or name files of records (--files '*.jsonl')"
             )
-    if config.chat_template is not None and not any(is_chat):
-        raise ValueError("chat_template is for conversations, and there are none; give --chat-field, or leave it out")
-    if config.documents != "pack" and any(is_chat):
-        raise ValueError(f"documents is {config.documents!r}, which cuts answers off; conversations take 'pack'")
-    chat = ChatEncoder(tokenizer, _template(config.chat_template)) if any(is_chat) else None
-    text = None if all(is_chat) else make_encoder(tokenizer, ends_documents=config.documents == "pack")
-    readers = []
-    for number, (name, source) in enumerate(config.sources.items()):
-        encoder = chat if is_chat[number] else text
-        assert encoder is not None
-        readers.append(Reader(name, record_format_of(source, tokenizers), encoder, kept[number]))
-    return readers
+    encoders: dict[bool, Encoder | ChatEncoder] = {}
+    for is_chat in {source.is_chat for source in sources}:
+        if is_chat:
+            encoders[is_chat] = ChatEncoder(tokenizer, _template(config.chat_template))
+        else:
+            encoders[is_chat] = make_encoder(tokenizer, ends_documents=config.documents == "pack")
+    return [
+        Reader(name, record_format_of(source, tokenizers), encoders[source.is_chat], fraction)
+        for (name, source), fraction in zip(config.sources.items(), kept, strict=True)
+    ]
 
 
 def _template(path: Path | None) -> str | None:
     if path is None or str(path) == PLAIN:
         return None if path is None else PLAIN
-    try:
+    with damage_named(path, remedy=f"give a Jinja file, or {PLAIN} for texts that the target has continued"):
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"chat_template: {path} cannot be read ({error}); give a Jinja file, or {PLAIN} for texts that the target "
-            "has continued"
-        ) from error
 
 
 def make_shards_of(task: ShardTask, config: PrepareConfig, readers: Sequence[Reader], folder: WorkFolder) -> None:
     """Write the task's shards, none if it has no row, and then its record."""
-    left_out = {"bad": Counter(), "bad_named": [], "dropped": Counter(), "hints": {}}
-    records = []
-    for documents in _kept_documents(task, config, readers, left_out):
-        part = f"-{len(records):03d}" if records else ""
-        path = config.out / task.split / f"shard-{task.number:05d}{part}.arrow"
-        records.append(_write(path, documents, config, readers))
-    record = add_up([EMPTY_RECORD, *records, left_out])
-    folder.write(task.name, record, [config.out / task.split / shard["file"] for shard in record["shards"]])
+    records = [empty_record()]
+    split_folder = config.out / task.split
+    for record, sequences in _contents(task, config, readers):
+        packed = MODES[config.documents]([len(sequence.tokens) for sequence in sequences], config.seq_len)
+        rows = [_make_row(pieces, sequences) for pieces in packed]
+        record["rows"], record["pieces"] = len(rows), sum(map(len, packed))
+        record["tokens"] = sum(len(row.tokens) for row in rows)
+        record["supervised_tokens"] = sum(sum(row.loss_spans[1::2]) - sum(row.loss_spans[::2]) for row in rows)
+        if rows:
+            split_folder.mkdir(exist_ok=True)
+            part = f"-{len(records) - 1:03d}" if len(records) > 1 else ""
+            path = split_folder / f"shard-{task.number:05d}{part}.arrow"
+            record["shards"] = [write_shard(path, rows, config.seq_len, fill_id=readers[0].encoder.eos_id)]
+        records.append(record)
+    total = add_up(records)
+    folder.write(task.name, total, [split_folder / shard["file"] for shard in total["shards"]])
 
 
-def _write(path: Path, kept: Sequence[KeptDocument], config: PrepareConfig, readers: Sequence[Reader]) -> dict:
-    """Pack the documents into a shard, unless they make no row. Returns its counts."""
-    sequences = [sequence for document in kept for sequence in document.encoded]
-    packed = MODES[config.documents]([len(sequence.tokens) for sequence in sequences], config.seq_len)
-    rows = [_make_row(pieces, sequences) for pieces in packed]
-    mix: dict[str, dict] = {}
-    for document in kept:
-        of_source = mix.setdefault(document.source, {"documents": 0, "tokens": 0})
-        of_source["documents"] += 1
-        of_source["tokens"] += document.n_tokens
-    if rows:
-        path.parent.mkdir(exist_ok=True)
-    return {
-        "rows": len(rows),
-        "tokens": sum(len(row.tokens) for row in rows),
-        "supervised_tokens": sum(sum(row.loss_spans[1::2]) - sum(row.loss_spans[::2]) for row in rows),
-        "documents": len(kept),
-        "split_by_turn": sum(len(document.encoded) > 1 for document in kept),
-        "in_parts": sum(document.is_long for document in kept),
-        "pieces": sum(len(pieces) for pieces in packed),
-        "text_bytes": sum(document.n_bytes for document in kept),
-        "mix": mix,
-        "shards": [write_shard(path, rows, config.seq_len, fill_id=readers[0].encoder.eos_id)] if rows else [],
-    }
-
-
-def _kept_documents(
-    task: ShardTask, config: PrepareConfig, readers: Sequence[Reader], left_out: dict[str, Any]
-) -> Iterator[list[KeptDocument]]:
-    """The documents of each shard. left_out: counts what is bad or dropped, with the fields of EMPTY_RECORD."""
-    kept, n_bytes = list[KeptDocument](), 0
+def _contents(
+    task: ShardTask, config: PrepareConfig, readers: Sequence[Reader]
+) -> Iterator[tuple[dict[str, Any], list[Encoded]]]:
+    """For each shard of the task, its record, in which the documents are counted, and their sequences of tokens."""
+    record, sequences = empty_record(), list[Encoded]()
     room = [math.inf if budget is None else budget for budget in task.budgets]  # tokens left in each budget
     for segment in task.segments:
         source = segment.file.source
@@ -187,30 +157,34 @@ def _kept_documents(
                     raise Unusable(document.why, document.detail)
                 encoded = reader.encoder.encode_document(document)
             except Unusable as error:
-                _count_bad(document.name, error, left_out)
+                _count_bad(document.name, error, record)
                 continue
             length = sum(len(sequence.tokens) for sequence in encoded)
             cost = config.seq_len if config.documents == "first" else length
             if length < cost:
-                left_out["dropped"]["shorter_than_seq_len"] += 1
+                record["dropped"]["shorter_than_seq_len"] += 1
             elif cost > room[budget]:
-                left_out["dropped"]["beyond_max_tokens"] += 1  # a shorter one may still fit
+                record["dropped"]["beyond_max_tokens"] += 1  # a shorter one may still fit
             else:
-                is_long = isinstance(document, Document) and len(document.text) > LONG
-                kept.append(KeptDocument(reader.name, document.n_bytes, cost, is_long, encoded))
-                room[budget], n_bytes = room[budget] - cost, n_bytes + document.n_bytes
-            if segment.n_documents is None and n_bytes >= task.shard_bytes:
-                yield kept
-                kept, n_bytes = [], 0
-    yield kept
+                sequences += encoded
+                room[budget] -= cost
+                record["documents"] += 1
+                record["split_by_turn"] += len(encoded) > 1
+                record["in_parts"] += isinstance(document, Document) and len(document.text) > LONG
+                record["text_bytes"] += document.n_bytes
+                record["mix"].setdefault(reader.name, Counter()).update(documents=1, tokens=cost)
+            if segment.n_documents is None and record["text_bytes"] >= task.shard_bytes:
+                yield record, sequences
+                record, sequences = empty_record(), []
+    yield record, sequences
 
 
-def _count_bad(name: str, error: Unusable, left_out: dict[str, Any]) -> None:
-    left_out["bad"][error.why] += 1
-    if len(left_out["bad_named"]) < NAMED_BAD:
-        left_out["bad_named"].append({"document": name, "why": error.why})
+def _count_bad(name: str, error: Unusable, record: dict[str, Any]) -> None:
+    record["bad"][error.why] += 1
+    if len(record["bad_named"]) < NAMED_BAD:
+        record["bad_named"].append({"document": name, "why": error.why})
     if error.detail:  # reasons that say everything themselves have none
-        left_out["hints"].setdefault(error.why, f"{name} {error.detail}")
+        record["hints"].setdefault(error.why, f"{name} {error.detail}")
 
 
 def _is_wanted(document: Document | Conversation | BadDocument, split: str, config: PrepareConfig, kept: float) -> bool:
@@ -223,23 +197,18 @@ def _is_wanted(document: Document | Conversation | BadDocument, split: str, conf
 
 
 def _make_row(pieces: Sequence[Piece], sequences: Sequence[Encoded]) -> Row:
-    """The row that these pieces make, with their spans moved to the row's places and joined where they touch."""
+    """The row that these pieces make, with their spans moved to the row's places."""
     tokens = [sequences[piece.document].tokens[piece.start : piece.stop] for piece in pieces]
     borders = [0, *np.cumsum([len(run) for run in tokens]).tolist()]
-    loss_spans: list[int] = []
+    in_loss = np.zeros(borders[-1], dtype=bool)
     for piece, border in zip(pieces, borders, strict=False):  # borders has one entry more, the end of the row
-        for begin, end in sequences[piece.document].spans:
-            begin, end = (border + min(max(place, piece.start), piece.stop) - piece.start for place in (begin, end))
-            if begin == end:
-                continue
-            if loss_spans and loss_spans[-1] == begin:
-                loss_spans[-1] = end
-            else:
-                loss_spans += [begin, end]
+        for start, stop in sequences[piece.document].spans:
+            shift = border - piece.start
+            in_loss[max(start, piece.start) + shift : max(min(stop, piece.stop) + shift, 0)] = True
     return Row(
         tokens=np.concatenate(tokens),
         borders=borders,
-        loss_spans=loss_spans,
+        loss_spans=np.flatnonzero(np.diff(in_loss, prepend=False, append=False)).tolist(),
         documents=[sequences[piece.document].name for piece in pieces],
         pieces=[piece.number for piece in pieces],
     )

@@ -4,12 +4,14 @@
 lists every file's hash before a byte is fetched, and whose cache and remote files serve all formats.
 """
 
+import csv
 import glob
 import io
 import json
 import os
 import re
 import sysconfig
+import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +21,7 @@ from typing import BinaryIO, Literal, cast
 
 import pyarrow as pa
 
-from longdraft.data_prep.recipe import Source, changed
+from longdraft.data_prep.recipe import STDLIB, STDLIB_CHAT, Source, changed
 from longdraft.data_prep.shards import MANIFEST
 from longdraft.models.files import PLAN
 
@@ -29,13 +31,15 @@ LINES_SUFFIXES = tuple(suffix + end for suffix in (".jsonl", ".ndjson") for end 
 TABLE_SUFFIXES = (".parquet", ".arrow", *(f".mds{end}" for end in ("", *COMPRESSED)))
 RECORD_SUFFIXES = LINES_SUFFIXES + TABLE_SUFFIXES
 # Files of other kinds are taken only if the source names them: .csv, .tsv, .json (also compressed) and .tar.
-STDLIB, STDLIB_CHAT = "stdlib", "stdlib-chat"
 # Tests contain files that are broken on purpose (bad UTF-8, bad syntax), and installed packages are not the library.
 # `encodings` is mostly tables of numbers, which would teach a draft to count.
 STDLIB_LEFT_OUT = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings")
 HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>\S+))?")
 REMOTE = "hf://"
 BUFFER_BYTES = 1 << 20
+# What the readers raise for a damaged file: LookupError and TypeError for a value of MDS without its type or shape.
+UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, RecursionError)
+UNREADABLE += (csv.Error, pa.ArrowException, tarfile.TarError)
 Kind = Literal["text", "docstrings", "jsonl", "array", "csv", "table", "archive"]
 KINDS: dict[str, Kind] = {
     **{".parquet": "table", ".arrow": "table", ".mds": "table", ".tar": "archive"},
@@ -111,23 +115,16 @@ def is_compressed(path: str) -> bool:
 def open_plain(path: str) -> Iterator[BinaryIO]:
     """Open a file's uncompressed bytes. Of a remote file, only what is read is fetched.
 
-    An uncompressed file is seekable. Raises ValueError if the file cannot be opened, or, inside the block, if it is
-    damaged or ends early.
+    An uncompressed file is seekable. Raises ValueError if the file cannot be opened, or, inside the block, if what is
+    read in it is damaged or ends early.
     """
-    try:
-        raw = _open(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); change its rights, or leave it out") from error
-    with raw:
+    with damage_described(path), _open(path) as raw:
         if not is_compressed(path):
             yield raw
             return
-        try:
-            codec = COMPRESSED[Path(path).suffix.lower()]
-            with pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec) as stream:
-                yield cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream)))
-        except (OSError, pa.ArrowInvalid) as error:
-            raise damaged(path, error) from error
+        codec = COMPRESSED[Path(path).suffix.lower()]
+        with pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec) as stream:
+            yield cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream)))
 
 
 def _open(path: str) -> BinaryIO:
@@ -135,13 +132,17 @@ def _open(path: str) -> BinaryIO:
         return Path(path).open("rb")
     from huggingface_hub import HfFileSystem
 
-    with _hub_errors(path):
-        # Buffered, because the remote file would read a block of megabytes for every line.
-        return io.BufferedReader(cast(io.RawIOBase, HfFileSystem().open(path, "rb")), BUFFER_BYTES)
+    # Buffered, because the remote file would read a block of megabytes for every line.
+    return io.BufferedReader(cast(io.RawIOBase, HfFileSystem().open(path, "rb")), BUFFER_BYTES)
 
 
-def damaged(path: str, error: Exception) -> ValueError:
-    return ValueError(f"{path} cannot be read ({error}); it is damaged or was not fetched whole: fetch it again")
+@contextmanager
+def damage_described(path: str) -> Iterator[None]:
+    """Turn what goes wrong while this file is read into a ValueError that names it."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise ValueError(f"{path} cannot be read ({error}); if it was not fetched whole, fetch it again") from error
 
 
 def _reading(source: Source) -> Source:
@@ -162,32 +163,30 @@ def _patterns(source: Source) -> tuple[str, ...]:
 
 def _local(source: Source, number: int) -> list[SourceFile]:
     """A source's files on this machine, after fetching them if needed."""
-    path, prefix = Path(source.path), None
+    path, patterns = Path(source.path), _patterns(source)
     if source.path in (STDLIB, STDLIB_CHAT):
         root = Path(sysconfig.get_path("stdlib")).resolve()
         suffixes = TEXT_SUFFIXES if source.path == STDLIB else (".py",)
-        paths = _walk(root, source.files or [f"*{suffix}" for suffix in suffixes], STDLIB_LEFT_OUT)
-        paths = [path for path in paths if path.stat().st_size]
+        patterns = source.files or [f"*{suffix}" for suffix in suffixes]
+        prefix, paths = f"{root.name}/", [one for one in _walk(root, patterns, STDLIB_LEFT_OUT) if one.stat().st_size]
     elif path.is_dir():
         root = path.resolve()
         if (root / PLAN).exists() and not (root / MANIFEST).exists():
             raise ValueError(f"source {source.path!r} is not finished ({PLAN} without {MANIFEST}); finish it first")
-        paths = _walk(root, _patterns(source))
+        prefix, paths = f"{root.name}/", _walk(root, patterns)
     elif path.is_file():
         # The file itself is not resolved: a link's own name and suffix count (the hub's cache links to nameless blobs).
-        root, prefix = path.parent.resolve(), ""
-        paths = [root / path.name] if not source.files or _matches(path.name, source.files) else []
-    elif path.exists() or path.is_symlink():
-        raise ValueError(f"{path} is neither a file nor a folder that can be read; give another source")
+        root = path.parent.resolve()
+        prefix, paths = "", [root / path.name] if not source.files or _matches(path.name, source.files) else []
     elif HUB_NAME.fullmatch(source.path):
-        root, prefix = _fetch(source.path, _patterns(source)), f"{source.path}/"  # the cache's folder names a commit
-        paths = _walk(root, _patterns(source)) if root.exists() else []
+        root = _fetch(source.path, patterns)
+        # The cache's folder names a commit. It is not there if no file matches.
+        prefix, paths = f"{source.path}/", _walk(root, patterns) if root.exists() else []
     else:
         raise ValueError(
             f"source {source.path!r} does not exist; give a file, a folder, a data set's name (owner/name), {STDLIB!r} "
             f"or {STDLIB_CHAT!r}"
         )
-    prefix = f"{root.name}/" if prefix is None else prefix
     return [
         SourceFile(str(path), prefix + path.relative_to(root).as_posix(), _kind(str(path), source), number)
         for path in paths
@@ -286,22 +285,18 @@ def _fetch(path: str, patterns: Sequence[str]) -> Path:
 def _remote(source: Source, number: int) -> list[SourceFile]:
     """A data set's files on the hub, of a fixed commit, with the hub's own digests."""
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import filter_repo_objects  # which `snapshot_download` uses too
 
     name, revision = _repository(source.path)
     with _hub_errors(source.path):
         info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
     found = []
-    for file in filter_repo_objects(info.siblings or [], allow_patterns=list(_patterns(source)), key=_file_name):
-        digest = f"git-{file.blob_id}" if file.lfs is None else str(file.lfs.sha256)
-        url = f"{REMOTE}datasets/{name}@{info.sha}/{file.rfilename}"
-        listed = (int(file.size or 0), digest)
-        found.append(SourceFile(url, f"{source.path}/{file.rfilename}", _kind(url, source), number, listed))
+    for file in info.siblings or []:
+        if _matches(file.rfilename, _patterns(source)):
+            digest = f"git-{file.blob_id}" if file.lfs is None else str(file.lfs.sha256)
+            url = f"{REMOTE}datasets/{name}@{info.sha}/{file.rfilename}"
+            listed = (int(file.size or 0), digest)
+            found.append(SourceFile(url, f"{source.path}/{file.rfilename}", _kind(url, source), number, listed))
     return found
-
-
-def _file_name(file: object) -> str:
-    return file.rfilename  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _repository(path: str) -> tuple[str, str | None]:
@@ -316,17 +311,11 @@ def _repository(path: str) -> tuple[str, str | None]:
 
 @contextmanager
 def _hub_errors(path: str) -> Iterator[None]:
-    """Turn the hub's errors into a ValueError that says what to do."""
+    """Turn the hub's errors into a ValueError that names the source."""
     from huggingface_hub import errors
 
     try:
         yield
-    except errors.GatedRepoError as error:
-        why = "asks for its terms to be accepted: do so on its page, then `hf auth login` or HF_TOKEN"
-        raise ValueError(f"source {path!r} {why}") from error
     except (errors.HTTPError, errors.OfflineModeIsEnabled, OSError) as error:  # pyright: ignore
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"source {path!r} is neither a file or folder here nor to be read on the hub ({reason}); give the folder "
-            "that its files are in"
-        ) from error
+        raise ValueError(f"source {path!r} is no file or folder here, nor to be read on the hub ({reason})") from error

@@ -10,16 +10,16 @@ are not read, because unpickling runs any code that they hold.
 
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from longdraft.data_prep.sources import REMOTE, damaged, is_compressed, open_plain
+from longdraft.data_prep.sources import REMOTE, damage_described, is_compressed, open_plain
 
 ROWS_AT_ONCE = 64  # of a Parquet file; a row can be a book of PG-19 with half a megabyte
 SIZE = np.dtype("<u4")  # of MDS
@@ -52,13 +52,17 @@ def table_parts(path: str, part_bytes: int, group_bytes: int) -> list[tuple[int,
     return [*runs, (rows, size)] if rows else runs
 
 
-def table_rows(path: str, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows [first, first + n_rows) of a table, with the fields that it has of those named.
+def table_rows(
+    path: str, first: int, n_rows: int | None = None, fields: Collection[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Rows [first, first + n_rows) of a table, or all from `first` on, with the fields that it has of those named.
 
-    A text that is not UTF-8 becomes b"". Raises ValueError for a damaged file.
+    A text that is not UTF-8 becomes bytes. Raises ValueError for a damaged file.
     """
     with _open(path) as table:
-        yield from table.rows(first, n_rows, fields)
+        n_rows = sum(rows for rows, _ in table.chunks()) if n_rows is None else n_rows
+        names = [name for name in table.fields if fields is None or name in fields]
+        yield from table.rows(first, n_rows, names)
 
 
 @lru_cache(maxsize=4)  # it is asked for every row that lacks a field
@@ -70,23 +74,18 @@ def table_fields(path: str) -> list[str]:
 
 @contextmanager
 def _open(path: str) -> "Iterator[_Parquet | _Arrow | _Mds]":
-    """Raises ValueError if the file is damaged, also from inside the block."""
     kind = path.lower().rpartition(".")[2]
-    try:
-        if kind == "arrow" and not path.startswith(REMOTE):
-            with pa.memory_map(path) as source:
-                yield _Arrow(source)
-            return
-        with open_plain(path) as stream:
-            if kind == "parquet":
-                yield _Parquet(stream)
-            elif kind == "arrow":
-                yield _Arrow(pa.PythonFile(stream, mode="r"))
-            else:  # samples are read by their offsets, so a compressed shard must be in memory
-                yield _Mds(io.BytesIO(stream.read()) if is_compressed(path) else stream)
-    # IndexError, KeyError: an MDS cell without its type or shape.
-    except (OSError, ValueError, IndexError, KeyError, pa.ArrowException) as error:
-        raise damaged(path, error) from error
+    if kind == "arrow" and not path.startswith(REMOTE):
+        with damage_described(path), pa.memory_map(path) as source:
+            yield _Arrow(source)
+        return
+    with open_plain(path) as stream:
+        if kind == "parquet":
+            yield _Parquet(stream)
+        elif kind == "arrow":
+            yield _Arrow(pa.PythonFile(stream, mode="r"))
+        else:  # samples are read by their offsets, so a compressed shard must be in memory
+            yield _Mds(io.BytesIO(stream.read()) if is_compressed(path) else stream)
 
 
 class _Parquet:
@@ -99,13 +98,12 @@ class _Parquet:
         groups = [self._file.metadata.row_group(i) for i in range(self._file.num_row_groups)]
         return [(group.num_rows, group.total_byte_size) for group in groups]
 
-    def rows(self, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-        # pyarrow makes no batches without a column.
-        columns = [name for name in self.fields if name in fields] or self.fields[:1]
+    def rows(self, first: int, n_rows: int, fields: list[str]) -> Iterator[dict[str, Any]]:
         at = 0
         for group, (n_here, _) in enumerate(self.chunks()):
             if first < at + n_here and at < first + n_rows:
-                batches = self._file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns)
+                # pyarrow makes no batches without a column.
+                batches = self._file.iter_batches(ROWS_AT_ONCE, [group], fields or self.fields[:1])
                 yield from _rows_in(batches, at, first, n_rows, fields)
             at += n_here
 
@@ -118,39 +116,35 @@ class _Arrow:
             file = pa.ipc.open_file(source)
         except pa.ArrowInvalid:
             source.seek(0)
-            self._batches = stream = pa.ipc.open_stream(source)
-            self.fields = list(stream.schema.names)
-        else:
-            self._batches = (file.get_batch(i) for i in range(file.num_record_batches))
-            self.fields = list(file.schema.names)
+            file = pa.ipc.open_stream(source)
+        self._table: pa.Table = file.read_all()  # a file on this machine is mapped
+        self.fields = list(self._table.schema.names)
 
     def chunks(self) -> list[tuple[int, int]]:
-        return [(batch.num_rows, batch.nbytes) for batch in self._batches]
+        return [(batch.num_rows, batch.nbytes) for batch in self._table.to_batches()]
 
-    def rows(self, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-        return _rows_in(self._batches, 0, first, n_rows, fields)
+    def rows(self, first: int, n_rows: int, fields: list[str]) -> Iterator[dict[str, Any]]:
+        return _rows_in(self._table.to_batches(), 0, first, n_rows, fields)
 
 
 def _rows_in(
-    batches: Iterable[pa.RecordBatch], at: int, first: int, n_rows: int, fields: Sequence[str]
+    batches: Iterable[pa.RecordBatch], at: int, first: int, n_rows: int, fields: list[str]
 ) -> Iterator[dict[str, Any]]:
     """Rows [first, first + n_rows) from batches, the first of which begins with row `at`."""
     for batch in batches:
-        if at >= first + n_rows:
-            return
-        columns = {name: batch.column(name) for name in batch.schema.names if name in fields}
+        columns = {name: batch.column(name) for name in fields}
         for i in range(max(first - at, 0), min(first + n_rows - at, batch.num_rows)):
             yield {name: _cell(column[i]) for name, column in columns.items()}
         at += batch.num_rows
+        if at >= first + n_rows:
+            return
 
 
 def _cell(value: pa.Scalar) -> Any:
-    """A cell's value. Bytes are decoded as a text, since some writers do not declare theirs as one."""
     try:
-        cell = value.as_py()
+        return value.as_py()
     except UnicodeDecodeError:
-        return b""
-    return _text(cell) if isinstance(cell, bytes) else cell
+        return b"\xff"  # the format of the record finds that it is no text
 
 
 class _Mds:
@@ -170,8 +164,7 @@ class _Mds:
         """(rows, bytes) of each sample, which is one row."""
         return [(1, size) for size in np.diff(self._offsets).tolist()]
 
-    def rows(self, first: int, n_rows: int, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-        readers = {name: _reader(encoding) for name, encoding, _ in self._columns if name in fields}
+    def rows(self, first: int, n_rows: int, fields: list[str]) -> Iterator[dict[str, Any]]:
         n_variable = sum(size is None for _, _, size in self._columns)
         for row in range(first, min(first + n_rows, len(self._offsets) - 1)):
             begin, end = self._offsets[row : row + 2].tolist()
@@ -179,49 +172,38 @@ class _Mds:
             raw = _exactly(self._stream, end - begin)
             variable_sizes = iter(np.frombuffer(raw, SIZE, n_variable).tolist())
             at, sample = n_variable * SIZE.itemsize, {}
-            for name, _, fixed in self._columns:
+            for name, encoding, fixed in self._columns:
                 size = next(variable_sizes) if fixed is None else fixed
-                if name in readers:
-                    sample[name] = readers[name](raw[at : at + size])
+                if name in fields:
+                    sample[name] = _mds_cell(encoding, raw[at : at + size])
                 at += size
-            if at != len(raw):
-                raise ValueError(f"sample {row} has {len(raw)} bytes, and its columns {at}")
             yield sample
 
 
-def _reader(encoding: str) -> Callable[[bytes], Any]:
+def _mds_cell(encoding: str, raw: bytes) -> Any:
     kind, *parameters = encoding.split(":")
     if kind == "str":
-        return _text
+        return raw
     if kind == "json":
-        return json.loads
+        return json.loads(raw)
     if kind == "int" or kind in VALUE_TYPES.values():
-        return partial(_scalar, "<i8" if kind == "int" else kind)
-    if kind == "ndarray" and len(parameters) <= 2:
-        shape = tuple(map(int, parameters[1].split(","))) if len(parameters) == 2 else None
-        return partial(_array, parameters[0] if parameters and parameters[0] else None, shape)
+        return np.frombuffer(raw, "<i8" if kind == "int" else kind)[0].item()
+    if kind == "ndarray":
+        return _array(raw, *parameters)
     raise ValueError(f"a column is encoded as {encoding!r}, which is not read here; known: str, json, numbers, ndarray")
 
 
-def _text(raw: bytes) -> str | bytes:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return b""
-
-
-def _scalar(kind: str, raw: bytes) -> Any:
-    return np.frombuffer(raw, kind)[0].item()
-
-
-def _array(kind: str | None, shape: tuple[int, ...] | None, raw: bytes) -> np.ndarray:
-    if kind is None:
+def _array(raw: bytes, kind: str = "", shape: str = "") -> np.ndarray:
+    """A cell with an array. The type and the shape stand before the values unless the column's encoding has them."""
+    if not kind:
         kind, raw = VALUE_TYPES[raw[0]], raw[1:]
-    if shape is None:
-        n_axes, shape_type = raw[0] >> 2, np.dtype(SHAPE_TYPES[raw[0] & 3])
-        stop = 1 + n_axes * shape_type.itemsize
-        shape, raw = tuple(np.frombuffer(raw[1:stop], shape_type).tolist()), raw[stop:]
-    return np.frombuffer(raw, np.dtype(kind).newbyteorder("<")).reshape(shape)
+    if shape:
+        sizes = [int(size) for size in shape.split(",")]
+    else:
+        n_axes, size_type = raw[0] >> 2, np.dtype(SHAPE_TYPES[raw[0] & 3])
+        stop = 1 + n_axes * size_type.itemsize
+        sizes, raw = np.frombuffer(raw[1:stop], size_type).tolist(), raw[stop:]
+    return np.frombuffer(raw, np.dtype(kind).newbyteorder("<")).reshape(sizes)
 
 
 def _numbers(stream: BinaryIO, n: int) -> np.ndarray:

@@ -1,7 +1,4 @@
-"""How the tasks of a folder are divided among machines (`--shard i/n`) and processes, and their records added up.
-
-If any of these processes is killed, none of the others keeps running.
-"""
+"""How the tasks of a folder are divided among machines (`--shard i/n`) and processes, and their records added up."""
 
 import hashlib
 import json
@@ -13,30 +10,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 NAMED_BAD = 20  # bad documents named in a manifest; all are counted
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """One of `of` machines that share the tasks of a folder; `number` counts from 1."""
 
     number: int
     of: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.number}-of-{self.of}"
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.of}"
 
 
 def read_machine(text: str) -> Machine:
@@ -55,7 +43,7 @@ def tasks_of(machine: Machine | None, tasks: Sequence[T]) -> Sequence[T]:
 def run_in_processes(
     work: Callable[[T], object], tasks: Sequence[T], n_workers: int, on_done: Callable[[T], object]
 ) -> None:
-    """Call `work(task)` for all tasks, in the given order, in `n_workers` processes.
+    """Call `work(task)` for all tasks, in the given order, in `n_workers` processes. They die with this process.
 
     on_done: called in this process with each task that is done.
     Raises ValueError if a worker was killed, and whatever `work` raises. After Ctrl-C no worker is left.
@@ -88,7 +76,7 @@ def run_in_processes(
             pool.shutdown(cancel_futures=True)
 
 
-_work: Callable[[Any], object] | None = None  # set in worker processes only
+_work: Callable[[Any], object]  # set in worker processes only
 
 
 def _begin_worker(file: str) -> None:
@@ -106,23 +94,22 @@ def _die_with_parent() -> None:
 
 
 def _work_on(task: Any) -> None:
-    assert _work is not None, "the pool did not call _begin_worker"
     _work(task)
 
 
 def add_up(records: Sequence[dict]) -> dict:
-    """Combine records of tasks into one. Numbers are added, lists are concatenated, dicts are combined key by key with
-    their keys sorted, and of texts the first is taken. The first record has all fields."""
+    """Combine records of tasks into one with the first record's fields. Numbers are added, lists concatenated, dicts
+    combined key by key with their keys sorted, and of texts the first is taken."""
+    return {name: _added([record[name] for record in records if name in record]) for name in records[0]}
 
-    def added(values: list[Any]) -> Any:
-        if isinstance(values[0], dict):
-            names = sorted(set().union(*values))
-            return {name: added([value[name] for value in values if name in value]) for name in names}
-        if isinstance(values[0], list):
-            return [*chain.from_iterable(values)]
-        return values[0] if isinstance(values[0], str) else sum(values)
 
-    return {name: added([record[name] for record in records if name in record]) for name in records[0]}
+def _added(values: list[Any]) -> Any:
+    if isinstance(values[0], dict):
+        names = sorted(set().union(*values))
+        return {name: _added([value[name] for value in values if name in value]) for name in names}
+    if isinstance(values[0], list):
+        return [*chain.from_iterable(values)]
+    return values[0] if isinstance(values[0], str) else sum(values)
 
 
 def count_and_hash(sources: Mapping[str, dict]) -> dict:

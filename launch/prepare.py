@@ -9,6 +9,7 @@ another command, launch/regenerate.py.
 """
 
 import argparse
+import json
 import os
 import sys
 from argparse import SUPPRESS
@@ -17,10 +18,10 @@ from functools import partial
 from pathlib import Path
 
 from longdraft.data_prep.failures import failures_described
-from longdraft.data_prep.prepare import LENGTHS_PNG, merge, prepare
+from longdraft.data_prep.prepare import merge, prepare
 from longdraft.data_prep.recipe import PrepareConfig, same_way
 from longdraft.data_prep.tasks import read_machine
-from longdraft.launch.console import flag, note, run_command, show
+from longdraft.launch.console import flag, run_command, show
 from longdraft.models.schema import validate
 
 # Options that are fields of a recipe, and options that are fields of a recipe's source.
@@ -106,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     help = "make only every n-th shard, starting with the i-th, on one of n machines; then join the folders and --merge"
     add("--shard", metavar="i/n", help=help)
     add("--merge", action="store_true", help="instead of preparing, finish --out, whose shards were made with --shard")
-    help = "instead of preparing, print what this folder holds (with --target, samples too) and draw lengths.png"
+    help = "instead of preparing, print what this folder holds (with --target, samples too)"
     add("--inspect", type=Path, metavar="FOLDER", help=help)
     add("--json", action="store_true", help="with --inspect: print one JSON object")
     return parser
@@ -153,21 +154,17 @@ def _check_given(parser: argparse.ArgumentParser, args: argparse.Namespace, *nam
 
 
 def _inspect(folder: Path, target: str | None, as_json: bool) -> None:
-    from longdraft.data_prep.inspection import as_text, draw_lengths, inspect
+    from longdraft.data_prep.inspection import as_text, inspect
 
     if target is None:
-        inspection = inspect(folder)
+        report = inspect(folder)
     else:
         from longdraft.models.fingerprint import tokenizer_hash
         from longdraft.models.hf import load_tokenizer
 
         tokenizer = load_tokenizer(target)
-        inspection = inspect(folder, tokenizer, tokenizer_hash(tokenizer))
-    _log(inspection.as_json() if as_json else as_text(inspection))
-    try:
-        draw_lengths(inspection, folder / LENGTHS_PNG)
-    except OSError as error:
-        note(f"longdraft prepare: {LENGTHS_PNG} could not be written ({error})")
+        report = inspect(folder, tokenizer, tokenizer_hash(tokenizer))
+    _log(json.dumps(report, ensure_ascii=False, indent=1) if as_json else as_text(folder, report))
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def test_a_folder_of_the_first_version_is_read(tmp_path):
     for split in ("train", "heldout"):
         ShardSet(out / split).verify(vocab_size=262)
     assert merge(out) == json.loads((out / "manifest.json").read_text())
-    assert sum(split["documents"] for split in inspect(out).splits.values()) == 12
+    assert sum(split["documents"] for split in inspect(out)["splits"].values()) == 12
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ def samples():
         yield {
             "input_ids": ids,
             "indices": np.array([[0, cut], [cut, len(ids)]], dtype=np.uint32),
-            "domain": f"book é {i}",
+            "domain": f"book é {i}".encode(),
             "length": len(ids),
-            "text": f"text {i}\n",
+            "text": f"text {i}\n".encode(),
             "extra": {"i": i},
             "any": np.arange(i + 1, dtype=np.float32),
         }
@@ -54,13 +54,14 @@ def test_every_column_comes_back(kind, part_bytes):
 
 def test_more_rows_than_there_are_are_all_of_them():
     files = list_files([Source(path=str(WRITTEN / next(iter(ENDING))))])
-    texts = [row["text"] for file in files for row in table_rows(file.path, 0, 1 << 62, ("text",))]
-    assert texts == [sample["text"] for sample in samples()]
+    for n_rows in (1 << 62, None):
+        texts = [row["text"] for file in files for row in table_rows(file.path, 0, n_rows, ("text",))]
+        assert texts == [sample["text"] for sample in samples()]
 
 
 def test_only_what_is_asked_for_is_decoded():
     path = str(WRITTEN / "pickled" / "shard.00000.mds")
-    assert list(table_rows(path, 0, 1, ("text", "none"))) == [{"text": "a"}]
+    assert list(table_rows(path, 0, 1, ("text", "none"))) == [{"text": b"a"}]
     with pytest.raises(
         ValueError, match=r"shard\.00000\.mds cannot be read \(a column is encoded as 'pkl', which is not"
     ):
@@ -93,9 +94,7 @@ def test_texts_and_damage(tmp_path):
     whole = Path(files[0].path).read_bytes()
     for cut, why in ((2, "ends"), (30, "ends"), (1000, "ends"), (len(whole) - 3, "ends")):
         (tmp_path / "cut.mds").write_bytes(whole[:cut])
-        with pytest.raises(
-            ValueError, match=rf"cut\.mds cannot be read \(.*{why}.*\); it is damaged or was not fetched"
-        ):
+        with pytest.raises(ValueError, match=rf"cut\.mds cannot be read \(.*{why}"):
             for n_rows, _ in table_parts(str(tmp_path / "cut.mds"), 1 << 20, 1 << 20):
                 list(table_rows(str(tmp_path / "cut.mds"), 0, n_rows, ("text",)))
     (tmp_path / "no.mds").write_bytes(b"text that is no shard" * 50)

@@ -57,11 +57,11 @@ def test_weights_share_out_the_tokens(books, tmp_path, tiny_tokenizer, read_back
     # A row holds pieces of several sources.
     mixed = [{name.partition("/")[0] for name, _ in shards.pieces(i)} for i in range(len(shards))]
     assert max(map(len, mixed)) >= 2
-    report = inspect(config.out).splits["train"]
+    report = inspect(config.out)["splits"]["train"]
     assert sum(counted["tokens"] for counted in report["mix"].values()) == report["tokens"]
     n = report["mix"]["alpha"]
     said = f"alpha {n['tokens'] / report['tokens']:.1%} ({n['documents']:,})"
-    assert said in as_text(inspect(config.out))
+    assert said in as_text(config.out, inspect(config.out))
     other = prepare(changed(config, out=tmp_path / "other", seed=1), tiny_tokenizer, "hash")
     assert other["address"] != manifest["address"]
     again = prepare(changed(config, out=tmp_path / "again", workers=2), tiny_tokenizer, "hash")
@@ -208,10 +208,9 @@ def test_a_budget_holds_long_documents_and_stops_reading(tmp_path, tiny_tokenize
     assert 4 <= len(read) < 40, "files beyond the budget were opened"
 
 
-def test_out_within_a_source_is_refused(books, tmp_path, tiny_tokenizer):
-    config = PrepareConfig(sources={"alpha": books["alpha"]}, out=tmp_path / "alpha" / "out", seq_len=64)
+def test_out_within_a_source_is_refused(books, tmp_path):
     with pytest.raises(ValueError, match=r"^out: "):
-        prepare(config, tiny_tokenizer, "hash")
+        PrepareConfig(sources={"alpha": books["alpha"]}, out=tmp_path / "alpha" / "out", seq_len=64)
 
 
 def test_what_stands_beside_records_is_not_taken_for_them(books, tmp_path, tiny_tokenizer):

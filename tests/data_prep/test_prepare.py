@@ -16,7 +16,6 @@ from longdraft.data_prep import shard_task, tokenize
 from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.recipe import PrepareConfig, changed, same_way
 from longdraft.data_prep.shards import ShardSet
-from longdraft.launch.prepare import main
 from longdraft.models.schema import validate
 
 
@@ -107,8 +106,7 @@ def test_other_settings_tokenizer_or_sources_are_named(config, corpus, tiny_toke
 
 def test_overwrite_makes_it_anew_but_for_files_of_others(config, tiny_tokenizer):
     prepare(config, tiny_tokenizer, "hash")
-    assert main(["--inspect", str(config.out)]) in (None, 0)
-    assert (config.out / "lengths.png").exists()
+    (config.out / "lengths.png").touch()  # an older --inspect drew it
     other = changed(config, seq_len=32, overwrite=True)
     for name in ("notes.txt", "train/notes.txt", "mine/x", ".hidden.1.tmp"):
         (config.out / name).parent.mkdir(exist_ok=True)
@@ -121,7 +119,7 @@ def test_overwrite_makes_it_anew_but_for_files_of_others(config, tiny_tokenizer)
     prepare(other, tiny_tokenizer, "hash")
     fresh = changed(other, out=config.out.with_name("fresh"))
     prepare(fresh, tiny_tokenizer, "hash")
-    assert files_of(config.out) == files_of(fresh.out), "the picture of the old rows is gone too"
+    assert files_of(config.out) == files_of(fresh.out)
 
 
 def test_copies_of_a_document_are_on_one_side(tmp_path, tiny_tokenizer):
@@ -231,7 +229,6 @@ def test_a_missing_field_is_named_with_those_there_and_the_flag(config, tmp_path
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', r"a\.jsonl:2 is no UTF-8 \(byte 0xe9 at 13\)"),
         ("a.jsonl", b'{"text": "x"}\n{"text" "x"}\n', r"a\.jsonl:2 is no JSON"),
-        ("a.jsonl", json.dumps([{"text": "x"}], indent=1).encode(), r"a\.jsonl:1 begins JSON over several lines"),
     ],
 )
 def test_what_is_wrong_with_a_line_is_said_with_its_place(config, tmp_path, tiny_tokenizer, name, content, said):

@@ -128,7 +128,7 @@ def test_what_the_datasets_library_saved_is_read(tmp_path):
 
 def whys(path, record_format=None):
     found = documents(path, record_format)
-    assert path.suffix == ".tar" or len({document.digest for document in found}) == len(found)
+    assert len({document.digest for document in found}) == len(found)
     return [
         (document.name.rpartition(":")[2], getattr(document, "why", getattr(document, "text", None)))
         for document in found
@@ -249,7 +249,7 @@ def test_a_text_file_is_one_document_as_it_stands(tmp_path):
     assert documents(tmp_path / "a.txt", None, 3) == [Document("a.txt", hashlib.sha256(raw).digest(), raw.decode())]
     (tmp_path / "a.txt").write_bytes("é".encode("utf-16"))
     (bad,) = documents(tmp_path / "a.txt")
-    assert isinstance(bad, BadDocument) and bad.why == "bad_utf8" and "UTF-16" in bad.detail
+    assert isinstance(bad, BadDocument) and bad.why == "bad_utf8"
 
 
 def test_a_file_that_changes_under_us_is_an_error(tmp_path):
