@@ -1,23 +1,21 @@
 """The engine: prompts in, generations out, on slots that take the next prompt as soon as one is done.
 
 The loop is `_decode`; infer/slot_pool.py puts prompts into slots, infer/runner.py takes a step. Plain decoding is the
-same loop with a drafter that proposes only roots, so every method is measured against a baseline that pays the same
-overhead.
+same loop with a drafter that proposes only roots.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from longdraft.infer.drafters.base import Count, Drafter, Request
+from longdraft.infer.drafters.base import Count, Drafter
 from longdraft.infer.drafters.build import build_drafter
-from longdraft.infer.requests import ActiveSequence, Prompt, read_requests
-from longdraft.infer.results import Generation, Piece, Statistics
-from longdraft.infer.runner import Emitted, Runner, Step
+from longdraft.infer.generation import ActiveSequence, Generation, Piece, Statistics
+from longdraft.infer.requests import Prompt, Request, read_requests
+from longdraft.infer.runner import Runner, Step
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_pool import Prefilled, SlotPool
+from longdraft.infer.slot_pool import SlotPool
 from longdraft.models.schema import Bool, Instance, Str, validated
 from longdraft.models.target import Target
 
@@ -26,16 +24,6 @@ MOST_SLOTS = 8
 # Called between two steps for the requests that have come; None says that no more will come. The argument is whether
 # the engine is idle: then the call may wait for a request.
 Arrivals = Callable[[bool], Sequence[Request] | None]
-
-
-@dataclass(frozen=True)
-class _Prefill:
-    """A prefill under way: these sequences go into the slots from `slot` on. With steps between its passes it has one
-    sequence."""
-
-    slot: int
-    sequences: list[ActiveSequence]
-    passes: Iterator[Prefilled]
 
 
 class Engine:
@@ -94,7 +82,6 @@ class Engine:
         self.pool = SlotPool(self.runner, prefill_chunk, noise_in_ranking, keep_prompts)
         self._log = log or logging.getLogger("longdraft").info
         self._cancelled: set[int] = set()
-        self._prefill: _Prefill | None = None  # the prefill under way, if steps come between its passes
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
@@ -121,7 +108,7 @@ class Engine:
         index). A request takes the first free slot and does not wait for running ones. Slots are allocated for
         `max_length`."""
         self._cancelled.clear()
-        return self._decode(deque(), self.slots or MOST_SLOTS, self.max_length, arrivals)
+        return self._decode((), self.slots or MOST_SLOTS, self.max_length, arrivals)
 
     def cancel(self, index: int) -> None:
         """End prompt `index` of the running stream. Its next piece carries the generation so far."""
@@ -129,141 +116,91 @@ class Engine:
 
     def _read(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> tuple[deque[Request], int, int]:
+    ) -> tuple[list[Request], int, int]:
         """Check the prompts. Returns the requests, the number of slots for them and the positions of each slot."""
         requests = read_requests(self.target, prompts, params, self.max_length)
         if self.drafter.user is not self:
             self._cancelled.clear()
         longest = max((len(one.prompt) + one.sampling.max_new_tokens for one in requests), default=0)
-        return deque(requests), self.slots or min(len(requests), MOST_SLOTS), min(longest, self.max_length)
+        return requests, self.slots or min(len(requests), MOST_SLOTS), min(longest, self.max_length)
 
     def _decode(
-        self, waiting: deque[Request], slots: int, longest: int, arrivals: Arrivals | None = None
+        self, requests: Sequence[Request], slots: int, longest: int, arrivals: Arrivals | None = None
     ) -> Generator[Piece]:
         """Decode all requests to their ends on `slots` slots of `longest` positions: the decoding loop."""
-        if not waiting and arrivals is None:
+        if not requests and arrivals is None:
             return
         with self.drafter.used_by(self):
-            self._prefill = None
-            runner, unread = self.runner, deque[tuple[list[ActiveSequence | None], Step]]()
-            sequences: list[ActiveSequence | None] = [None] * slots
-            self.pool.start(slots, longest, self._log)
+            runner, pool, unread = self.runner, self.pool, deque[tuple[list[ActiveSequence | None], Step]]()
+            waiting = deque(self._sequence(request) for request in requests)
+            pool.start(slots, longest, self._log)
             while True:
-                idle = not (waiting or self._prefill or any(sequences))
+                idle = not (waiting or pool.busy)
                 if arrivals is not None:
                     if idle:
                         unread.clear()  # its sequences are done, and its time would include the wait
                     if (came := arrivals(idle)) is None:
                         arrivals = None
                         continue
-                    waiting.extend(came)
+                    waiting.extend(map(self._sequence, came))
                 elif idle:
                     return
                 if self._cancelled:
-                    yield from self._drop(sequences, waiting)
-                self._admit(sequences, waiting)
-                if any(sequences):
-                    unread.append((list(sequences), runner.step()))
+                    yield from self._drop(waiting)
+                pool.admit(waiting)
+                if any(pool.sequences):
+                    unread.append((list(pool.sequences), runner.step()))
                 if len(unread) > runner.lag:
-                    yield from self._collect(sequences, *unread.popleft())
+                    yield from self._collect(*unread.popleft())
 
-    def _drop(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> Iterator[Piece]:
+    def _sequence(self, request: Request) -> ActiveSequence:
+        return ActiveSequence(request, self.target, self.max_length)
+
+    def _drop(self, waiting: deque[ActiveSequence]) -> Iterator[Piece]:
         """End the cancelled requests: those on a slot, in a prefill or still waiting."""
         # Whoever reads a piece may cancel another prompt meanwhile; that one is for the next call.
         cancelled, self._cancelled = self._cancelled, set()
-        ended = []
-        for request in [request for request in waiting if request.index in cancelled]:
-            waiting.remove(request)
-            ended.append(ActiveSequence(request, self.target, self.max_length, 0.0, Statistics()))
-        if self._prefill and self._prefill.sequences[0].request.index in cancelled:
-            ended += self._prefill.sequences
-            self.pool.free(self._prefill.slot)
-            self._prefill = None
-        for slot, sequence in enumerate(sequences):
+        ended = [sequence for sequence in waiting if sequence.request.index in cancelled]
+        for sequence in ended:
+            waiting.remove(sequence)
+        for slot, sequence in [*self.pool.reading.items(), *enumerate(self.pool.sequences)]:
             if sequence is not None and sequence.request.index in cancelled:
                 ended.append(sequence)
-                self._leave(sequences, slot)
+                self.pool.free(slot)
         for sequence in ended:
-            sequence.finish_reason = "cancelled"
-            yield sequence.piece([], 0, self._decisions)
+            yield self._with_decisions(sequence.cancel())
 
-    def _leave(self, sequences: list[ActiveSequence | None], slot: int) -> None:
-        sequences[slot] = None
-        self.pool.free(slot)
-
-    def _admit(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> None:
-        """Give every free slot the next prompt. While sequences are decoded, only one prefill pass runs between two
-        steps."""
-        admitted, others_decode = False, any(sequences)
-        while self._prefill or (waiting and None in sequences):
-            prefill = self._prefill or self._begin(sequences, waiting)
-            done = next(prefill.passes)
-            for sequence in prefill.sequences:
-                sequence.began = sequence.began or done.began
-                sequence.stats.prefill_seconds += done.seconds
-            for sequence, logprobs in zip(prefill.sequences, done.logprobs, strict=False):
-                sequence.prompt_logprobs += logprobs
-            self._prefill = None if done.last else prefill
-            if done.last:
-                sequences[prefill.slot : prefill.slot + len(prefill.sequences)] = prefill.sequences
-                admitted = True
-            if others_decode:
-                break
-        if admitted:
-            requests = [sequence and sequence.request for sequence in sequences]
-            self.pool.assign(requests, [sequence.committed if sequence else [] for sequence in sequences])
-
-    def _begin(self, sequences: list[ActiveSequence | None], waiting: deque[Request]) -> _Prefill:
-        """Begin the prefill of the next request, and of those after it that fit in the same pass and would be placed
-        in the slots right behind."""
-        free, requests = [slot for slot, sequence in enumerate(sequences) if sequence is None], [waiting.popleft()]
-        place, longest = self.pool.place(requests[0], free), len(requests[0].prompt) - 1
-        free.remove(place.slot)
-        while waiting and free:
-            longest = max(longest, len(waiting[0].prompt) - 1)
-            if not self.pool.fits_prefill(len(requests) + 1, longest):
-                break
-            if self.pool.place(waiting[0], free).slot != place.slot + len(requests):
-                break
-            free.remove(place.slot + len(requests))
-            requests.append(waiting.popleft())
-        begun = [ActiveSequence(request, self.target, self.max_length, 0.0, Statistics()) for request in requests]
-        begun[0].stats.taken_over = place.count  # 0 with more than one prompt
-        return _Prefill(place.slot, begun, self.pool.prefill(place, requests))
-
-    def _collect(
-        self, sequences: list[ActiveSequence | None], stepped: list[ActiveSequence | None], step: Step
-    ) -> Iterator[Piece]:
+    def _collect(self, stepped: list[ActiveSequence | None], step: Step) -> Iterator[Piece]:
         """Read a step, and give its tokens to the sequences of that step that have not finished meanwhile."""
-        present = [sequence is not None and not sequence.finish_reason for sequence in stepped]
-        emitted = self.runner.read(step, present)
+        present = [sequence is not None and not sequence.result.finish_reason for sequence in stepped]
+        self.runner.read(step, present)
         for slot, sequence in enumerate(stepped):
-            if sequence is None or sequence.finish_reason:
+            if sequence is None or sequence.result.finish_reason:
                 continue
-            logprobs = emitted.logprobs[slot] if emitted.logprobs else ()
-            new, accepted = sequence.commit(emitted.tokens[slot], logprobs), len(emitted.tokens[slot]) - 1
-            if sequence.stats.steps == 0:
-                sequence.stats.first_token_seconds = emitted.at - sequence.began
-            self._count(sequence.stats, emitted, slot, min(accepted, len(new) - 1))
-            if sequence.finish_reason:
-                self._leave(sequences, slot)
-            yield sequence.piece(new, accepted, self._decisions)
+            piece = sequence.commit(step.tokens[slot], step.logprobs[slot] if step.logprobs else ())
+            if sequence.result.stats.steps == 0:
+                sequence.result.stats.first_token_seconds = step.read_at - sequence.began
+            _count(sequence.result.stats, step, slot, min(piece.accepted, len(piece.tokens) - 1))
+            if piece.generation:
+                self.pool.free(slot)
+            yield self._with_decisions(piece)
 
-    def _count(self, stats: Statistics, emitted: Emitted, slot: int, accepted: int) -> None:
-        step = emitted.step
-        stats.steps += 1
-        stats.decode_seconds += emitted.seconds
-        stats.drafted += emitted.drafted[slot]
-        stats.speculative_steps += emitted.drafted[slot] > 0
-        stats.draft_seconds += step.draft_seconds
-        stats.target_seconds += step.target_seconds
-        stats.commit_seconds += step.commit_seconds
-        stats.accepted_at_depth += [0] * (accepted - len(stats.accepted_at_depth))
-        for depth in range(accepted):
-            stats.accepted_at_depth[depth] += 1
+    def _with_decisions(self, piece: Piece) -> Piece:
+        """The piece; its generation, if it has one, tells what the drafter and the policy decided by themselves."""
+        if piece.generation and self.drafter.max_nodes:
+            piece.generation.stats.decisions = {**self.drafter.decisions(), **self.runner.policy.decisions()}
+        return piece
 
-    def _decisions(self) -> dict[str, str]:
-        """What the drafter and the policy decided by themselves, in words."""
-        if self.drafter.max_nodes == 0:
-            return {}
-        return {**self.drafter.decisions(), **self.runner.policy.decisions()}
+
+def _count(stats: Statistics, step: Step, slot: int, accepted: int) -> None:
+    """Add a step to a sequence's statistics. accepted: how many nodes of it the sequence took."""
+    stats.steps += 1
+    stats.decode_seconds += step.seconds
+    stats.drafted += step.drafted[slot]
+    stats.speculative_steps += step.drafted[slot] > 0
+    stats.draft_seconds += step.draft_seconds
+    stats.target_seconds += step.target_seconds
+    stats.commit_seconds += step.commit_seconds
+    stats.accepted_at_depth += [0] * (accepted - len(stats.accepted_at_depth))
+    for depth in range(accepted):
+        stats.accepted_at_depth[depth] += 1

@@ -8,7 +8,7 @@ Shapes: B slots, N tree nodes.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -30,12 +30,13 @@ from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput, spread
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """A queued step, whose results `Runner.read` returns. Seconds are the host's: on a GPU they are times of launching,
-    and where steps are recorded, `commit_seconds` has everything but the proposal.
+    """A step: what was queued, and once `Runner.read` has read it, its results. Lists have one entry a slot.
 
-    Where steps are recorded, the next step overwrites the tensors, so whatever the host reads is copied before.
+    Seconds are the host's: on a GPU they are times of launching, and where steps are recorded, `commit_seconds` has
+    everything but the proposal. Where steps are recorded, the next step overwrites the tensors, so whatever the host
+    reads is copied before.
 
     Attributes:
         proposed: the drafter's tree, before pruning.
@@ -49,6 +50,12 @@ class Step:
             where the drafter rested.
         drafting: when the proposal began and ended, on the device.
         stages: stages of the proposal.
+        tokens: the newly committed tokens; none for a slot that took no part.
+        drafted: nodes that were verified below the root.
+        logprobs: those of the tokens of each slot; none if no request asks for them.
+        also: lists of the other tensors that were given to `Runner.step`.
+        seconds: time since the step began or the one before it was read, whichever was later.
+        read_at: when it was read, by `time.perf_counter`.
     """
 
     proposed: TokenTree
@@ -63,28 +70,12 @@ class Step:
     draft_seconds: float
     target_seconds: float
     commit_seconds: float
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """The results of a step on the host. Lists have one entry a slot.
-
-    Attributes:
-        tokens: the newly committed tokens; none for a slot that took no part.
-        drafted: nodes that were verified below the root.
-        logprobs: those of the tokens of each slot; none if no request asks for them.
-        also: lists of the other tensors that were given to `Runner.step`.
-        seconds: time since the step began or the one before it was read, whichever was later.
-        at: when this step was read, by `time.perf_counter`.
-    """
-
-    tokens: list[list[int]]
-    drafted: list[int]
-    logprobs: list[list[TokenLogprob]]
-    also: list[list]
-    step: Step
-    seconds: float
-    at: float
+    tokens: list[list[int]] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    logprobs: list[list[TokenLogprob]] = field(default_factory=list)
+    also: list[list] = field(default_factory=list)
+    seconds: float = 0.0
+    read_at: float = 0.0
 
 
 class Runner:
@@ -227,20 +218,20 @@ class Runner:
             raise ValueError("drafter: node 0 of its tree is not the root, the last committed token of each slot")
         return tree, None if trial is None else trial.taken
 
-    def read(self, step: Step, present: Sequence[bool] = ()) -> Emitted:
-        """Wait for a step's results, and let the policy learn from them.
+    def read(self, step: Step, present: Sequence[bool] = ()) -> Step:
+        """Wait for a step's results, let the policy learn from them, and return the step with them.
 
         present: for each slot, whether it still has the request of that step; without any, all have.
         """
         assert self._began is not None
-        counts, tokens, drafted, *rest = step.results.lists()
+        counts, tokens, step.drafted, *rest = step.results.lists()
         logprobs, rest = rest[: step.n_logprobs], rest[step.n_logprobs :]
-        also, proposed = rest[: step.n_also], step.proposed.take_lists(rest[step.n_also :])
-        now, (began, work) = time.perf_counter(), self._began
-        self._began = None
-        emitted = [new[:count] for new, count in zip(tokens, counts, strict=True)]
-        taking_part = [slot for slot, new in enumerate(emitted) if new and (not present or present[slot])]
-        tokens_a_slot = sum(len(emitted[slot]) for slot in taking_part) / max(len(taking_part), 1)
+        step.also, proposed = rest[: step.n_also], step.proposed.take_lists(rest[step.n_also :])
+        step.read_at, (began, work) = time.perf_counter(), self._began
+        step.seconds, self._began = step.read_at - began, None
+        step.tokens = [new[:count] for new, count in zip(tokens, counts, strict=True)]
+        taking_part = [slot for slot, new in enumerate(step.tokens) if new and (not present or present[slot])]
+        tokens_a_slot = sum(len(step.tokens[slot]) for slot in taking_part) / max(len(taking_part), 1)
         work = self.work_clock() - work
         trial = self.policy.draft_pass
         if trial is not None and step.draft_pass is not None and taking_part:
@@ -248,14 +239,14 @@ class Runner:
         if self.policy.automatic:
             if proposed.width > 1:  # else there is nothing to learn, and nothing to wait for
                 for slot in taking_part:
-                    self.policy.learn(slot, proposed.lists, emitted[slot])
+                    self.policy.learn(slot, proposed.lists, step.tokens[slot])
             if step.expected is not None:
                 self.policy.decide(step.expected.lists()[0])
             draft_begin, draft_end = step.drafting
             draft_seconds, typical = draft_begin.seconds_to(draft_end), not self._disturbed
             self.policy.record(step.num_query_tokens, work, draft_seconds, tokens_a_slot, typical, step.stages)
             self._disturbed = max(0, self._disturbed - 1)
-        told = (
-            [read_logprobs(new, *of_slot) for new, *of_slot in zip(emitted, *logprobs, strict=True)] if logprobs else []
-        )
-        return Emitted(emitted, drafted, told, also, step, now - began, now)
+        if logprobs:
+            of_slots = zip(step.tokens, *logprobs, strict=True)
+            step.logprobs = [read_logprobs(new, *of_slot) for new, *of_slot in of_slots]
+        return step

@@ -1,22 +1,23 @@
-"""The slots that an engine decodes on: their memory, and how a prompt gets into one of them and leaves it.
+"""The slots that an engine decodes on: their memory, and how a sequence gets into one of them and leaves it.
 
-The pool allocates the cache and the state, prefills prompts, and says which request is on which slot. The steps between
-are the Runner's (infer/runner.py); which request comes next is for the engine to say (infer/engine.py). Shapes: B
-slots, T tokens of a prefill pass.
+The pool allocates the cache and the state, reads prompts, and says which sequence is on which slot. The steps between
+are the Runner's (infer/runner.py). Shapes: B slots, T tokens of a prefill pass.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 
 from longdraft.infer.choice.slots import SlotSampling, choice_bytes
-from longdraft.infer.drafters.base import Drafter, Request
+from longdraft.infer.drafters.base import Drafter
+from longdraft.infer.generation import ActiveSequence
 from longdraft.infer.history import History
 from longdraft.infer.kept_prompts import KeptPrompts, Place
-from longdraft.infer.logprobs import TokenLogprob, prompt_logprobs
+from longdraft.infer.logprobs import prompt_logprobs
+from longdraft.infer.requests import Request
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
@@ -38,16 +39,6 @@ MOST_PREFILL_TOKENS = 2048
 KINDS_OF_SAMPLING = 8
 
 
-class Prefilled(NamedTuple):
-    """One pass of a prefill: when it began (`time.perf_counter`), the seconds it took, whether it was the last one, and
-    for each prompt the log-probabilities of the tokens behind those it read, if its request asks for them."""
-
-    began: float
-    seconds: float
-    last: bool
-    logprobs: Sequence[list[TokenLogprob]] = ()
-
-
 class SlotPool:
     """The slots of one engine, whose runner gets their cache and state from here.
 
@@ -57,6 +48,8 @@ class SlotPool:
         keep_prompts: whether a prompt reuses the keys and values of an earlier one that began alike.
 
     Attributes:
+        sequences: of each slot; None for a free one, and where a prompt is still read.
+        reading: by slot, the sequences whose prompts are being read. With steps between the passes it is one.
         make_sampling: makes the slots' sampling; benchmarks/drafters/rejection_sampling.py puts one here that records
             what it sees.
     """
@@ -71,12 +64,20 @@ class SlotPool:
         self._keeps = keep_prompts and not length_dependent and self.model.weights_stay
         self._kept: KeptPrompts | None = None
         self._samplings: list[SlotSampling] = []  # the last one of each kind, where steps are recorded
-        self._asking = set[int]()  # slots whose requests ask for log-probabilities
+        self.sequences: list[ActiveSequence | None] = []
+        self.reading: dict[int, ActiveSequence] = {}
+        self._passes: Iterator[None] = iter(())  # those over the prompts of `reading`
+
+    @property
+    def busy(self) -> bool:
+        """Whether a slot has a sequence."""
+        return bool(self.reading) or any(self.sequences)
 
     def start(self, batch: int, longest: int, log: Callable[[str], object]) -> None:
         """Prepare `batch` empty slots for sequences of at most `longest` tokens. Allocations are reported through
         `log`."""
         runner = self.runner
+        self.sequences, self.reading, self._passes = [None] * batch, {}, iter(())
         capacity = longest + (runner.lag + 1) * (self.drafter.max_depth + 1) + runner.policy.widths[-1]
         with on_device(self.device):
             if not self._suits(batch, capacity):
@@ -126,29 +127,55 @@ class SlotPool:
         )
         runner.cache, self._kept = cache, kept  # only now that everything was allocated
 
-    def fits_prefill(self, n_prompts: int, longest: int) -> bool:
-        """Whether `n_prompts` prompts fit in one prefill pass. longest: tokens of the longest one, without its last."""
-        return longest <= self.prefill_chunk and longest * n_prompts <= MOST_PREFILL_TOKENS
+    def admit(self, waiting: deque[ActiveSequence]) -> None:
+        """Give free slots the next of the waiting sequences. While sequences are decoded, only one pass over a prompt
+        runs between two steps."""
+        others_decode = any(self.sequences)
+        while self.reading or (waiting and None in self.sequences):
+            if not self.reading:
+                self._begin(waiting)
+            next(self._passes, None)
+            if others_decode:
+                break
 
-    def place(self, request: Request, free: Sequence[int]) -> Place:
+    def _begin(self, waiting: deque[ActiveSequence]) -> None:
+        """Begin to read the next prompt, and those after it that fit in the same pass and would be placed in the slots
+        right behind."""
+        free, together = [slot for slot, sequence in enumerate(self.sequences) if sequence is None], [waiting.popleft()]
+        place, longest = self._place(together[0].request, free), len(together[0].request.prompt) - 1
+        free.remove(place.slot)
+        while waiting and free:
+            longest, slot = max(longest, len(waiting[0].request.prompt) - 1), place.slot + len(together)
+            if longest > self.prefill_chunk or longest * (len(together) + 1) > MOST_PREFILL_TOKENS:
+                break
+            if self._place(waiting[0].request, free).slot != slot:
+                break
+            free.remove(slot)
+            together.append(waiting.popleft())
+        together[0].result.stats.taken_over = place.count  # 0 with more than one prompt
+        self.reading = dict(enumerate(together, place.slot))
+        self._passes = self._prefill(place)
+
+    def _place(self, request: Request, free: Sequence[int]) -> Place:
         """Choose a free slot for this prompt, and how much of an earlier prompt's keys and values it can reuse."""
         place = Place(free[0]) if self._kept is None else self._kept.place(request.prompt, free)
         # Log-probabilities of the prompt need all of its passes.
         return place if request.sampling.prompt_logprobs is None else Place(place.slot)
 
-    def prefill(self, place: Place, requests: Sequence[Request]) -> Iterator[Prefilled]:
-        """Read prompts into the slots from `place.slot` on: all tokens but the last, which becomes the root.
+    def _prefill(self, place: Place) -> Iterator[None]:
+        """Read the prompts of `reading`: all tokens but the last, which becomes the root.
 
-        Several prompts, of one chunk each, go through in one pass; a longer prompt comes alone. Yields after every
-        pass; the caller may take steps there, in which these slots take no part.
+        Several prompts, of one chunk each, go through in one pass; a longer prompt comes alone. Yields between two
+        passes; the caller may take steps there, in which these slots take no part.
         """
         begin, cache, state = time.perf_counter(), self.runner.cache, self.runner.state
         assert cache is not None
-        first, prompts = place.slot, [request.prompt for request in requests]
-        slots = range(first, first + len(requests))
+        first, sequences = place.slot, list(self.reading.values())
+        prompts = [sequence.request.prompt for sequence in sequences]
         with on_device(self.device), torch.no_grad():
-            cache.reset(slots, prompt_lengths=[len(prompt) for prompt in prompts])
-            for slot, request in zip(slots, requests, strict=True):
+            cache.reset(list(self.reading), prompt_lengths=[len(prompt) for prompt in prompts])
+            for slot, sequence in self.reading.items():
+                request, sequence.began = sequence.request, begin
                 state.history.start(slot, request.prompt)
                 state.roots[slot].fill_(request.prompt[-1])
                 state.positions[slot].fill_(len(request.prompt) - 1)
@@ -158,37 +185,44 @@ class SlotPool:
                     self._kept.begin(place if slot == first else Place(slot), request.prompt)
             if place.count:
                 self.drafter.on_prefill(first, prompts[0], 0, place.count, TargetOutput())
-        longest, some_cache = max(map(len, prompts)) - 1, cache.slot(first, len(requests))
+        longest, some_cache = max(map(len, prompts)) - 1, cache.slot(first, len(prompts))
         # Asked once, because steps between two passes change it. Where nobody reads hidden states, the last layer's
         # keys and values end the pass.
-        needs, asked = self.drafter.needs or frozenset({"last_kv"}), [one.sampling.prompt_logprobs for one in requests]
-        if any(k is not None for k in asked):
+        needs = self.drafter.needs or frozenset({"last_kv"})
+        if any(sequence.result.prompt_logprobs is not None for sequence in sequences):
             needs |= {"post_norm"}
         for start in range(place.count, max(longest, 1), self.prefill_chunk):
-            end, logprobs = min(start + self.prefill_chunk, longest), list[list[TokenLogprob]]()
+            end = min(start + self.prefill_chunk, longest)
             if end > start:
                 with on_device(self.device), torch.no_grad():
-                    logprobs = self._prefill_pass(some_cache, first, prompts, start, end, needs, asked)
+                    self._prefill_pass(some_cache, first, sequences, start, end, needs)
             if self._kept is not None and longest > self.prefill_chunk:
                 self._kept.reach(first, end)
-            yield Prefilled(begin, time.perf_counter() - begin, end == longest, logprobs)
-            begin = time.perf_counter()
+            seconds = time.perf_counter() - begin
+            for sequence in sequences:
+                sequence.result.stats.prefill_seconds += seconds
+            if end < longest:
+                yield
+                begin = time.perf_counter()
+        self.sequences[first : first + len(sequences)] = sequences
+        self.reading = {}
+        self._assign()
 
     def _prefill_pass(
         self,
         cache: KVCache,
         first: int,
-        prompts: Sequence[list[int]],
+        sequences: Sequence[ActiveSequence],
         start: int,
         end: int,
         needs: frozenset[str],
-        asked: Sequence[int | None],
-    ) -> list[list[TokenLogprob]]:
-        """One pass over the tokens [start:end] of each prompt but its last one, padded to the longest.
+    ) -> None:
+        """One pass over the tokens [start:end] of each prompt but its last one, padded to the longest. The sequences
+        that ask for log-probabilities get those of the tokens behind them.
 
-        cache: of these slots alone. first: the first one. asked: each request's `prompt_logprobs`. Returns the
-        log-probabilities of the tokens behind those of the pass, for each prompt.
+        cache: of these slots alone. first: the first one.
         """
+        prompts = [sequence.request.prompt for sequence in sequences]
         only_pass = start == 0 and end == max(map(len, prompts)) - 1
         chunks = [prompt[start : min(end, len(prompt) - 1)] for prompt in prompts]
         counts = [len(chunk) for chunk in chunks]
@@ -202,15 +236,14 @@ class SlotPool:
                 given = Pass(tokens_BT, cache=cache, needs=needs)
             output = self.model(given)
             cache.commit(None, counts_B)
-            found = [list[TokenLogprob]() for _ in prompts]
-            for row, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+            for row, (sequence, prompt, count) in enumerate(zip(sequences, prompts, counts, strict=True)):
                 if count:
                     of_slot = output.of_slot(row, count) if only_pass else output
                     self.drafter.on_prefill(first + row, prompt, start, start + count, of_slot)
-                    if (k := asked[row]) is not None and of_slot.post_norm is not None:
+                    k, found = sequence.request.sampling.prompt_logprobs, sequence.result.prompt_logprobs
+                    if k is not None and found is not None and of_slot.post_norm is not None:
                         tokens = integers(prompt[start + 1 : start + count + 1], self.device)
-                        found[row] = prompt_logprobs(self.model.lm_head, of_slot.post_norm[0], tokens, k)
-        return found
+                        found += prompt_logprobs(self.model.lm_head, of_slot.post_norm[0], tokens, k)
 
     def _prefill_threads(self, n_tokens: int) -> AbstractContextManager[None]:
         """The threads of a prefill pass of `n_tokens` tokens a slot: the C kernels', or PyTorch's."""
@@ -218,20 +251,21 @@ class SlotPool:
             return library.decoding(self.runner.on_cpu)
         return library.free_processors(self.runner.on_cpu)
 
-    def assign(self, requests: Sequence[Request | None], committed: list[list[int]]) -> None:
-        """Put these requests on the slots, None for a free one. committed: each slot's tokens, prompt included; the
-        caller appends to them."""
+    def _assign(self) -> None:
+        """Give the state the sequences that are on the slots now."""
         state, recording = self.runner.state, self.runner.graphs.recording
+        given = [sequence and sequence.request.sampling for sequence in self.sequences]
         with on_device(self.device):
             # Where steps are recorded, a free slot has the parameters of another one: one kind of sampling less.
-            idle = next(one.sampling for one in requests if one) if recording else IDLE
-            params = [one.sampling if one else idle for one in requests]
-            sampling = self.make_sampling(params, self.device, self._noise_in_ranking)
+            idle = next(one for one in given if one) if recording else IDLE
+            sampling = self.make_sampling([one or idle for one in given], self.device, self._noise_in_ranking)
             state.sampling = self._recorded_sampling(sampling) if recording else sampling
-            state.active.copy_(from_host(torch.tensor([one is not None for one in requests]), self.device))
-            state.committed = committed
-            self._asking = {i for i, one in enumerate(requests) if one and one.sampling.logprobs is not None}
-            state.logprobs = bool(self._asking)
+            state.active.copy_(from_host(torch.tensor([one is not None for one in given]), self.device))
+        state.committed = [sequence.committed if sequence else [] for sequence in self.sequences]
+        state.logprobs = self._ask_for_logprobs()
+
+    def _ask_for_logprobs(self) -> bool:
+        return any(one is not None and one.result.logprobs is not None for one in self.sequences)
 
     def _recorded_sampling(self, sampling: SlotSampling) -> SlotSampling:
         """The sampling that recorded steps of this kind read, with these parameters; if there is none yet, this one."""
@@ -242,14 +276,16 @@ class SlotPool:
         return found
 
     def free(self, slot: int) -> None:
-        """Take the request off this slot."""
+        """Take the sequence off this slot."""
         state = self.runner.state
+        self.sequences[slot] = None
+        if self.reading.pop(slot, None):
+            self._passes = iter(())
         with on_device(self.device):
             state.active[slot].fill_(False)
             self._empty(slot)
-        state.committed[slot] = []  # the request keeps its own list
-        self._asking.discard(slot)
-        state.logprobs = bool(self._asking)
+        state.committed[slot] = []  # the sequence keeps its own list
+        state.logprobs = self._ask_for_logprobs()
 
     def _empty(self, slot: int) -> None:
         """Void the slot's rows, except for what is kept of its prompt."""

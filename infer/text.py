@@ -113,62 +113,41 @@ class TextReader:
         return text[len(before) :].encode()
 
 
-class StopStrings:
-    """Finds the first of some stop strings in a growing text."""
-
-    def __init__(self, tokenizer, strings: Sequence[str], prompt: Sequence[int] = ()):
-        self._reader, self._strings = TextReader(tokenizer, prompt), tuple(strings)
-
-    def push(self, token: int, searched: bool = True) -> bool:
-        """Add a token. Returns whether it completes a stop string; `text` then ends before that. searched: whether to
-        look for one at all."""
-        added = self._reader.push([token])
-        if not added or not searched:
-            return False
-        text = self._reader.text
-        place = _first(text, self._strings, len(text) - len(added))
-        if place is not None:
-            self._reader.text = text[:place]
-        return place is not None
-
-    @property
-    def text(self) -> str:
-        """The text so far; after a stop, the text before the stop string."""
-        return self._reader.text
-
-
 class ShownText:
-    """The text of a growing list of tokens as it can be shown: a possible beginning of a stop string is held back."""
+    """The text of a growing list of tokens up to the first stop string, as it can be shown: what may become a stop
+    string is held back.
 
-    def __init__(self, tokenizer, stop_strings: Sequence[str] = (), prompt: Sequence[int] = ()):
-        self._reader, self._strings = TextReader(tokenizer, prompt), tuple(stop_strings)
-        self._shown = 0
+    Args:
+        prompt, skip_special: as of TextReader.
 
-    def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens. Returns the text that can be shown now and could not before."""
-        if not (added := self._reader.push(tokens)):
-            return ""
-        text = self._reader.text
-        # A stop string that was there before has not ended the text: it came before the least number of tokens.
-        end = _first(text, self._strings, len(text) - len(added), self._shown)
-        if end is None:
-            end = len(text) - max((_begun(text, string) for string in self._strings), default=0)
+    Attributes:
+        stopped: whether a stop string has come. The text ends before it.
+    """
+
+    def __init__(self, tokenizer, stop_strings: Sequence[str] = (), prompt: Sequence[int] = (), skip_special=True):
+        self._reader, self._strings = TextReader(tokenizer, prompt, skip_special), tuple(stop_strings)
+        self._shown, self.stopped = 0, False
+
+    def push(self, token: int, searched: bool = True) -> str:
+        """Add a token. Returns the text that can be shown now and could not before. searched: whether to look for a
+        stop string that ends here."""
+        added, text = self._reader.push([token]), self._reader.text
+        if added and searched and self._strings:
+            known = len(text) - len(added)  # a string that is wholly in there came too early and ends nothing
+            places = (text.find(string, max(0, known - len(string) + 1)) for string in self._strings)
+            if found := [place for place in places if place >= 0]:
+                self.stopped, self._reader.text = True, text[: min(found)]
+                return self.finish()[1]
+        end = len(text) - max((_begun(text, string) for string in self._strings), default=0)
         fresh = text[self._shown : end]
         self._shown += len(fresh)
         return fresh
 
-    def finish(self, text: str) -> str:
-        """The rest of the finished text. `text` is all of it, `Generation.text`."""
-        rest = text[self._shown :]
-        self._shown = len(text)
-        return rest
-
-
-def _first(text: str, strings: Sequence[str], known: int, start: int = 0) -> int | None:
-    """Where the first of these strings begins, from `start` on, that is not wholly within the first `known` characters;
-    None if there is none."""
-    places = (text.find(string, max(start, known - len(string) + 1)) for string in strings)
-    return min((at for at in places if at >= 0), default=None)
+    def finish(self) -> tuple[str, str]:
+        """The whole text, and the rest of it that was not shown."""
+        text = self._reader.text if self.stopped else self._reader.finish()
+        shown, self._shown = self._shown, len(text)
+        return text, text[shown:]
 
 
 def _begun(text: str, string: str) -> int:

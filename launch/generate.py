@@ -19,8 +19,8 @@ from longdraft.launch.shared_options import add_drafting, add_model, add_numbers
 
 if TYPE_CHECKING:
     from longdraft.infer.engine import Engine
+    from longdraft.infer.generation import Generation, Piece
     from longdraft.infer.requests import Prompt
-    from longdraft.infer.results import Generation, Piece
     from longdraft.infer.sampling import SamplingParams
     from longdraft.launch.runtime import Drafting
     from longdraft.models.target import Target
@@ -82,7 +82,7 @@ def _generate(args: argparse.Namespace) -> int:
     engines = drafting.open_engines(target)
     done: dict[str, Generation] = {}
     for name, engine in engines.items():
-        screen.begin(name, target, params, tokens if prompt is given else ())
+        screen.begin(name)
         done[name] = _run(screen, engine, name, prompt, params)
         if done[name].finish_reason == "cancelled":
             break
@@ -204,24 +204,20 @@ class Screen:
         if self._terminal:
             self._write(text[-SHOWN_PROMPT:], DIM)
 
-    def begin(self, name: str, target: "Target", params: "SamplingParams", before: Sequence[int]) -> None:
-        """Start the next drafter's text, which continues the text of the tokens `before`."""
-        from longdraft.infer.text import ShownText
-
-        self._text = ShownText(target.tokenizer, params.stop_strings, before)
+    def begin(self, name: str) -> None:
+        """Start the next drafter's text."""
         if self._several and not self._json:
             self._write(f"\n--- {name} ---\n")
 
     def show(self, piece: "Piece") -> None:
-        """Show the text that a piece adds. A token's colour says whether a drafter had proposed it."""
-        for i, token in enumerate(piece.tokens):
-            self._write(self._text.push([token]) if not self._json else "", DRAFTED if i < piece.accepted else OWN)
+        """Show the text that a piece adds. Its colour says whether a drafter had proposed the tokens."""
+        if not self._json:
+            self._write(piece.text[: piece.accepted_text], DRAFTED)
+            self._write(piece.text[piece.accepted_text :], OWN)
 
     def finish(self, name: str, generation: "Generation") -> None:
-        """Show the rest of the text, and the figures."""
-        assert generation.text is not None
+        """Show the figures."""
         if not self._json:
-            self._write(self._text.finish(generation.text), OWN)
             self._write("\n")
         accepted = sum(generation.stats.accepted_at_depth)
         colours = f" ({DRAFTED}{accepted} drafted{PLAIN}, {OWN}the target's own{PLAIN})" if self._colour else ""

@@ -6,7 +6,7 @@ from typing import Any
 
 from longdraft.launch.console import flag
 
-# The names in launch/runtime.py and infer/presets.py, repeated here so that --help need not import torch.
+# The names in launch/runtime.py and infer/sampling.py, repeated here so that --help need not import torch.
 DTYPES = ("fp32", "bf16", "fp16")
 LOADERS = ("longdraft", "transformers")
 PRESETS = (
@@ -116,7 +116,7 @@ def add_sampling(add: Callable[..., Any]) -> None:
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The keywords of SamplingParams that were given, on top of the preset's."""
-    from longdraft.infer.presets import preset
+    from longdraft.infer.sampling import preset
 
     names = (*NUMBERS, "banned_token_ids", "stop_strings", "stop_token_ids")
     values = {} if args.preset is None else dict(preset(args.preset))

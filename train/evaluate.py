@@ -20,7 +20,7 @@ from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.drafters.longspec import WIDTHS
 from longdraft.infer.engine import Engine
-from longdraft.infer.results import Generation
+from longdraft.infer.generation import Generation
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.decoder import Decoder
 from longdraft.models.draft_folder import Draft

@@ -13,7 +13,7 @@ from typing import Any
 from longdraft.benchmarks.drafters.metrics import lay_out, lengths, rounded, totals
 from longdraft.benchmarks.drafters.record import Answer, Record
 from longdraft.benchmarks.drafters.suites import SUITES, Suite
-from longdraft.infer.presets import PRESETS, preset_for
+from longdraft.infer.sampling import PRESETS, preset_for
 
 PROMPT = "as many as a prompt's tokens"  # stands for that number in a paper's options
 

@@ -18,7 +18,7 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # of a weight file: enough to tell two trainin
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one request. Seconds are those of infer/results.py.
+    """The answer to one request. Seconds are those of infer/generation.py.
 
     Attributes:
         accept_lengths: the number of tokens that each step committed, including the target's own, without tokens after

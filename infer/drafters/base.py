@@ -6,7 +6,6 @@ Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
-from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.requests import Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.models.drafts.vocabulary import DraftVocabulary
@@ -32,15 +31,6 @@ Levels = Annotated[
     tuple[Count, ...], Field(min_length=1), BeforeValidator(lambda value: (value,) if type(value) is int else value)
 ]
 _CLAIM_LOCK = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt that has been given a slot. `sampling.seed` is never None here."""
-
-    index: int
-    prompt: list[int]
-    sampling: SamplingParams
 
 
 class Drafter:

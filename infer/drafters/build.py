@@ -15,7 +15,7 @@ from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.drafters.triforce import TriForceDrafter
-from longdraft.infer.shape import likeliest_nodes
+from longdraft.infer.tree import likeliest_nodes
 from longdraft.models.device import on_device
 from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
 from longdraft.models.hf import load_target

@@ -15,9 +15,8 @@ from torch import Tensor
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import DeviceDrafter, Levels, Request, check_draft, copied_head
-from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
-from longdraft.infer.tree import PAD, TokenTree
+from longdraft.infer.tree import PAD, TokenTree, TreeShape
 from longdraft.kernels.linear import linear
 from longdraft.models.drafts.heads import Heads
 from longdraft.models.footprint import Allocations

@@ -23,9 +23,8 @@ from torch import Tensor
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import DeviceDrafter, Request
-from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
-from longdraft.infer.tree import PAD, TokenTree
+from longdraft.infer.tree import PAD, TokenTree, TreeShape
 from longdraft.kernels.transfer import integers
 from longdraft.models.files import write_atomically, write_tensors
 from longdraft.models.footprint import Allocations

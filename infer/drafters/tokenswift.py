@@ -21,9 +21,8 @@ from longdraft.infer.drafters.base import Count, CountOrZero, Drafter, Request
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.heads import HeadsDrafter, Shape
 from longdraft.infer.drafters.ngrams import Ngrams
-from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
-from longdraft.infer.tree import TokenTree
+from longdraft.infer.tree import TokenTree, TreeShape
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache

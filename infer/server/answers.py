@@ -4,13 +4,12 @@ Source: OpenAI's API reference, "Chat" and "Completions"; the object `metrics.sp
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from longdraft.infer.drafters.base import Request
+from longdraft.infer.generation import Generation, Piece
 from longdraft.infer.logprobs import TokenLogprob
-from longdraft.infer.requests import text_before
-from longdraft.infer.results import Generation, Piece
 from longdraft.infer.server.protocol import Body, Completion, StreamOptions
 from longdraft.infer.text import TextReader, text_behind, token_bytes
 from longdraft.models.target import Target
@@ -35,7 +34,7 @@ class Answers:
         self._echoes = completion is not None and bool(completion.echo)
         self._skips = completion is None or completion.skip_special_tokens is not False
         wanted = body.alternatives is not None
-        befores = [() if self._echoes else text_before(one) for one in requests if wanted]
+        befores = [() if self._echoes else one.continued_tokens for one in requests if wanted]
         self._readers = [TextReader(target.tokenizer, before, self._skips) for before in befores]
         name, prefix = ("chat.completion", "chatcmpl") if self._chat else ("text_completion", "cmpl")
         self._object, self._chunk_object = name, f"{name}.chunk" if self._chat else name
@@ -60,17 +59,18 @@ class Answers:
         content = {"role": "assistant", "content": ""} if self._chat else self._echo(index)
         return self._chunk(index, content, None, None) if content else None
 
-    def chunk(self, index: int, text: str, piece: Piece, accepted: Mapping[str, int]) -> dict[str, Any]:
-        """The next text of a choice, and what else the body asks for. `accepted` is added to it if that is asked for.
-
-        piece: the tokens, with the log-probabilities that are asked for.
-        """
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The next text of a choice, and what else the body asks for."""
+        text = piece.text
         self._new[index] += len(piece.tokens)
         reason = None if piece.generation is None else FINISH_REASONS[piece.generation.finish_reason]
         delta = {"content": text} if text or reason is None else {}
         entries = piece.logprobs if self._body.alternatives is not None else None
         chunk = self._chunk(index, delta if self._chat else text, reason, self._logprobs(index, entries))
-        return chunk | {"accepted": accepted} if self._options.include_accepted else chunk
+        if self._options.include_accepted:
+            characters = piece.accepted_text
+            chunk["accepted"] = {"tokens": len(piece.tokens), "accepted": piece.accepted, "characters": characters}
+        return chunk
 
     def end(self, last: dict[str, Any], generations: Sequence[Generation]) -> list[dict[str, Any]]:
         """The stream's last chunks: `last` with the figures, or with `include_usage` the figures in a chunk of their

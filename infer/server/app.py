@@ -27,12 +27,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from longdraft.infer.engine import Engine
-from longdraft.infer.requests import text_before
-from longdraft.infer.results import Generation
+from longdraft.infer.generation import Generation
 from longdraft.infer.server.answers import Answers
 from longdraft.infer.server.engine_thread import EngineThread, Job
 from longdraft.infer.server.protocol import ApiError, Body, Chat, Completion, parse, requests_of
-from longdraft.infer.text import ShownText
 
 PAGE = Path(__file__).with_name("page.html")
 # Seconds that a client may leave the end of its answer unread while the server ends. Then uvicorn cuts it off.
@@ -211,25 +209,19 @@ class Service:
 
     async def _events(self, job: Job, answers: Answers) -> AsyncIterator[bytes]:
         """A stream's chunks and its end."""
-        tokenizer = self.engine.target.tokenizer
-        texts = [ShownText(tokenizer, one.sampling.stop_strings, text_before(one)) for one in job.requests]
         done = dict[int, Generation]()
-        for index in range(len(texts)):
+        for index in range(len(job.requests)):
             if (first := answers.first(index)) is not None:
                 yield _event(first)
         try:
             async for index, piece in job.pieces():
-                drafted = texts[index].push(piece.tokens[: piece.accepted])
-                text = drafted + texts[index].push(piece.tokens[piece.accepted :])
-                accepted = {"tokens": len(piece.tokens), "accepted": piece.accepted, "characters": len(drafted)}
                 if piece.generation is None:
-                    if text or answers.tells_tokens:
-                        yield _event(answers.chunk(index, text, piece, accepted))
+                    if piece.text or answers.tells_tokens:
+                        yield _event(answers.chunk(index, piece))
                     continue
-                done[index] = generation = piece.generation
-                text += texts[index].finish(generation.text or "")
-                last = answers.chunk(index, text, piece, accepted)
-                ended = len(done) == len(texts)
+                done[index] = piece.generation
+                last = answers.chunk(index, piece)
+                ended = len(done) == len(job.requests)
                 for chunk in answers.end(last, [done[i] for i in sorted(done)]) if ended else [last]:
                     yield _event(chunk)
             yield b"data: [DONE]\n\n"

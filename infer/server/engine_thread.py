@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.engine import MOST_SLOTS, Engine
-from longdraft.infer.results import Generation, Piece
+from longdraft.infer.generation import Generation, Piece
 from longdraft.infer.server.protocol import ApiError
 
 DECAY = 0.9  # of the running average of a request's duration

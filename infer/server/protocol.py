@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from longdraft.infer.drafters.base import Request
-from longdraft.infer.requests import Continuation, prompt_tokens, read_requests
+from longdraft.infer.requests import prompt_tokens, read_requests
 from longdraft.infer.sampling import MOST_LOGPROBS, SamplingParams, draw_seed
 from longdraft.models.schema import short_repr
 from longdraft.models.target import Target
@@ -302,7 +302,7 @@ def requests_of(body: Body, target: Target, max_length: int) -> list[Request]:
             raise _in_fields(str(error), name) from error
         if isinstance(body, Completion):
             skip = body.skip_special_tokens is not False
-            choices = [Continuation(one.index, one.prompt, one.sampling, skip) for one in choices]
+            choices = [replace(one, continues=True, skip_special=skip) for one in choices]
         requests += choices
     return requests
 

@@ -22,9 +22,8 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_pool import SlotPool
-from longdraft.infer.tree import TokenTree
+from longdraft.infer.tree import TokenTree, TreeShape
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.models import decoder as decoder_module
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
@@ -197,23 +196,6 @@ def test_running_out_of_positions_ends_the_sequence_with_a_reason(tiny_target, p
         assert (other.finish_reason, other.tokens) == ("capacity", plain.tokens)
     short = Engine(target, max_length=20).generate([PROMPTS[0]])[0]
     assert (short.finish_reason, short.tokens) == ("capacity", plain.tokens[:9])
-
-
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([[]], "prompt 0 has no tokens"),
-        ([1, 2, 3], r"token ids where prompts belong; give a list of prompts, such as \[\[1, 2, 3\]\]"),
-        ([[1], [1, 61]], r"prompt 1: token ids must lie in 0..60, got 1..61"),
-        ([[1] * 300], "prompt 0 has 300 tokens; at most 255 fit"),
-        (["text"], "needs a tokenizer, and this target has none; give token ids"),
-        (None, "prompts: None; give a text or a list of prompts"),
-        ({"role": "user"}, "prompts: .*; give a text or a list of prompts"),
-    ],
-)
-def test_prompts_that_cannot_be_decoded_say_why(target, prompts, message):
-    with pytest.raises(ValueError, match=message):
-        Engine(target).generate(prompts)
 
 
 def test_engine_arguments_that_cannot_be(target):

@@ -26,7 +26,7 @@ from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.shape import TreeShape, likeliest_nodes
+from longdraft.infer.tree import TreeShape, likeliest_nodes
 from longdraft.models.decoder_config import ExpertsConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig

@@ -10,9 +10,8 @@ from longdraft.infer.drafters.medusa import MedusaDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
-from longdraft.infer.tree import PAD
+from longdraft.infer.tree import PAD, TreeShape
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig

@@ -8,7 +8,7 @@ import torch
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED, build_drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.shape import TreeShape
+from longdraft.infer.tree import TreeShape
 from longdraft.launch.runtime import read_options
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig

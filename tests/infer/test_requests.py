@@ -74,70 +74,59 @@ def test_a_chats_content_may_be_parts_of_text(target):
     assert found[0].prompt == found[1].prompt and pieces[1]["content"] is parts
 
 
+def said(content, **more):
+    return {"role": "user", "content": content, **more}
+
+
 @pytest.mark.parametrize(
-    ("message", "error"),
+    ("message", "field"),
     [
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
-            r"content\[0\] is a part of type 'im",
-        ),
-        (
-            {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
-            r"content\[1\] is 'b'; this target",
-        ),
-        ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\] is {'type': 'text'}"),
-        ({"role": "user", "content": []}, r"content is \[\]; give a text, or parts"),
-        ({"role": "user", "content": 5}, "content is 5; give a text"),
-        ({"role": "user"}, "content is None; give a text"),
-        ({"content": "x"}, "role is None; give 'user'"),
-        ({"role": 3, "content": "x"}, "role is 3; give 'user'"),
-        ({"role": "user", "content": "a\udcffb"}, "content: byte 0xff at character 1 is not UTF-8"),
-        ({"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}, "is half a surrogate pair"),
-        ({"role": "\ud83d", "content": "x"}, "role: .ud83d at character 0 is half a surrogate pair"),
+        (said([{"type": "image_url", "image_url": {}}]), r"content\.0\.type"),
+        (said([{"type": "text", "text": "a"}, "b"]), r"content\.1"),
+        (said([{"type": "text"}]), r"content\.0\.text"),
+        (said([]), "content"),
+        (said(5), "content"),
+        ({"role": "user"}, "content"),
+        ({"content": "x"}, "role"),
+        (said("x", role=3), "role"),
+        (said("a\udcffb"), r"content\.0\.text: 'a.udcffb'"),
+        (said([{"type": "text", "text": "\ud83d"}]), r"content\.0\.text"),
+        (said("x", role="\ud83d"), "role"),
     ],
 )
-def test_messages_that_are_none(target, message, error):
-    fine = {"role": "user", "content": "x"}
-    with pytest.raises(ValueError, match=f"prompt 0, message 1.*{error}"):
-        Engine(target).generate([fine, message])
+def test_messages_that_are_none(target, message, field):
+    with pytest.raises(ValueError, match=f"^prompt 0, message 1.*{field}"):
+        Engine(target).generate([said("x"), message])
 
 
 @pytest.mark.parametrize(
     ("prompts", "error"),
     [
-        (["a\udc80b"], "prompt 0: byte 0x80 at character 1 is not UTF-8"),
-        ([[1, True]], r"prompt 0 is \[1, True\]; give a text"),
-        ([b"abc"], "prompt 0 is b'abc'; give a text"),
-        (b"abc", "prompts: b'abc'; give a text"),
-        ([[1, 10**5000]], "token ids must lie in 0..279, got 1..an integer"),
-    ],
-)
-def test_prompts_that_no_tokenizer_takes(target, prompts, error):
-    with pytest.raises(ValueError, match=error):
-        Engine(target).generate(prompts)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
+        (None, "prompts"),
+        (b"abc", "prompts"),
+        ({"role": "user"}, "prompts"),
+        ([1, 2, 3], r"prompts: .*\[\[1, 2, 3\]\]"),
+        (torch.tensor([1, 2]), "prompts"),
         ("", "prompt 0 has no tokens"),
         (["the", ""], "prompt 1 has no tokens"),
         ([[1], []], "prompt 1 has no tokens"),
-        ([1, 2, 3], r"prompts: token ids where prompts belong; .*\[\[1, 2, 3\]\]"),
-        (torch.tensor([1, 2]), "prompts: token ids where prompts belong"),
-        ([[1, 280]], r"prompt 0: token ids must lie in 0\.\.279, got 1\.\.280"),
-        ([[1], [-1, 3]], r"prompt 1: token ids must lie in 0\.\.279, got -1\.\.3"),
-        ([[1.5]], "prompt 0 is .*; give a text, a list of token ids or a list of chat messages"),
-        ([None], "prompt 0 is None; give a text"),
-        ([["the", "cat"]], "prompt 0 is .*; give a text"),
-        ([[1, {"role": "user"}]], "prompt 0 is .*; give a text"),
-        ([[1] * 256], r"prompt 0 has 256 tokens; at most 255 fit, .*max_length=256, the target has 256 positions"),
-        ([[{"role": "assistant", "content": "hi"}]], "prompt 0: tiny-0's chat template refuses.*the user comes first"),
+        ([[1, 280]], r"prompt 0: token ids .* 0\.\.279"),
+        ([[1], [-1, 3]], "prompt 1: token ids"),
+        ([[1, 10**5000]], "prompt 0: token ids"),
+        ([[1, True]], "prompt 0"),
+        ([[1.5]], "prompt 0"),
+        ([None], "prompt 0"),
+        ([b"abc"], "prompt 0"),
+        ([["the", "cat"]], "prompt 0"),
+        ([[1, {"role": "user"}]], "prompt 0"),
+        (["a\udc80b"], "prompt 0: 'a.udc80b'"),
+        ([[1] * 256], "prompt 0 has 256 tokens; at most 255 fit, .*max_length=256"),
+        ([[{"role": "assistant", "content": "hi"}]], "prompt 0: .*the user comes first"),
     ],
 )
-def test_prompts_that_are_none(target, prompts, message):
+def test_prompts_that_are_none(target, prompts, error):
     engine = Engine(target)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{error}"):
         engine.generate(prompts, SamplingParams(max_new_tokens=2))
     assert len(engine.generate([[3]], SamplingParams(max_new_tokens=2))) == 1, "the engine goes on after an error"
 
@@ -156,43 +145,21 @@ def test_text_needs_a_tokenizer_and_a_chat_its_template(target, tokenizer):
         Engine(target).generate(chat)
 
 
-OUT_OF_RANGE = {
-    "temperature": [-0.1, float("nan"), float("inf"), 1e-9, "warm", None],
-    "top_k": [-1, 1.5, None, 2**63],
-    "top_p": [0, -0.5, 1.01, float("nan")],
-    "min_p": [-0.1, 1.0, float("nan")],
-    "eta_cutoff": [-1e-3, 1.0],
-    "min_tokens_to_keep": [0, 1.5, None],
-    "max_new_tokens": [0, -5, 2.5, None],
-    "contextual_window": [0, -1, 0.5],
-    "contextual_penalty": [0.0, -1.0, float("inf")],
-    "repetition_penalty": [0.0, -1.0, float("nan")],
-    "presence_penalty": [float("inf"), "1"],
-    "frequency_penalty": [float("nan")],
-    "seed": [2**64, -(2**63) - 1, 1.5, "seed"],
-    "stop_token_ids": [5, "5", [-1], [1.5], [280]],
-    "banned_token_ids": [5, "ab", [-1], [0.5], [280], list(range(280))],
-    "stop_strings": ["text", [""], [5], [b"x"]],
-}
+@pytest.mark.parametrize("name", ["stop_token_ids", "banned_token_ids", "logit_bias"])
+def test_token_ids_outside_the_vocabulary_are_named(target, name):
+    with pytest.raises(ValueError, match=name):
+        Engine(target).generate([[1, 2]], SamplingParams(**{name: {280: 1.0} if name == "logit_bias" else [280]}))
 
 
-@pytest.mark.parametrize("name", OUT_OF_RANGE)
-def test_parameters_out_of_range_are_named(target, name):
-    engine = Engine(target)
-    for value in OUT_OF_RANGE[name]:
-        with pytest.raises(ValueError, match=name):
-            engine.generate([[1, 2]], SamplingParams(**{name: value}))
+def test_not_all_tokens_may_be_banned(target):
+    with pytest.raises(ValueError, match="banned_token_ids"):
+        Engine(target).generate([[1, 2]], SamplingParams(banned_token_ids=list(range(280))))
 
 
-def test_params_are_one_or_one_a_prompt(target):
-    engine, two = Engine(target), [[1], [2]]
-    with pytest.raises(ValueError, match="params: 1 SamplingParams for 2 prompts; give one, or one for each prompt"):
-        engine.generate(two, [SamplingParams()])
-    with pytest.raises(ValueError, match=r"params: .*temperature.*; give SamplingParams, one or one for each prompt"):
-        engine.generate([[1]], {"temperature": 0.5})
-    for settings_ in ({"slots": 0}, {"max_length": 0}, {"max_length": 257}, {"prefill_chunk": 0}, {"nodes": 0}):
-        with pytest.raises(ValueError, match=next(iter(settings_))):
-            Engine(target, **settings_)
+@pytest.mark.parametrize("params", [[SamplingParams()], [SamplingParams(), {"seed": 1}], {"temperature": 0.5}, None])
+def test_params_are_one_or_one_a_prompt(target, params):
+    with pytest.raises(ValueError, match=r"^params: "):
+        Engine(target).generate([[1], [2]], params)
 
 
 def reference(target, prompt, params, max_length):

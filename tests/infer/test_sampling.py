@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 from longdraft.infer.choice import filters
 from longdraft.infer.choice.slots import KEPT_ROWS, SlotSampling
 from longdraft.infer.history import History
-from longdraft.infer.sampling import SamplingParams, one_each
+from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.choice import gumbel_noise
 
 CPU = torch.device("cpu")
@@ -281,10 +281,3 @@ def test_numbers_of_any_kind_are_floats_and_integers():
     kinds = [type(getattr(given, name)) for name in ("temperature", "top_p", "top_k", "seed")]
     assert kinds == [float, float, int, int]
     assert SamplingParams(0.5, 3).top_k == 3  # by position too
-
-
-def test_one_each():
-    one = SamplingParams(seed=1)
-    assert one_each(one, 3) == [one] * 3
-    with pytest.raises(ValueError, match="2 SamplingParams for 3 prompts"):
-        one_each([one, one], 3)

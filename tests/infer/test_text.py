@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from longdraft.infer.requests import ActiveSequence, read_requests, text_before
-from longdraft.infer.results import Statistics
+from longdraft.infer.generation import ActiveSequence
+from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.text import BYTE_OF, UNFINISHED, ShownText, StopStrings, TextReader, text_behind
+from longdraft.infer.text import BYTE_OF, UNFINISHED, ShownText, TextReader, text_behind
 from longdraft.models.hf import load_tokenizer
 
 TEXTS = [
@@ -180,30 +180,24 @@ def test_the_reader_is_never_behind_nor_ahead(kind, parts, steps):
 
 @pytest.mark.parametrize("kind", DECODERS)
 @settings(max_examples=40, deadline=None)
-@given(parts=texts_and_noise(), strings=st.lists(st.sampled_from(STOPS), min_size=1, max_size=3), steps=STEPS)
-def test_stop_strings_stop_at_the_first_token_that_completes_one(kind, parts, strings, steps):
+@given(parts=texts_and_noise(), strings=st.lists(st.sampled_from(STOPS), min_size=1, max_size=3))
+def test_stop_strings_stop_at_the_first_token_that_completes_one(kind, parts, strings):
     tokenizer = tokenizer_of(kind)
-    tokens, stops, text = tokens_of(tokenizer, parts), StopStrings(tokenizer, strings), ""
-    shown, pieces, due = ShownText(tokenizer, strings), ShownText(tokenizer, strings), list[int]()
+    tokens, shown, text = tokens_of(tokenizer, parts), ShownText(tokenizer, strings), ""
     for count, token in enumerate(tokens, start=1):
         expected = finished(tokenizer, tokens[:count])
         places = [expected.find(string) for string in strings if string in expected]
-        stopped = stops.push(token)
-        text += shown.push([token])
-        due.append(token)
-        assert stopped == bool(places)
-        if stopped:
-            assert stops.text == expected[: min(places)] == text
-            tokens = tokens[:count]
+        text += shown.push(token)
+        assert shown.stopped == bool(places)
+        if places:
+            assert expected[: min(places)] == text and shown.finish() == (text, "")
             break
-        assert stops.text == expected and expected.startswith(text)
+        assert expected.startswith(text)
         # Held back is only what may become a stop string.
         assert text == expected or any(string.startswith(expected[len(text) :]) for string in strings)
     else:
-        final = text_behind(tokenizer, (), tokens)
-        assert text + shown.finish(final) == final
-        text = final
-    assert "".join(map(pieces.push, pieces_of(tokens, steps))) + pieces.finish(text) == text
+        final, rest = shown.finish()
+        assert text + rest == final == text_behind(tokenizer, (), tokens)
 
 
 FACE, LONE = "😀".encode(), b"\xf0"
@@ -308,22 +302,27 @@ def test_a_text_behind_a_prompt_goes_on_from_its(prompt, tokens, text):
     assert decoded[0].rstrip(UNFINISHED) + text == decoded[1]
     reader, shown = TextReader(tokenizer, before), ShownText(tokenizer, (), before)
     assert "".join(map(reader.push, [[token] for token in behind])) == reader.text == text
-    assert "".join(map(shown.push, [[token] for token in behind])) == text
-    stops = StopStrings(tokenizer, [text], before)
-    assert [stops.push(token) for token in behind][-1] and stops.text == ""
+    assert "".join(map(shown.push, behind)) == text
+    stopping = ShownText(tokenizer, [text], before)
+    assert "".join(map(stopping.push, behind)) == "" and stopping.stopped
 
 
 def answer(target, prompt, params, tokens, size) -> str:
-    """The text of an answer of these tokens, `size` a step, which a server's stream of it must equal."""
+    """The text of an answer of these tokens, `size` a step, which its pieces must add up to."""
     (request,) = read_requests(target, [prompt], params, 256)
-    sequence, pushed = ActiveSequence(request, target, 256, 0.0, Statistics()), 0
-    shown, text = ShownText(target.tokenizer, params.stop_strings, text_before(request)), ""
-    while not sequence.finish_reason:
-        piece = sequence.piece(sequence.commit(tokens[pushed : pushed + size]), size // 2, dict)
-        text += shown.push(piece.tokens[: piece.accepted]) + shown.push(piece.tokens[piece.accepted :])
-        pushed += size
-    assert text + shown.finish(piece.generation.text) == piece.generation.text
-    return piece.generation.text
+    sequence, pushed, text = ActiveSequence(request, target, 256), 0, ""
+    while not sequence.result.finish_reason:
+        piece = sequence.commit(tokens[pushed : pushed + size])
+        assert piece.tokens == sequence.committed[len(request.prompt) + pushed :]
+        assert piece.accepted == min(len(tokens[pushed : pushed + size]) - 1, len(piece.tokens))
+        # The text of a step's drafted tokens alone, of which the last one may be held back.
+        alone = ActiveSequence(request, target, 256)
+        before = "".join(alone.commit([token]).text for token in tokens[:pushed])
+        drafted = "".join(alone.commit([token]).text for token in piece.tokens[: piece.accepted])
+        assert before == text and piece.text[: piece.accepted_text] == drafted[: piece.accepted_text]
+        text, pushed = text + piece.text, pushed + size
+    assert text == piece.generation.text
+    return text
 
 
 @pytest.mark.parametrize("kind", HAVE_BYTES)
@@ -355,5 +354,7 @@ def test_a_stop_string_that_came_too_early_is_not_found_later(tokenizer):
     """Whatever the lengths of the others are."""
     tokens = byte_tokens(tokenizer, b"xabcd")
     for strings, stops in ((("ab", "a very long stop string"), False), (("bc",), True)):
-        found = StopStrings(tokenizer, strings)
-        assert [found.push(token, place >= 3) for place, token in enumerate(tokens)][:4] == [False, False, False, stops]
+        shown = ShownText(tokenizer, strings)
+        for place, token in enumerate(tokens[:4]):
+            shown.push(token, place >= 3)
+        assert shown.stopped == stops

@@ -14,9 +14,8 @@ from longdraft.infer.drafters.token_recycling import BLOCK, CHILD_COUNTS, TokenR
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.shape import TreeShape
 from longdraft.infer.slot_state import SlotState
-from longdraft.infer.tree import TokenTree
+from longdraft.infer.tree import TokenTree, TreeShape
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass, TargetOutput

@@ -13,8 +13,7 @@ from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.shape import likeliest_nodes
-from longdraft.infer.tree import PAD, ROOT
+from longdraft.infer.tree import PAD, ROOT, likeliest_nodes
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.footprint import sizes

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from longdraft.infer.engine import Engine
-from longdraft.infer.presets import PRESETS, preset_for
-from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.sampling import PRESETS, SamplingParams, preset_for
 from longdraft.launch import generate as module
 from longdraft.launch import runtime
 from longdraft.launch.generate import DRAFTED, OWN, PLAIN, main
@@ -255,8 +254,8 @@ def test_options_are_read_by_their_kind():
         ("--prompt x --prefill-chunk 0", "prefill_chunk: 0"),
         ("--prompt x --draft {t}", "holds no config.json"),
         ("--prompt x --target {t}/nothing", "is no folder"),
-        ("--prompt x\udcff", "--prompt: byte 0xff at character 1 is not UTF-8; give the text in UTF-8"),
-        ("--prompt x --chat --system \udcc3", "--system: byte 0xc3 at character 0 is not UTF-8"),
+        ("--prompt x\udcff", "--prompt: 'x\\udcff' is not valid"),
+        ("--prompt x --chat --system \udcc3", "--system: '\\udcc3' is not valid"),
         ("--prompt x --stop \udcff", "stop_strings.0: "),
         ("--prompt-file {t}/latin", "latin is not UTF-8 text: byte 0xe9 at position 1; convert it"),
         ("--prompt x --device tpu", "--device: 'tpu' is no device for a target; this machine has cpu"),

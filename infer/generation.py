@@ -1,0 +1,198 @@
+"""A request while it is decoded, and what decoding returns: generations with their statistics, pieces of streams."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from longdraft.infer.logprobs import TokenLogprob
+from longdraft.infer.requests import Request
+from longdraft.infer.text import ShownText
+from longdraft.models.target import Target
+
+
+@dataclass
+class Statistics:
+    """What one generation cost. Seconds are wall-clock time; on a GPU the parts are times of launching, not of running.
+
+    All slots that took part in a step count its whole time; it is not divided by the batch.
+    """
+
+    steps: int = 0
+    speculative_steps: int = 0  # those that verified more than the root
+    drafted: int = 0  # nodes verified below the roots
+    taken_over: int = 0  # tokens of the prompt whose keys and values were reused from an earlier prompt
+    prefill_seconds: float = 0.0
+    first_token_seconds: float = 0.0  # from the start of the prefill to the first step's tokens
+    decode_seconds: float = 0.0  # of steps that it took part in, without prefills, its own or others'
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0  # verification: the target's passes
+    commit_seconds: float = 0.0  # choice, accept, commit, on_step
+    accepted_at_depth: list[int] = field(default_factory=list)  # [d] steps that accepted at least d + 1 nodes
+    decisions: dict[str, str] = field(default_factory=dict)  # what "auto" options decided, in words
+
+    @property
+    def host_seconds(self) -> float:
+        """Decoding time outside of the target's passes and the proposals."""
+        return self.decode_seconds - self.target_seconds - self.draft_seconds
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """[d]: share of steps that accepted at least d + 1 nodes."""
+        return [count / max(self.steps, 1) for count in self.accepted_at_depth]
+
+
+@dataclass
+class Generation:
+    """The result of one request, which grows until the request is finished.
+
+    Attributes:
+        index: the prompt's place in the call.
+        tokens: the new tokens, including the stop token or those that completed a stop string.
+        text: the tokens decoded without special ones, up to a stop string; after a text prompt, what they add to it.
+            None if the target has no tokenizer.
+        seed: the seed they were chosen with.
+        finish_reason: "stop" (an end token or stop string), "length" (max_new_tokens), "capacity" (no positions left)
+            or "cancelled".
+        logprobs, prompt_logprobs: of each new token, and of each of the prompt's tokens but the first; None if the
+            request did not ask for them.
+    """
+
+    index: int
+    prompt: list[int]
+    tokens: list[int]
+    text: str | None
+    seed: int
+    finish_reason: str
+    stats: Statistics
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens per pass of the target, without prefill."""
+        return len(self.tokens) / max(self.stats.steps, 1)
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted draft tokens / drafted tokens; 0 if nothing was drafted."""
+        return sum(self.stats.accepted_at_depth) / max(self.stats.drafted, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second of decoding, without prefill."""
+        return len(self.tokens) / max(self.stats.decode_seconds, 1e-9)
+
+    def summary(self) -> Mapping[str, object]:
+        """The figures as plain values, for JSON."""
+        stats, steps = self.stats, max(self.stats.steps, 1)
+        per_step = {
+            f"{part}_ms": round(1e3 * getattr(stats, f"{part}_seconds") / steps, 3)
+            for part in ("draft", "target", "commit", "host")
+        }
+        return {
+            "prompt_tokens": len(self.prompt),
+            "new_tokens": len(self.tokens),
+            "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            "steps": stats.steps,
+            "tokens_per_step": round(self.tokens_per_step, 4),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "acceptance": round(self.acceptance, 4),
+            "acceptance_by_depth": [round(share, 4) for share in stats.acceptance_by_depth],
+            "taken_over": stats.taken_over,
+            "first_token_seconds": round(stats.first_token_seconds, 4),
+            **per_step,
+            "decisions": stats.decisions,
+        }
+
+
+@dataclass
+class Piece:
+    """What a stream yields.
+
+    Attributes:
+        index: the prompt's place in the call.
+        tokens: the next tokens.
+        accepted: how many of them, from the first on, a drafter had proposed.
+        logprobs: the tokens' log-probabilities, if the request asks for them.
+        text: what can be shown now; all texts of a request together are the generation's. Empty without a tokenizer.
+        accepted_text: how many characters of it, from the first on, are those of accepted tokens.
+        generation: of a finished request.
+    """
+
+    index: int
+    tokens: list[int]
+    accepted: int
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: str = ""
+    accepted_text: int = 0
+    generation: Generation | None = None
+
+
+class ActiveSequence:
+    """A request while it is decoded: what is committed, its text, and why it ended.
+
+    Attributes:
+        committed: the prompt and all new tokens.
+        began: when its prefill began, by `time.perf_counter`; 0 before.
+        result: the generation so far.
+    """
+
+    def __init__(self, request: Request, target: Target, max_length: int):
+        sampling = request.sampling
+        assert sampling.seed is not None
+        self.request, self._max_length, self.began = request, max_length, 0.0
+        self.committed, self._stop_ids = list(request.prompt), frozenset(sampling.stop_token_ids)
+        self.result = Generation(request.index, request.prompt, [], None, sampling.seed, "", Statistics())
+        self.result.logprobs = None if sampling.logprobs is None else []
+        self.result.prompt_logprobs = None if sampling.prompt_logprobs is None else []
+        self._text = None
+        if target.tokenizer is not None:
+            continued = request.continued_tokens
+            self._text = ShownText(target.tokenizer, sampling.stop_strings, continued, request.skip_special)
+
+    def commit(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> Piece:
+        """Append a step's tokens up to the first one that ends the sequence, with their log-probabilities where there
+        are any. All of the step's tokens but the last one had been proposed by a drafter."""
+        piece, drafted = Piece(self.request.index, [], 0), len(tokens) - 1
+        for token in tokens:
+            self.committed.append(token)
+            self.result.tokens.append(token)
+            piece.tokens.append(token)
+            self._read(token, piece)
+            if len(piece.tokens) <= drafted:
+                piece.accepted, piece.accepted_text = len(piece.tokens), len(piece.text)
+            if self.result.finish_reason:
+                break
+        if (k := self.request.sampling.logprobs) is not None and self.result.logprobs is not None:
+            piece.logprobs = [one._replace(top=one.top[:k]) for one in logprobs[: len(piece.tokens)]]
+            self.result.logprobs += piece.logprobs
+        return self._finished(piece)
+
+    def cancel(self) -> Piece:
+        """End the sequence here."""
+        self.result.finish_reason = "cancelled"
+        return self._finished(Piece(self.request.index, [], 0))
+
+    def _read(self, token: int, piece: Piece) -> None:
+        """Add the last token's text to the piece, and note if it ends the sequence."""
+        sampling, count = self.request.sampling, len(self.result.tokens)
+        is_end, stopped = token in self._stop_ids, False
+        # Where special tokens have a text, an end token has none nevertheless.
+        if self._text is not None and (self.request.skip_special or not is_end):
+            piece.text += self._text.push(token, searched=not is_end and count >= sampling.min_new_tokens)
+            stopped = self._text.stopped
+        if is_end or stopped:
+            self.result.finish_reason = "stop"
+        elif count >= sampling.max_new_tokens:
+            self.result.finish_reason = "length"
+        elif len(self.committed) >= self._max_length:
+            self.result.finish_reason = "capacity"
+
+    def _finished(self, piece: Piece) -> Piece:
+        """The piece, with the generation and the rest of its text if it is finished."""
+        if self.result.finish_reason:
+            piece.generation = self.result
+            if self._text is not None:
+                self.result.text, rest = self._text.finish()
+                piece.text += rest
+        return piece
