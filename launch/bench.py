@@ -1,118 +1,55 @@
 """Measure drafters against plain decoding: `longdraft bench --draft FOLDER --data DATA [--suite SUITE] [--out FOLDER]`.
 
-Only arguments and printing are here. bench_request.py turns the arguments into a bench; benchmarks/drafters/ measures
-and makes the table, the page and the picture. The last line of the output is a JSON object.
+This file turns the arguments into a bench; benchmarks/drafters/ measures and makes the table, the page and the picture.
+The last line of the output is a JSON object.
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from longdraft.launch.console import flag, leave, note, run_command, show
-from longdraft.launch.shared_options import (
-    NEW_TOKENS,
-    PROMPTS,
-    TEXT_TOKENS,
-    add_drafting,
-    add_loading,
-    add_sampling,
-    at_least,
-)
+import torch
 
-# The names in benchmarks/drafters/, repeated here so that --help need not import torch.
-FORMS = ("fp32", "layerwise", "serving", "off")
-SUITES = ("longbench", "aime24", "pg19", "spec-bench", "speed-bench", "mrcr", "mt-bench")
-PAPERS = ("longspec", "tokenswift", "triforce", "token-recycling")
-KINDS = ("continue", "summarise", "edit")
+from longdraft.benchmarks.drafters.bench import BenchSettings, bench
+from longdraft.benchmarks.drafters.exactness import FORMS, NAMES, NotExact, Room, choose_form, first_dtype
+from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
+from longdraft.benchmarks.drafters.other_formats import write_files
+from longdraft.benchmarks.drafters.papers import PAPERS, PROMPT, beside
+from longdraft.benchmarks.drafters.pictures import draw_report
+from longdraft.benchmarks.drafters.prompts import Asked, LeftOut, Reader, fitting, make_tasks
+from longdraft.benchmarks.drafters.record import Record, checkpoint_digest, digest, draft_digest, recorded
+from longdraft.benchmarks.drafters.suites import SUITES, Suite
+from longdraft.benchmarks.drafters.text_report import table
+from longdraft.infer.drafters.build import build_drafter
+from longdraft.launch import cli
+from longdraft.launch.arguments import NEW_TOKENS, PROMPTS, TEXT_TOKENS, given_sampling
+from longdraft.launch.console import note, read_text, show
+from longdraft.launch.report import check_name, write_report
+from longdraft.launch.runtime import DTYPES, Drafting, check_rows, heldout_rows, options_for, read_options, used_tokens
+from longdraft.models.decoder import Decoder
+from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.device import available_bytes, on_device
+from longdraft.models.draft_folder import WEIGHTS, local_folder
+from longdraft.models.files import write_atomically
+from longdraft.models.footprint import weight_count
+from longdraft.models.hf import build_decoder, load_tokenizer, load_transformers, read_target_config
+from longdraft.models.target import Target
+from longdraft.train.tracking import read_metrics
 
-
-def _parser() -> argparse.ArgumentParser:
-    description = "Measure drafters against plain decoding: exactness and speed."
-    parser = argparse.ArgumentParser(prog="longdraft bench", description=description)
-    add = parser.add_argument_group("model").add_argument
-    add_loading(add, dtype=None, dtype_help="dtype of the timed decoding (default: bf16, or the --paper's)")
-    add_drafting(parser, several=True)
-    _add_prompts(parser)
-    add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", nargs="+", type=float, help="one or more; 0 is greedy (default: 0, or the suite's)")
-    add("--seed", type=int, default=0, help="default: 0")
-    add_sampling(add)
-    _add_measurements(parser)
-    add = parser.add_argument_group("output").add_argument
-    help = "keep a record of every answer here; a run that was stopped continues from it"
-    add("--out", type=Path, metavar="FOLDER", help=help)
-    help = "with --out: also show the record as a page (.html) or a picture (.svg)"
-    add("--report", type=Path, metavar="FILE", help=help)
-    help = "a training run's folder: bench.json, report.txt and report.png are written there"
-    add("--run", type=Path, metavar="RUN", help=help)
-    return parser
+# Room for the words around a text whose task is more than to continue it.
+ASKING = 256
+main = partial(cli.run, "bench")
 
 
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("prompts").add_argument
-    help = "a published suite of prompts; --data then holds its files as they were published"
-    add("--suite", choices=SUITES, help=help)
-    help = "suite, drafter, tree, sampling, dtype and end tokens as in a paper's table, except what is given here; the "
-    add("--paper", choices=PAPERS, help=help + "paper's figures are shown beside ours")
-    add("--only", nargs="+", default=[], help="with --suite: only these of its tasks, categories or files")
-    help = "a prepared folder: the texts are the beginnings of its held-out rows. With --suite: a folder, a file or a "
-    add("--data", help=help + "data set on the hub")
-    help = "instead of --data: the texts are the beginnings of these files"
-    add("--text-file", nargs="+", type=Path, help=help)
-    help = "what to do with the texts, in turn (default: continue)"
-    add("--tasks", nargs="+", choices=KINDS, default=["continue"], help=help)
-    help = f"with --data: number of prompts, evenly spaced (default: {PROMPTS}, or all of a suite)"
-    add("--prompts", type=at_least(1), metavar="N", help=help)
-    help = f"tokens of a text (default: {TEXT_TOKENS}, or the suite's)"
-    add("--prompt-tokens", type=at_least(2), metavar="N", help=help)
-    help = f"maximum tokens of an answer (default: {NEW_TOKENS}, or the suite's)"
-    add("--new-tokens", type=at_least(1), metavar="N", help=help)
-
-
-def _add_measurements(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("measurements").add_argument
-    add(
-        "--exactness",
-        choices=FORMS,
-        help="how exactness is shown: fp32, with the whole target in fp32; layerwise, in fp32 with one layer loaded at "
-        "a time; serving, in --dtype, counting tokens that differ at near-ties (default: the first of these that fits "
-        "into free memory); or off, and the result says so",
-    )
-    help = "context lengths at which to time passes of different numbers of query tokens (default: the prompts' length)"
-    add("--contexts", nargs="+", type=at_least(1), metavar="N", help=help)
-    help = "also measure acceptance with and without noise in the drafters' ranking, and under classical rejection"
-    add("--noise", action="store_true", help=help)
-    add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
-    help = "measure only the peak memory of the heads' training loss, at two lengths"
-    add("--loss-memory", action="store_true", help=help)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 1 if a drafter is not exact, 2 after an error, 130 after Ctrl-C."""
-    parser = _parser()
-
-    def work() -> int:
-        args = parser.parse_args(argv)
-        return _loss_memory(args, parser) if args.loss_memory else _measure(args)
-
-    return run_command(parser.prog, work, by_force=True)
-
-
-def _measure(args: argparse.Namespace) -> int:
-    """Run the bench, show its result and write it to --run."""
-    if (args.data is None) == (args.text_file is None):
-        raise ValueError("--data, --text-file: give either a prepared folder or files")
-    # Imported here so that --help and a wrong argument need not wait for torch.
-    import torch
-
-    from longdraft.benchmarks.drafters.exactness import NotExact
-    from longdraft.benchmarks.drafters.pictures import draw_report
-    from longdraft.benchmarks.drafters.text_report import table
-    from longdraft.launch.bench_request import run_bench
-    from longdraft.models.files import write_atomically
-    from longdraft.train.tracking import read_metrics
-
+def run(args: argparse.Namespace) -> int:
+    """Run the bench, show its result and write it to --run. Returns the exit status: 1 if a drafter is not exact."""
+    if args.loss_memory:
+        return _loss_memory()
     if args.run is not None and not args.run.is_dir():
         raise ValueError(f"--run: {args.run} is no folder; name a training run's (train.run_dir), or leave it out")
     metrics = [] if args.run is None else read_metrics(args.run)
@@ -138,13 +75,236 @@ def _measure(args: argparse.Namespace) -> int:
     return status
 
 
-def _loss_memory(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Show what the loss of three heads allocates beyond its inputs, at SmolLM2's width and two lengths."""
-    given = [name for name, value in vars(args).items() if value != parser.get_default(name) and name != "loss_memory"]
-    if given:
-        raise ValueError(f"--loss-memory: it takes no other option; leave out {flag(given[0])}")
-    from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
+def run_bench(args: argparse.Namespace) -> dict:
+    """Run the bench that was asked for and return its result, as `bench` gives it.
 
+    Arguments are checked before the target is loaded. Raises ValueError for those that do not fit, and what `bench`
+    raises.
+    """
+    if args.report is not None:
+        check_name(args.report, "--report")
+        if args.out is None:
+            raise ValueError(f"--report: {args.report} is made of a record; give --out too")
+    if (args.data is None) == (args.text_file is None):
+        raise ValueError("--data, --text-file: give either a prepared folder or files")
+    args.suite, suite = suite_of(args)
+    if args.paper is not None and suite is not None:
+        _take_paper(args, suite)
+    args.dtype, args.prompt_tokens = args.dtype or "bf16", args.prompt_tokens or TEXT_TOKENS
+    drafting = Drafting(args)
+    settings = settings_of(drafting, suite)
+    asked, left_out = ([], []) if suite is None else suite_questions(drafting, suite, settings)
+    texts = texts_of(args) if suite is None else []
+    with recorded(args.out, asked_for(drafting, settings, asked or texts)) as record:
+        record.leave_out([question._asdict() for question in left_out])
+        target, form = _open_target(drafting, asked, settings.new_tokens, record)
+        if suite is None:
+            asked = make_tasks(target, texts_for(target, args, texts), args.tasks)
+        names = [name for name in drafting.names if name != "plain"]
+        builders = {name: partial(build_drafter, name, **drafting.of(name)) for name in names}
+        device, (path, gguf_file) = target.model.embed_tokens.weight.device, drafting.source
+        theirs = load_transformers(path, settings.dtype, gguf_file).to(device) if args.transformers else None
+        with on_device(device):
+            result = bench(target, builders, asked, replace(settings, proof=form), theirs, note, record)
+        if args.out is not None:
+            folders = ", ".join(folder.name for folder in write_files(record, args.out))
+            note(f"Written to {args.out}, for other programs: {folders}")
+        if args.paper is not None:
+            paper = PAPERS[args.paper]
+            compared = [name for name in builders if paper.drafter in name.split("+")]
+            result["paper"] = beside(paper, record, compared, settings.temperatures, path)
+    if args.report is not None and args.out is not None:
+        write_report([args.out], args.report, "--report")
+        note(f"Written to {args.report}")
+    return result
+
+
+def _open_target(drafting: Drafting, asked: Sequence[Asked], new_tokens: int, record: Record) -> tuple[Target, str]:
+    """Choose the form of the exactness proof and load the target as that proof first needs it.
+
+    Returns the target and the form. Raises ValueError, before any weight is loaded, if they do not fit into memory, or
+    if a stronger form is asked for than the record was begun with.
+    """
+    args, device = drafting.args, drafting.device
+    dtype, held, wanted = DTYPES[args.dtype], (record.proof or {}).get("proof", {}).get("form"), args.exactness
+    if held in FORMS and wanted is not None and FORMS.index(held) > FORMS.index(wanted):
+        raise ValueError(f"--exactness: {wanted}, but {args.out} was begun with the proof {held}; give another --out")
+    if record.proof is not None and args.dtype != "fp32":
+        wanted = "serving"  # a proof that is in the record already need not be loaded for again
+    if drafting.loader != "longdraft":
+        form = wanted or "fp32"
+        if form == "layerwise":
+            raise ValueError(f"--exactness: layerwise is our own decoder's, and --loader is {drafting.loader}")
+        return drafting.load(NAMES[first_dtype(form, dtype)], build_decoder), form
+    longest = max((one.tokens for one in asked), default=args.prompt_tokens + ASKING)
+    turns = max((len(one.question.turns) for one in asked), default=1)
+    positions, chosen = max(turns * (longest + new_tokens), *(args.contexts or [0])), []
+    # Beside the target: the drafts (the whole file, once as it is read), TriForce's small targets in fp32, and
+    # transformers' own copy of the target.
+    others = sum(2 * (local_folder(draft) / WEIGHTS).stat().st_size for draft in args.draft)
+    others += sum(4 * weight_count(read_target_config(small)) for small in _small_models(drafting))
+
+    def build(config: DecoderConfig, *_: object) -> Decoder:
+        more = dtype.itemsize * weight_count(config) if args.transformers else 0
+        room = Room(available_bytes(device), longest, min(positions, config.max_positions), others + more)
+        form, described = choose_form(wanted, config, dtype, room)
+        chosen.append(form)
+        note(described)
+        return build_decoder(config, first_dtype(form, dtype), device)
+
+    return drafting.load(None, build), chosen[0]
+
+
+def _small_models(drafting: Drafting) -> list[str]:
+    """The other targets that the options name as draft models."""
+    return [str(value) for key, value in drafting.options.items() if key.split(".")[-1] == "small"]
+
+
+def suite_of(args: argparse.Namespace) -> tuple[str | None, Suite | None]:
+    """The suite that was named, or the paper's, with --prompt-tokens applied; (None, None) without one."""
+    if args.paper is None and args.suite is None:
+        return None, None
+    name, suite = (args.suite, SUITES[args.suite]) if args.paper is None else PAPERS[args.paper].suite(args.suite)
+    if args.prompt_tokens is None:
+        return name, suite
+    if suite.first_tokens is None:
+        raise ValueError(f"--prompt-tokens: {args.prompt_tokens}, but {name} asks its prompts whole; leave it out")
+    return name, replace(suite, first_tokens=args.prompt_tokens, above=args.prompt_tokens)
+
+
+def _take_paper(args: argparse.Namespace, suite: Suite) -> None:
+    """Fill arguments that were not given from the --paper."""
+    paper = PAPERS[args.paper]
+    args.drafter, args.dtype = args.drafter or [paper.drafter], args.dtype or paper.dtype
+    args.nodes = args.nodes or "all"
+    given = {key.split(".")[-1] for key in read_options(args.option)}
+    options = dict(paper.options) | ({"gamma": 2} if "small" in given and paper.drafter == "triforce" else {})
+    if any(paper.drafter in name.split("+") for name in args.drafter):
+        args.option = args.option + [
+            f"{paper.drafter}.{key}={suite.first_tokens if value == PROMPT else value}"
+            for key, value in options.items()
+            if key not in given
+        ]
+
+
+def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
+    """What is measured and how. Values that were not given come from the paper or the suite."""
+    args = drafting.args
+    if args.noise and drafting.names == ["plain"]:
+        raise ValueError("--noise: it is about drafters' rankings, and plain decoding has none; name a --drafter")
+    published = {} if suite is None else suite.sampling
+    published = published if args.paper is None else PAPERS[args.paper].sampling(drafting.source[0])
+    sampling = {**published, **given_sampling(args)}
+    temperature = sampling.pop("temperature", 0.0)
+    ignore_eos = sampling.pop("ignore_eos", suite is None or suite.ignore_eos)
+    temperatures = (temperature,) if args.temperature is None else tuple(args.temperature)
+    if args.transformers and any("penalty" in name or "banned" in name for name in sampling):
+        raise ValueError("--transformers: it decodes without penalties and bans; leave one or the other out")
+    settings = BenchSettings(
+        new_tokens=args.new_tokens or (NEW_TOKENS if suite is None else suite.new_tokens),
+        dtype=DTYPES[args.dtype],
+        temperatures=temperatures,
+        seed=args.seed,
+        nodes=drafting.nodes,
+        sampling=sampling,
+        ignore_eos=ignore_eos,
+        passes=suite is None or args.contexts is not None,
+        contexts=None if args.contexts is None else tuple(args.contexts),
+        noise=args.noise,
+        # The papers' programs rank without noise.
+        noise_in_ranking=not args.no_noise and (args.paper is None or max(temperatures) == 0),
+    )
+    for temperature in temperatures:
+        settings.params(temperature)  # raises ValueError for invalid values
+    return settings
+
+
+def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -> tuple[list[Asked], list[LeftOut]]:
+    """A suite's questions that the target has room for, and those left out, which are listed. Loads no weights."""
+    args, source = drafting.args, drafting.source
+    if args.data is None:
+        raise ValueError(f"--suite: {args.suite} reads its prompts from --data; give its files there")
+    questions = suite.questions(args.data, args.only)
+    if args.prompts is not None:
+        if args.prompts > len(questions):
+            raise ValueError(f"--prompts: {args.prompts} must lie in 1..{len(questions)}, the suite's questions there")
+        questions = _evenly(questions, args.prompts)
+    room = suite.room(read_target_config(*source, drafting.max_positions).max_positions, settings.new_tokens)
+    asked, left_out = fitting(Reader(Path(source[0]).name, load_tokenizer(*source)), questions, room)
+    for why in dict.fromkeys(one.why for one in left_out):
+        named = [f"{one.id} ({one.tokens} tokens)" for one in left_out if one.why == why]
+        note(f"{len(named)} of {len(questions)} questions are left out, {why}: {', '.join(named)}")
+    if not asked:
+        raise ValueError(
+            f"--suite: none of {len(questions)} questions fits ({left_out[0].why}); ask for fewer --new-tokens than "
+            f"{settings.new_tokens} or take a target with more positions"
+        )
+    return asked, left_out
+
+
+def _evenly(items: Sequence[Any], count: int) -> list[Any]:
+    """`count` of the items, evenly spaced."""
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def texts_of(args: argparse.Namespace) -> list[list[int]] | dict[Path, str]:
+    """The prompts' texts: the tokens of held-out rows, evenly spaced among those long enough, or files' content."""
+    count = args.prompts or (PROMPTS if args.text_file is None else len(args.text_file))
+    if count < len(args.tasks):
+        raise ValueError(f"--tasks: {len(args.tasks)} of them take turns, but there are {count} prompts; give more")
+    if args.text_file is not None:
+        return {file: read_text(file, "--text-file") for file in args.text_file}
+    rows, length = heldout_rows(args.data), args.prompt_tokens
+    long = [i for i in range(len(rows)) if rows[i]["borders"][-1] >= length]
+    if count > len(long):
+        raise ValueError(
+            f"{rows.folder} has {len(long)} rows of {length} tokens or more: --prompts {count} must lie in "
+            f"1..{len(long)} and --prompt-tokens {length} in 2..{rows.manifest['seq_len']}"
+        )
+    return [used_tokens(rows[i])[:length] for i in _evenly(long, count)]
+
+
+def texts_for(target: Target, args: argparse.Namespace, texts: list[list[int]] | dict[Path, str]) -> list[list[int]]:
+    """The texts of `texts_of` as this target's tokens."""
+    if isinstance(texts, list):
+        check_rows(heldout_rows(args.data), target)
+        return texts
+    if target.tokenizer is None:
+        raise ValueError("--text-file: this target has no tokenizer to read text with; use --data")
+    prompts = [target.tokenizer(text).input_ids[: args.prompt_tokens] for text in texts.values()]
+    for file, tokens in zip(texts, prompts, strict=True):
+        if len(tokens) < 2:
+            raise ValueError(f"--text-file: {file} has {len(tokens)} tokens; give a text of at least 2")
+    return prompts
+
+
+def asked_for(drafting: Drafting, settings: BenchSettings, prompts: object) -> dict[str, Any]:
+    """All that the answers depend on. A record continues only where this is the same."""
+    args, source, options = drafting.args, drafting.source, drafting.options
+    names = ("nodes", "temperatures", "seed", "new_tokens", "sampling", "ignore_eos", "noise_in_ranking")
+    of_drafters = {name: options_for(name, options) for name in drafting.names}
+    return {
+        "suite": args.suite,
+        "only": args.only,
+        "tasks": None if args.suite else args.tasks,
+        "prompt_tokens": None if args.suite else args.prompt_tokens,
+        "questions": digest(repr(prompts).encode()),
+        "target": Path(source[0]).name,
+        "gguf_file": source[1],
+        "loader": drafting.loader,
+        "checkpoint": checkpoint_digest(*source),
+        "draft": ",".join(map(draft_digest, args.draft)) or None,
+        "drafters": {name: {key: str(value) for key, value in of.items()} for name, of in of_drafters.items()},
+        "small": [checkpoint_digest(small) for small in _small_models(drafting)],
+        "dtype": args.dtype,
+        **{name: getattr(settings, name) for name in names},
+        "exactness_off": args.exactness == "off",
+        "transformers": args.transformers,
+    }
+
+
+def _loss_memory() -> int:
+    """Show what the loss of three heads allocates beyond its inputs, at SmolLM2's width and two lengths."""
     hidden, vocab, heads, result = 576, 49152, 3, {}
     for tokens in (2048, 4096):
         peak, logits = loss_peak_memory(tokens, hidden, vocab, heads), heads * tokens * vocab * 4
@@ -158,4 +318,4 @@ def _loss_memory(args: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

@@ -1,9 +1,12 @@
-"""The `longdraft` command, which runs the launch script that its first argument names."""
+"""The `longdraft` command: reads the arguments of a command, and only then imports and runs its file."""
 
 import importlib
 import sys
+from collections.abc import Sequence
+from functools import partial
 
-from longdraft.launch.console import leave, note, run_command, show
+from longdraft.launch.arguments import PARSERS
+from longdraft.launch.console import INTERRUPTED, note, run_command, show
 
 COMMANDS = {
     "prepare": "pack text into shards of tokens",
@@ -15,16 +18,13 @@ COMMANDS = {
     "bench": "measure drafters against plain decoding",
     "report": "show the records of several benches on one page",
 }
+# Commands whose purpose is not what they print, and commands that Ctrl-C may end at any place.
+WORK_WITHOUT_OUTPUT, LEAVE_NOTHING_HALF_DONE = ("train", "export", "serve"), ("generate", "bench")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run `longdraft COMMAND ...`; returns the exit status."""
-    if argv is None:
-        leave(_run(sys.argv[1:]))
-    return _run(argv)
-
-
-def _run(argv: list[str]) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         commands = "\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items())
         usage = f"usage: longdraft COMMAND ...   (longdraft COMMAND --help lists its options)\n\n{commands}\n"
@@ -32,13 +32,28 @@ def _run(argv: list[str]) -> int:
     if argv[0] not in COMMANDS:
         note(f"longdraft: unknown command {argv[0]!r}; known: {', '.join(COMMANDS)}")
         return 2
-    try:
-        module = importlib.import_module(f"longdraft.launch.{argv[0]}")
-        # `train.main` is a single rank; `train.start` starts DeepSpeed's launcher.
-        return (module.start if argv[0] == "train" else module.main)(argv[1:]) or 0
-    except KeyboardInterrupt:  # while the module is imported; later the command handles it
-        print(f"longdraft {argv[0]}: interrupted", file=sys.stderr)
-        return 130
+    return run(argv[0], argv[1:])
+
+
+def run(command: str, argv: Sequence[str] | None = None) -> int:
+    """Run a command with its arguments, those of this process if they are None.
+
+    Returns the exit status: what the command returns, 2 after an error, 130 after Ctrl-C.
+    """
+    load = partial(importlib.import_module, f"longdraft.launch.{command}")
+    if command not in PARSERS:
+        try:
+            return load().main(argv) or 0
+        except KeyboardInterrupt:  # while the module is imported; later the command handles it
+            note(f"longdraft {command}: interrupted")
+            return INTERRUPTED
+
+    def work() -> int | None:
+        args = PARSERS[command]().parse_intermixed_args(argv)
+        return load().run(args)
+
+    needs_output, by_force = command not in WORK_WITHOUT_OUTPUT, command in LEAVE_NOTHING_HALF_DONE
+    return run_command(f"longdraft {command}", work, needs_output=needs_output, by_force=by_force)
 
 
 if __name__ == "__main__":

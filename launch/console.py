@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,7 +19,6 @@ EXTRAS = {
     "train": ("deepspeed", "datasets", "wandb", "omegaconf"),
     "serve": ("starlette", "uvicorn", "prometheus_client"),
 }
-PATIENCE = 1.5  # seconds from Ctrl-C until the process ends by force
 
 
 def run_command(
@@ -40,12 +39,18 @@ def run_command(
         needs_output: whether the command's purpose is its standard output, so that without one it is an error to run.
             Otherwise the work continues even if nobody reads.
         reports_errors: whether errors are printed; False where another process prints the same ones.
-        by_force: whether Ctrl-C ends the process by force if the work does not end in time (`ends_on_ctrl_c`).
+        by_force: whether Ctrl-C ends the process at once, since a library may swallow KeyboardInterrupt. Only for work
+            that leaves nothing half done.
     """
+
+    def end() -> None:
+        os.write(2, f"\n{prog}: {on_ctrl_c}\n".encode())  # not by sys.stderr, whose lock the stopped call may hold
+        os._exit(INTERRUPTED)
+
     try:
         _prepare_streams(needs_output)
         try:
-            with ends_on_ctrl_c(prog) if by_force else nullcontext():
+            with at_ctrl_c(end) if by_force else nullcontext():
                 return work() or 0
         finally:
             show("")  # write what is still buffered
@@ -66,14 +71,24 @@ def run_command(
         return NOT_WRITTEN
 
 
-def leave(status: int) -> NoReturn:
-    """End the process. After Ctrl-C it skips Python's cleanup, which may take long when much is loaded."""
-    if status == INTERRUPTED:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
-        os._exit(status)
-    sys.exit(status)
+@contextmanager
+def at_ctrl_c(do: Callable[[], None]) -> Iterator[None]:
+    """In this context the first Ctrl-C calls `do`, and a second one does what it did before."""
+    before = signal.getsignal(signal.SIGINT)
+    # Only the main thread can handle signals, and a process may have been started with Ctrl-C ignored.
+    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
+        yield
+        return
+
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        do()
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def show(text: str) -> None:
@@ -126,15 +141,15 @@ def _prepare_streams(needs_output: bool) -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, mode)  # gets the lowest free descriptor
-    sys.stderr = sys.stderr or open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    if sys.stdout is None and needs_output:
-        raise ValueError("standard output is closed; leave it open or write it to a file")
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
-    for descriptor, name in () if needs_output else ((1, "stdout"), (2, "stderr")):
+    no_output = sys.stdout is None
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # leave a stream alone that the caller has replaced
-            raw = BufferedWriter(_IgnoringErrors(descriptor, "w", closefd=False))
-            setattr(sys, name, TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
+        # A stream that the caller has replaced is left alone.
+        if stream is None or (not needs_output and stream is getattr(sys, f"__{name}__")):
+            raw, encoding = BufferedWriter(_IgnoringErrors(descriptor, "w", closefd=False)), stream and stream.encoding
+            setattr(sys, name, TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True))
+    if no_output and needs_output:
+        raise ValueError("standard output is closed; leave it open or write it to a file")
     if getattr(sys.stdout, "errors", None) == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
@@ -146,60 +161,12 @@ def flag(name: str) -> str:
 
 def read_text(file: Path | None, option: str) -> str:
     """Read a UTF-8 file, or standard input if it is None. Raises ValueError, which names the option, if that fails."""
-    name = "standard input" if file is None else f"{option}: {file}"
     try:
         if file is not None:
             return file.read_text(encoding="utf-8")
         if sys.stdin is None:
-            raise ValueError(f"standard input is closed; give the text by {option}")
+            raise ValueError("it is closed")
         return sys.stdin.buffer.read().decode("utf-8")  # whatever the locale
-    except UnicodeDecodeError as error:
-        wrong = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
-        raise ValueError(f"{name} is not UTF-8 text: {wrong}; convert it, for example with iconv") from error
-    except OSError as error:
-        raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
-
-
-@contextmanager
-def ends_on_ctrl_c(prog: str) -> Iterator[None]:
-    """In this context Ctrl-C raises KeyboardInterrupt as usual, and the process ends by force if that takes too long.
-
-    A library may swallow the exception. Only for work that leaves nothing half done.
-    """
-
-    def give_up() -> None:
-        os.write(2, f"\n{prog}: interrupted\n".encode())  # not through sys.stderr, whose lock the stuck call may hold
-        os._exit(INTERRUPTED)
-
-    timer = threading.Timer(PATIENCE, give_up)
-    timer.daemon = True
-
-    def interrupt() -> None:
-        timer.start()
-        raise KeyboardInterrupt
-
-    with on_ctrl_c(interrupt):
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-
-@contextmanager
-def on_ctrl_c(do: Callable[[], None]) -> Iterator[None]:
-    """In this context the first Ctrl-C calls `do`, and a second one does what it did before."""
-    before = signal.getsignal(signal.SIGINT)
-    # Only the main thread can handle signals, and a process may have been started with Ctrl-C ignored.
-    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
-        yield
-        return
-
-    def first(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
-        do()
-
-    signal.signal(signal.SIGINT, first)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    except (OSError, ValueError) as error:  # among them a text that is not UTF-8
+        name = f"{option}: standard input" if file is None else f"{option}: {file}"
+        raise ValueError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error

@@ -11,14 +11,14 @@ batch nor the drafter changes a byte. In bf16, passes of other widths round diff
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.launch import shared_options
-from longdraft.launch.console import flag, leave, read_text, run_command, show
-from longdraft.launch.shared_options import add_drafters, add_numbers, add_target
+from longdraft.launch.arguments import SAMPLING, add_drafters, add_numbers, add_target
+from longdraft.launch.console import flag, read_text, run_command, show
 
 if TYPE_CHECKING:
     from longdraft.data_prep.endpoints import EndpointClient
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from longdraft.infer.engine import Engine
     from longdraft.infer.sampling import SamplingParams
 
-# Fields of SamplingParams, (type, help), and their defaults: settings of every answer.
+# Fields of SamplingParams, their help, and their defaults: settings of every answer.
 NUMBERS = {
-    "max_new_tokens": (int, "maximum tokens of an answer (default: 1024); see --unfinished"),
-    "temperature": (float, "0, the default, is greedy"),
-    **{name: shared_options.NUMBERS[name] for name in ("top_k", "top_p", "min_p")},
-    "seed": (int, "an answer's seed is made of this, the conversation's content and the turn (default: 0)"),
+    "max_new_tokens": "maximum tokens of an answer (default: 1024); see --unfinished",
+    "temperature": "0, the default, is greedy",
+    **{name: SAMPLING[name] for name in ("top_k", "top_p", "min_p")},
+    "seed": "an answer's seed is made of this, the conversation's content and the turn (default: 0)",
 }
 SETTINGS = {"max_new_tokens": 1024, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 # Further fields, which are settings only if they are given: those that servers take too, and those that only we have.
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-length", type=int, help="maximum tokens of a prompt and its answer (default: the target's limit)")
     add = parser.add_argument_group("answers").add_argument
     add_numbers(add, NUMBERS, **SETTINGS)
-    add_numbers(add, {name: shared_options.NUMBERS[name] for name in (*SERVED, *OURS)})
+    add_numbers(add, {name: SAMPLING[name] for name in (*SERVED, *OURS)})
     help = "drop a conversation whose answer gets longer (default), or keep the answer up to there, without an end "
     add("--unfinished", choices=("drop", "keep"), help=help + "token to learn (default for texts)")
     add = parser.add_argument_group("servers, instead of decoding here").add_argument
@@ -122,7 +122,6 @@ def _regenerate(args: argparse.Namespace) -> None:
     sampling, settings = _sampling(args)
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
     drafting = Drafting(args, template)
-    drafting.check_sampling(sampling)
     path, gguf_file = drafting.source
     shape = read_target_config(path, gguf_file, drafting.max_positions)
     positions = shape.max_positions if args.max_length is None else args.max_length
@@ -212,4 +211,4 @@ def _generator(engine: "Engine", sampling: "SamplingParams") -> "Generate":
 
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

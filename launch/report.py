@@ -1,31 +1,20 @@
 """Show the records of several `longdraft bench --out` on one page: `longdraft report RUN... --out report.html`."""
 
 import argparse
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from longdraft.launch.console import leave, run_command, show
+from longdraft.launch import cli
+from longdraft.launch.console import show
+
+main = partial(cli.run, "report")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="longdraft report", description="Show the records of benches side by side.")
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folders that `longdraft bench --out` wrote")
-    help = "a page (.html) or a picture of the speeds (.svg); default: report.html"
-    add("--out", type=Path, default=Path("report.html"), help=help)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 2 after an error, 130 after Ctrl-C."""
-    parser = _parser()
-
-    def work() -> None:
-        args = parser.parse_args(argv)
-        write_report(args.runs, args.out, "--out")
-        show(f"Written to {args.out}\n")
-
-    return run_command(parser.prog, work)
+def run(args: argparse.Namespace) -> None:
+    write_report(args.runs, args.out, "--out")
+    show(f"Written to {args.out}\n")
 
 
 def check_name(path: Path, option: str) -> None:
@@ -37,7 +26,6 @@ def check_name(path: Path, option: str) -> None:
 def write_report(runs: Sequence[Path], path: Path, option: str) -> None:
     """Write the page or the picture of these records. Raises ValueError, which names `option` if `path` is wrong."""
     check_name(path, option)
-    # Imported here so that --help need not wait for torch.
     from longdraft.benchmarks.drafters.html_report import page, picture
     from longdraft.benchmarks.drafters.record import read_record
     from longdraft.models.files import write_atomically
@@ -53,4 +41,4 @@ def write_report(runs: Sequence[Path], path: Path, option: str) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

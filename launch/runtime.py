@@ -1,33 +1,45 @@
 """What the decoding commands share: the drafters, options and target that were asked for, and held-out rows."""
 
 import argparse
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import ConfigDict
 
 from longdraft.data_prep.shards import ShardSet
+from longdraft.infer.drafters.base import Count
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED
 from longdraft.infer.engine import Engine
-from longdraft.infer.sampling import SamplingParams
-from longdraft.launch.console import flag, note
+from longdraft.launch.console import note
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import available_bytes, check_device, default_device, start
 from longdraft.models.draft_folder import draft_method, read_info
 from longdraft.models.footprint import size, weight_count
 from longdraft.models.hf import LOADERS, build_decoder
+from longdraft.models.schema import Schema, validate
 from longdraft.models.special_tokens import chat_end
 from longdraft.models.target import Target
 
-FILTERS = ("top_k", "top_p", "min_p", "eta_cutoff")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class TrainedTarget(Schema):
+    """What a draft says of its target: the section `target` of the run that trained it. Other fields are not read."""
+
+    model_config = ConfigDict(extra="ignore")
+    path: str | None = None
+    gguf_file: str | None = None
+    loader: Literal["longdraft", "transformers"] = "longdraft"
+    max_positions: Count | None = None
+
+
 class Drafting:
-    """The drafters and the target that a command's arguments (launch/shared_options.py) ask for, checked.
+    """The drafters and the target that a command's arguments (launch/arguments.py) ask for.
 
     Attributes:
         names: the drafters' names.
@@ -46,35 +58,14 @@ class Drafting:
         )
         start(self.device, "--device")  # CUDA: nothing is loaded for a device that cannot be used
         self.names, self.options = drafter_names(args.drafter, args.draft), read_options(args.option)
-        check_options(self.names, self.options)
-        self.nodes = node_budget(args.nodes, self.names)
-        check_drafts(self.names, args.draft, args.target)
-        # The section `target` of the run that trained the first draft, if the draft says it.
-        trained = read_info(args.draft[0]).train_config.get("target") if args.draft else None
-        trained = trained if isinstance(trained, dict) else {}
+        for key in self.options:
+            if not any(key in options_for(name, self.options) for name in self.names):
+                raise ValueError(f"--option: {key} is for none of the drafters {', '.join(self.names)}; leave it out")
+        self.nodes = {None: "auto", "all": None}.get(args.nodes, args.nodes)
+        said = (read_info(args.draft[0]).train_config.get("target") if args.draft else None) or {}
+        trained = validate(TrainedTarget, said, "--draft: target")
+        self.loader, self.max_positions = args.loader or trained.loader, trained.max_positions
         self.source = _source(args, trained)
-        self.loader = args.loader or trained.get("loader", "longdraft")
-        self.max_positions = most = trained.get("max_positions")
-        wrong = "" if most is None or (type(most) is int and most > 0) else f"max_positions {most!r}"
-        wrong = wrong or ("" if self.loader in LOADERS else f"loader {self.loader!r}")
-        if wrong:
-            raise ValueError(f"draft: {args.draft[0]} says target.{wrong} in its train_config; export again")
-
-    def check_sampling(self, params: SamplingParams) -> None:
-        """Raise ValueError for a sampling option that would have no effect."""
-        given = [name for name in FILTERS if getattr(params, name) != getattr(SamplingParams, name)]
-        if given and params.temperature == 0:
-            raise ValueError(
-                f"{flag(given[0])}: {getattr(params, given[0])}, but at --temperature 0 the most probable token is "
-                "taken; give a --temperature above 0 or leave it out"
-            )
-        if (keep := params.min_tokens_to_keep) > 1 and not (params.min_p or params.eta_cutoff):
-            raise ValueError(f"--min-tokens-to-keep: {keep}, but --min-p and --eta-cutoff are off; give one of them")
-        window = params.contextual_window
-        if params.contextual_penalty == 1 and window != SamplingParams.contextual_window:
-            raise ValueError(f"--contextual-window: {window}, but --contextual-penalty is off; give one")
-        if self.args.no_noise and (params.temperature == 0 or self.names == ["plain"]):
-            raise ValueError("--no-noise: only drafters at a --temperature above 0 rank with noise; give both or none")
 
     def open_target(self, positions: int, slots: int = 1) -> Target:
         """Load the target. Raises ValueError, before any weight is read, if weights and a cache of `positions` per slot
@@ -136,7 +127,7 @@ class Drafting:
         return engine
 
 
-def _source(args: argparse.Namespace, trained: Mapping[str, Any]) -> tuple[str, str | None]:
+def _source(args: argparse.Namespace, trained: TrainedTarget) -> tuple[str, str | None]:
     """Path and .gguf file of the target that was named, else of the one that the first draft was trained for."""
     if args.target is not None:
         return args.target, args.gguf_file
@@ -144,30 +135,27 @@ def _source(args: argparse.Namespace, trained: Mapping[str, Any]) -> tuple[str, 
         raise ValueError("--gguf-file: it names a file inside --target, which is not given")
     if not args.draft:
         raise ValueError("--target: name a model, or give --draft, whose own target is then loaded")
-    path, gguf_file = trained.get("path"), trained.get("gguf_file")
-    if not isinstance(path, str) or not isinstance(gguf_file, str | None):
+    if trained.path is None:
         name = read_info(args.draft[0]).target.get("name")
         raise ValueError(
             f"--target: {args.draft[0]} does not say where its target is; give {name} or a copy of it as --target"
         )
-    return path, gguf_file
+    return trained.path, trained.gguf_file
 
 
 def drafter_names(given: Sequence[str] | None, drafts: Sequence[str]) -> list[str]:
-    """The drafters that were named, checked. Without any, those of the draft folders' methods, or plain."""
+    """The drafters that were named. Without any, those of the draft folders' methods, or plain."""
     methods = [draft_method(draft) for draft in drafts] if len(drafts) > 1 or given is None else []
-    for method in methods:
-        if methods.count(method) > 1:
-            raise ValueError(f"--draft: {', '.join(drafts)}: two are made for {method}; give one of each method")
-    if given is None:
-        return methods or ["plain"]
-    for part in "+".join(given).split("+"):
+    if len(set(methods)) < len(methods):
+        raise ValueError(f"--draft: {', '.join(drafts)}: two are made for one method; give one of each method")
+    names = list(given or methods or ["plain"])
+    for part in "+".join(names).split("+"):
         if part not in DRAFTERS:
             known = ", ".join(DRAFTERS)
             raise ValueError(f"--drafter: unknown name {part!r}; known: {known}, or several as a+b in one tree")
-    if len(set(given)) < len(given):
-        raise ValueError(f"--drafter: {', '.join(given)}: name each once")
-    return list(given)
+    if len(set(names)) < len(names):
+        raise ValueError(f"--drafter: {', '.join(names)}: name each once")
+    return names
 
 
 def draft_for(name: str, drafts: Sequence[str]) -> str | None:
@@ -178,31 +166,19 @@ def draft_for(name: str, drafts: Sequence[str]) -> str | None:
 
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:
-    """Drafter options from KEY=VALUE. Values may be true, false, numbers and lists of whole numbers (3,3,3); anything
-    else is text."""
+    """Drafter options from KEY=VALUE. Values may be true, false, numbers and lists of numbers (3,3,3); anything else is
+    text."""
     options = {}
     for pair in given:
         key, equals, text = pair.partition("=")
-        if not (key and equals):
-            raise ValueError(f"--option: {pair!r}; write KEY=VALUE, or DRAFTER.KEY=VALUE for one of several drafters")
-        if key in options:
-            raise ValueError(f"--option: {key} is given twice")
-        options[key] = _typed(text)
-    return options
-
-
-def _typed(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    for number in (int, float):
+        if not (key and equals) or key in options:
+            raise ValueError(f"--option: {pair!r}; write KEY=VALUE once for each key, or DRAFTER.KEY=VALUE")
         try:
-            return number(text)
+            values = tuple(json.loads(f"[{text}]"))
+            options[key] = values[0] if len(values) == 1 else values
         except ValueError:
-            continue
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        return text
+            options[key] = text
+    return options
 
 
 def options_for(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,35 +186,6 @@ def options_for(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if name == "plain":
         return {}
     return {key: value for key, value in options.items() if "." not in key or key.split(".")[0] in name.split("+")}
-
-
-def check_options(names: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option that is for none of the drafters."""
-    for key in options:
-        if not any(key in options_for(name, options) for name in names):
-            raise ValueError(f"--option: {key} is for none of the drafters {', '.join(names)}; leave it out")
-
-
-def check_drafts(names: Sequence[str], drafts: Sequence[str], target: str | None) -> None:
-    """Raise ValueError for a draft folder that is used neither by a drafter nor to find the target."""
-    used = {draft_for(name, drafts) for name in names}
-    for draft in drafts:
-        if draft not in used and (target is not None or len(drafts) > 1):
-            drafters = f"{', '.join(names)} {'does' if len(names) == 1 else 'do'}"
-            raise ValueError(f"--draft: {draft}, but {drafters} not take it; leave it out or name its drafter")
-
-
-def node_budget(text: str | None, names: Sequence[str]) -> int | str | None:
-    """--nodes as `Engine` takes it: "auto" (the default), a number, or None for all."""
-    if text is None or text in ("auto", "all"):
-        nodes = None if text == "all" else "auto"
-    elif text.isdecimal() and 1 <= int(text) < 2**31:
-        nodes = int(text)
-    else:
-        raise ValueError(f"--nodes: {text!r}; give auto, all or a number of at least 1; for none, --drafter plain")
-    if text is not None and list(names) == ["plain"]:
-        raise ValueError(f"--nodes: {text}, but plain decoding verifies none; name a --drafter")
-    return nodes
 
 
 def heldout_rows(data: str | Path) -> ShardSet:

@@ -15,8 +15,8 @@ from longdraft.benchmarks.drafters.answering import TransformersAnswers
 from longdraft.benchmarks.drafters.bench import BenchSettings
 from longdraft.benchmarks.drafters.record import Entry, read_record, recorded
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch import bench
-from longdraft.launch.bench_request import asked_for
+from longdraft.launch import arguments, bench
+from longdraft.launch.bench import asked_for
 from longdraft.launch.runtime import Drafting
 from longdraft.models.hf import load_transformers
 
@@ -113,7 +113,7 @@ def test_a_record_knows_its_texts_and_its_checkpoint(tiny, tmp_path):
     def of(line: str = "", target: Path = tiny, draft: Path | None = None, **options) -> dict:
         given = ["--text-file", "t", "--target", str(target), "--drafter", "prompt_lookup", *line.split()]
         given += [f"--option={key}={value}" for key, value in options.items()]
-        drafting = Drafting(bench._parser().parse_args(given))
+        drafting = Drafting(arguments.bench().parse_args(given))
         drafting.args.draft = [] if draft is None else [str(draft)]
         return asked_for(drafting, BenchSettings(), [])
 

@@ -82,10 +82,6 @@ def test_bench_says_what_was_asked_for(tiny, tmp_path, capsys):
     first = result["noise"]["small_model"]["1.0"]["first_place"]
     assert first["classical"] > 0.95 and first["with"] > first["without"]
     assert "by classical rejection " in shown
-    for words, message in (
-        ("--no-noise --temperature 0", "--no-noise: only drafters at a --temperature above 0 rank with noise"),
-        ("--min-p 0.1 --temperature 0", "--min-p: 0.1, but at --temperature 0"),
-        ("--transformers --ban 3", "--transformers: it decodes without penalties and bans"),
-    ):
+    for words, message in (("--transformers --ban 3", "--transformers: it decodes without penalties and bans"),):
         assert bench.main((asked + words).split()) == 2
         assert message in capsys.readouterr().err

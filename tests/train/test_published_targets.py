@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch import export, generate
+from longdraft.launch import arguments, export
 from longdraft.launch.runtime import Drafting
 from longdraft.models.hf import load_transformers, read_target_config
 from longdraft.train.config_file import load_stages
@@ -107,7 +107,7 @@ def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, t
 
     # Serving needs no further options.
     options = ["--draft", str(draft), "--dtype", "fp32", "--device", "cpu"]
-    asked = Drafting(generate._parser().parse_args(options))
+    asked = Drafting(arguments.generate().parse_args(options))
     opened = asked.open_target(positions=1)
     assert opened.model.config == config
     said = f", with {allowed} positions as its draft was trained" if allowed else ""

@@ -2,7 +2,6 @@
 a family that it does not know, from training to decoded tokens."""
 
 import json
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Qwen3Co
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
+from longdraft.launch import arguments
 from longdraft.launch.bench import main as bench
 from longdraft.launch.runtime import Drafting
-from longdraft.launch.shared_options import add_drafting, add_model
 from longdraft.models.draft_folder import read_info
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import load_through_transformers
@@ -133,12 +132,11 @@ def test_a_draft_of_such_a_target_is_exported_and_decodes_exactly(trained, folde
 def test_a_draft_says_who_computes_its_target(trained, folders, tmp_path):
     """The commands that decode with it read this; and our decoder has the same fingerprints where it knows the
     family."""
-    draft, parser, opened = export(trained / "llama-tokenswift-transformers", tmp_path / "draft"), ArgumentParser(), {}
-    add_model(parser)
-    add_drafting(parser, several=False)
+    draft, opened = export(trained / "llama-tokenswift-transformers", tmp_path / "draft"), {}
     for loader in ("transformers", "longdraft"):
         named = ["--loader", loader] if loader == "longdraft" else []
-        asked = Drafting(parser.parse_args(["--draft", str(draft), "--dtype", "fp32", "--device", "cpu", *named]))
+        options = ["--draft", str(draft), "--dtype", "fp32", "--device", "cpu", *named]
+        asked = Drafting(arguments.serve().parse_args(options))
         opened[loader] = asked.open_target(positions=64)
         assert opened[loader].loader == loader
         engine = asked.open_engines(opened[loader])["tokenswift"]  # warns of other weights than the draft's

@@ -1,0 +1,299 @@
+"""The arguments of the commands. Nothing here imports torch, so that --help and a wrong argument need not wait for it.
+
+`longdraft prepare` and `prepare regenerate` declare their own, the latter with what is shared here.
+"""
+
+import argparse
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longdraft.infer.presets import PRESETS, preset
+from longdraft.infer.sampling import SamplingParams
+from longdraft.launch.console import flag
+
+# Names that are defined in files which import torch.
+DTYPES = ("fp32", "bf16", "fp16")
+LOADERS = ("longdraft", "transformers")
+FORMS = ("fp32", "layerwise", "serving", "off")
+SUITES = ("longbench", "aime24", "pg19", "spec-bench", "speed-bench", "mrcr", "mt-bench")
+PAPERS = ("longspec", "tokenswift", "triforce", "token-recycling")
+KINDS = ("continue", "summarise", "edit")
+# Defaults of `longdraft bench`.
+PROMPTS, TEXT_TOKENS, NEW_TOKENS = 4, 256, 128
+API_KEY = "LONGDRAFT_API_KEY"  # the environment variable of `longdraft serve`
+MANY: dict[str, Any] = {"nargs": "+", "action": "extend"}
+# Fields of SamplingParams, which has their types and limits, and their help.
+SAMPLING = {
+    "top_k": "sample from the k most probable tokens; 0 is off",
+    "top_p": "sample from the most probable tokens that together reach this probability; 1 is off",
+    "min_p": "drop tokens less probable than this fraction of the most probable one; 0 is off",
+    "eta_cutoff": "cutoff of eta sampling; 0 is off",
+    "min_tokens_to_keep": "the most probable tokens that --min-p and --eta-cutoff always keep (default: 1)",
+    "contextual_penalty": "penalise tokens that occur in the last --contextual-window tokens; 1 is off",
+    "contextual_window": "tokens that --contextual-penalty looks back over (default: 1024)",
+    "repetition_penalty": "penalise tokens that occur in the prompt or the text; 1 is off",
+    "presence_penalty": "subtract this from the logit of every generated token; 0 is off",
+    "frequency_penalty": "subtract this from a token's logit for each time it was generated; 0 is off",
+}
+OF_ONE_TEXT = {
+    "max_new_tokens": "default: 256",
+    "temperature": "0, the default, is greedy",
+    "seed": "the same seed gives the same text with any drafter (default: a random one, which is shown)",
+}
+LISTS = ("banned_token_ids", "stop_strings", "stop_token_ids")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that takes a whole number of at least this."""
+
+    def whole_number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}; give a whole number of at least {least}")
+        return int(text)
+
+    return whole_number
+
+
+def node_budget(text: str) -> str | int:
+    """The type of --nodes."""
+    if text in ("auto", "all"):
+        return text
+    try:
+        return at_least(1)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}; give auto, all or a number of at least 1") from error
+
+
+def add_target(add: Callable[..., Any]) -> None:
+    add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
+    add("--gguf-file", help="with --target: name of a .gguf file inside it")
+    add("--verbose", action="store_true", help="say which tokens end an answer and where each of them is named")
+
+
+def add_loading(add: Callable[..., Any], dtype: str | None = "bf16", dtype_help: str = "default: bf16") -> None:
+    """Add the target and how it is loaded."""
+    add_target(add)
+    add("--loader", choices=LOADERS, help="whose model classes compute the target (default: as its draft was trained)")
+    add("--dtype", choices=DTYPES, default=dtype, help=dtype_help)
+    add("--device", help="default: cuda if there is a GPU, else cpu")
+
+
+def add_model(parser: ArgumentParser) -> Callable[..., Any]:
+    """Add the options of an engine's model. Returns the `add_argument` of their group, for further options."""
+    add = parser.add_argument_group("model").add_argument
+    add_loading(add)
+    add("--max-length", type=int, help="maximum tokens of prompt and text (default: the target's limit)")
+    add("--prefill-chunk", type=int, help="prompt tokens per prefill pass (default: 512, or 2048 on a GPU)")
+    return add
+
+
+def add_drafters(add: Callable[..., Any], several: bool) -> None:
+    """Add the drafters and their options. `several`: they can be compared."""
+    number: dict[str, Any] = MANY if several else {"nargs": 1}
+    drafters = "one or more drafters" if several else "a drafter"
+    help = f"{drafters}; a+b combines several in one tree (default: the draft's own, or plain without a draft)"
+    add("--drafter", help=help, **number)
+    drafts = "; for several drafters, give one for each method" if several else ""
+    help = f"folder written by `longdraft export`, its hub name, or a draft that comes with longdraft{drafts}"
+    add("--draft", default=[], help=help, **number)
+    help = "an option of the drafters; DRAFTER.KEY=VALUE for one of several"
+    add("--option", default=[], metavar="KEY=VALUE", help=help, **MANY)
+    help = "drafted nodes to verify in a step: auto (default: as many as pay off), all, or a maximum"
+    add("--nodes", type=node_budget, help=help)
+
+
+def add_drafting(parser: ArgumentParser, several: bool) -> None:
+    """Add the drafters, their options and how they rank candidates."""
+    add = parser.add_argument_group("drafting (affects speed, never the text)").add_argument
+    add_drafters(add, several)
+    help = "at a temperature above 0, rank candidates without the noise that will decide the target's choice, as other "
+    add("--no-noise", action="store_true", help=help + "programs do")
+
+
+def add_numbers(add: Callable[..., Any], helps: Mapping[str, str], **defaults: float) -> None:
+    """Add an option for each of these fields of SamplingParams."""
+    for name, help in helps.items():
+        number = float if isinstance(getattr(SamplingParams, name), float) else int
+        add(flag(name), type=number, default=defaults.get(name), metavar="N" if number is int else "X", help=help)
+
+
+def add_sampling(add: Callable[..., Any]) -> None:
+    """Add the sampling options, except temperature, seed and length."""
+    help = "sampling as published for a model; options given with it take precedence"
+    add("--preset", choices=tuple(PRESETS), help=help)
+    add_numbers(add, SAMPLING)
+    add("--ban", type=int, metavar="TOKEN_ID", dest="banned_token_ids", help="never choose these tokens", **MANY)
+    help = "end the text before one of these strings; $'\\n' is a new line"
+    add("--stop", metavar="STRING", dest="stop_strings", help=help, **MANY)
+    help = "end the text after one of these tokens"
+    add("--stop-id", type=int, metavar="TOKEN_ID", dest="stop_token_ids", help=help, **MANY)
+    add("--eos", choices=("stop", "ignore"), help="stop at the target's end tokens, or ignore them and go on")
+
+
+def given_sampling(args: argparse.Namespace, names: Sequence[str] = (*SAMPLING, *LISTS)) -> dict[str, Any]:
+    """The keywords of SamplingParams that were given, on top of the preset's."""
+    values = {} if args.preset is None else dict(preset(args.preset))
+    values |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return values | ({} if args.eos is None else {"ignore_eos": args.eos == "ignore"})
+
+
+def generate() -> ArgumentParser:
+    parser = ArgumentParser(prog="longdraft generate", description="Decode a prompt with any drafter.")
+    add_model(parser)
+    group = parser.add_argument_group("prompt")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--prompt", help="the text (default, or -: read it from standard input)")
+    add("--prompt-file", type=Path, help="a text file")
+    add("--heldout", type=Path, metavar="DATA", help="take the prompt from the held-out rows of a prepared folder")
+    add = group.add_argument
+    add("--row", type=at_least(0), default=0, help="with --heldout: which row (default: 0, the first)")
+    add("--prompt-tokens", type=at_least(1), metavar="N", help="use only the first N tokens of the prompt")
+    add("--chat", action="store_true", help="put the prompt into the target's chat template, as a user's message")
+    add("--system", help="with --chat: the system message")
+    add_drafting(parser, several=True)
+    add = parser.add_argument_group("sampling").add_argument
+    add_numbers(add, OF_ONE_TEXT)
+    add_sampling(add)
+    add = parser.add_argument_group("output").add_argument
+    help = "print one JSON object instead of the text: text, tokens, finish reason, statistics"
+    add("--json", action="store_true", help=help)
+    return parser
+
+
+def serve() -> ArgumentParser:
+    description = f"Serve OpenAI's interface. The environment variable {API_KEY} sets a key."
+    parser = ArgumentParser(prog="longdraft serve", description=description)
+    add = add_model(parser)
+    add("--slots", type=at_least(1), default=8, help="requests decoded together (default: 8)")
+    add_drafting(parser, several=False)
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
+    add("--port", type=at_least(0), default=8000, help="default: 8000; 0 takes a free one, which is shown")
+    add("--model-name", help="the model's name in requests (default: the target's name)")
+    help = "requests that may wait for a slot (default: 256); more are answered with 429"
+    add("--queue", type=at_least(0), default=256, help=help)
+    help = "time that running answers have to finish when the server is to end (default: 300)"
+    add("--drain", type=at_least(0), default=300, metavar="SECONDS", help=help)
+    help = "origins of web pages that may use the server, such as http://localhost:3000; '*' for all (default: none)"
+    add("--cors", nargs="+", default=[], metavar="ORIGIN", help=help)
+    return parser
+
+
+def bench() -> ArgumentParser:
+    description = "Measure drafters against plain decoding: exactness and speed."
+    parser = ArgumentParser(prog="longdraft bench", description=description)
+    add = parser.add_argument_group("model").add_argument
+    add_loading(add, dtype=None, dtype_help="dtype of the timed decoding (default: bf16, or the --paper's)")
+    add_drafting(parser, several=True)
+    add = parser.add_argument_group("prompts").add_argument
+    help = "a published suite of prompts; --data then holds its files as they were published"
+    add("--suite", choices=SUITES, help=help)
+    help = "suite, drafter, tree, sampling, dtype and end tokens as in a paper's table, except what is given here; the "
+    add("--paper", choices=PAPERS, help=help + "paper's figures are shown beside ours")
+    add("--only", nargs="+", default=[], help="with --suite: only these of its tasks, categories or files")
+    help = "a prepared folder: the texts are the beginnings of its held-out rows. With --suite: a folder, a file or a "
+    add("--data", help=help + "data set on the hub")
+    help = "instead of --data: the texts are the beginnings of these files"
+    add("--text-file", nargs="+", type=Path, help=help)
+    help = "what to do with the texts, in turn (default: continue)"
+    add("--tasks", nargs="+", choices=KINDS, default=["continue"], help=help)
+    help = f"with --data: number of prompts, evenly spaced (default: {PROMPTS}, or all of a suite)"
+    add("--prompts", type=at_least(1), metavar="N", help=help)
+    help = f"tokens of a text (default: {TEXT_TOKENS}, or the suite's)"
+    add("--prompt-tokens", type=at_least(2), metavar="N", help=help)
+    help = f"maximum tokens of an answer (default: {NEW_TOKENS}, or the suite's)"
+    add("--new-tokens", type=at_least(1), metavar="N", help=help)
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", nargs="+", type=float, help="one or more; 0 is greedy (default: 0, or the suite's)")
+    add("--seed", type=int, default=0, help="default: 0")
+    add_sampling(add)
+    add = parser.add_argument_group("measurements").add_argument
+    add(
+        "--exactness",
+        choices=FORMS,
+        help="how exactness is shown: fp32, with the whole target in fp32; layerwise, in fp32 with one layer loaded at "
+        "a time; serving, in --dtype, counting tokens that differ at near-ties (default: the first of these that fits "
+        "into free memory); or off, and the result says so",
+    )
+    help = "context lengths at which to time passes of different numbers of query tokens (default: the prompts' length)"
+    add("--contexts", nargs="+", type=at_least(1), metavar="N", help=help)
+    help = "also measure acceptance with and without noise in the drafters' ranking, and under classical rejection"
+    add("--noise", action="store_true", help=help)
+    add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
+    help = "measure only the peak memory of the heads' training loss, at two lengths"
+    add("--loss-memory", action="store_true", help=help)
+    add = parser.add_argument_group("output").add_argument
+    help = "keep a record of every answer here; a run that was stopped continues from it"
+    add("--out", type=Path, metavar="FOLDER", help=help)
+    help = "with --out: also show the record as a page (.html) or a picture (.svg)"
+    add("--report", type=Path, metavar="FILE", help=help)
+    help = "a training run's folder: bench.json, report.txt and report.png are written there"
+    add("--run", type=Path, metavar="RUN", help=help)
+    return parser
+
+
+def report() -> ArgumentParser:
+    parser = ArgumentParser(prog="longdraft report", description="Show the records of benches side by side.")
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folders that `longdraft bench --out` wrote")
+    help = "a page (.html) or a picture of the speeds (.svg); default: report.html"
+    add("--out", type=Path, default=Path("report.html"), help=help)
+    return parser
+
+
+def export() -> ArgumentParser:
+    parser = ArgumentParser(prog="longdraft export", description="Make a draft folder of a run's weights.")
+    add = parser.add_argument
+    add("run_dir", help="the run's folder (train.run_dir)")
+    add("--out", help="folder to write (default: RUN_DIR/draft)")
+    # It chose between two formats. It is not shown, and is read only to say what to use instead.
+    add("--format", default="longdraft", help=SUPPRESS)
+    help = "let the draft propose only this many tokens, the most frequent ones of the run's training data"
+    add("--draft-vocab-size", type=int, help=help)
+    help = "take the weights that decoded best during training (default: the newest)"
+    add("--best", action="store_true", help=help)
+    add("--card", action="store_true", help="also write a model card, and generate.py for transformers")
+    add("--push", metavar="OWNER/NAME", help="upload it, with its card, to this repository on the hub")
+    return parser
+
+
+def convert() -> ArgumentParser:
+    description = "Make a draft folder of a published draft: LongSpec's blocks, TokenSwift's merged checkpoints."
+    parser = ArgumentParser(prog="longdraft convert", description=description)
+    add = parser.add_argument
+    add("source", help="the draft's file of weights, its folder as it was published, or its hub name")
+    add("--out", required=True, help="draft folder to write")
+    help = "the model that it drafts for (default: as the authors pair them; a merged checkpoint drafts for itself, "
+    add("--target", help=help + "unless the base model in it is given)")
+    add("--gguf-file", help="with --target: name of a .gguf file inside it")
+    add("--norms", nargs=3, metavar="NAME", help="for a LongSpec draft whose names do not tell: its norms, in order")
+    return parser
+
+
+def train() -> ArgumentParser:
+    parser = ArgumentParser(prog="longdraft train", description="Train a draft against a frozen target.")
+    add = parser.add_argument
+    add("config", help="a YAML file, such as those in configs/")
+    add("overrides", nargs="*", metavar="section.field=value", help="for example train.steps=500")
+    add("--stage", help="of a config with stages: start with this one (default: the first unfinished)")
+    add("--from-draft", help="draft folder whose weights the training starts from")
+    add("--estimate", action="store_true", help="print the memory, operations and hours it takes")
+    help = "10^12 operations a second of a rank, for the hours (default: those of the run so far)"
+    add("--tflops", type=float, help=help)
+    help = "ranks on this machine (default: one for each GPU, or for each in CUDA_VISIBLE_DEVICES; 1 on a CPU)"
+    add("--num-gpus", type=at_least(1), help=help)
+    add("--local_rank", type=int, help=SUPPRESS)  # given to each rank by DeepSpeed's launcher, as LOCAL_RANK is
+    return parser
+
+
+PARSERS: dict[str, Callable[[], ArgumentParser]] = {
+    "train": train,
+    "export": export,
+    "convert": convert,
+    "generate": generate,
+    "serve": serve,
+    "bench": bench,
+    "report": report,
+}
