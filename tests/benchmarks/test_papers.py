@@ -9,7 +9,7 @@ import torch
 from longdraft.benchmarks.drafters.papers import PAPERS, beside, table
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record
 from longdraft.benchmarks.drafters.suites import LONGBENCH, SUITES
-from longdraft.launch import bench
+from longdraft.launch import arguments, bench
 from longdraft.models.hf import load_target
 from longdraft.models.published import convert
 
@@ -134,5 +134,5 @@ def test_what_a_paper_does_not_have_is_refused(folder, capsys):
 
 
 def test_the_command_knows_the_papers():
-    assert tuple(PAPERS) == bench.PAPERS
+    assert tuple(PAPERS) == arguments.PAPERS
     assert all(name in SUITES for paper in PAPERS.values() for name in paper.suites)

@@ -9,7 +9,7 @@ import pytest
 
 from longdraft.benchmarks.drafters.prompts import PromptLimits, Question, fitting
 from longdraft.benchmarks.drafters.suites import AIME, LONGBENCH, SUITES
-from longdraft.launch import bench
+from longdraft.launch import arguments
 from longdraft.models.hf import load_target
 
 
@@ -191,4 +191,4 @@ def test_a_turn_stands_behind_the_answers_before_it(tiny):
 
 
 def test_the_command_knows_every_suite():
-    assert tuple(SUITES) == bench.SUITES
+    assert tuple(SUITES) == arguments.SUITES

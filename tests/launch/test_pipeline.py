@@ -68,7 +68,7 @@ def test_a_draft_that_names_no_target_asks_for_it(folder, capsys, tmp_path):
     short = "--prompt the --max-new-tokens 6 --dtype fp32"
     common = f"--draft {draft} {short}"
     measured = f"--draft {draft} --data {folder}/data --prompts 1 --prompt-tokens 8 --new-tokens 4 --dtype fp32"
-    for train_config in ({"converted_from": "published.pth"}, {"target": None}, {"target": {"path": 7}}):
+    for train_config in ({"target": {"path": 7}}, {"converted_from": "published.pth"}, {"target": None}):
         (draft / "config.json").write_text(json.dumps(content | {"train_config": train_config}))
         for main, line in ((generate_main, common), (bench.main, measured)):
             assert main(line.split()) == 2
