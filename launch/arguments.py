@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longdraft.infer.presets import PRESETS, preset
-from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.sampling import PRESETS, SamplingParams, preset
 from longdraft.launch.console import flag
 
 # Names that are defined in files which import torch.

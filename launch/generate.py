@@ -9,20 +9,17 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from longdraft.infer.engine import Engine
+from longdraft.infer.generation import Generation, Piece
 from longdraft.infer.requests import Prompt, prompt_tokens
-from longdraft.infer.results import Generation, Piece
 from longdraft.infer.sampling import SamplingParams, draw_seed
-from longdraft.infer.text import ShownText
 from longdraft.launch import cli
 from longdraft.launch.arguments import LISTS, OF_ONE_TEXT, SAMPLING, given_sampling
 from longdraft.launch.console import INTERRUPTED, at_ctrl_c, note, read_text, show
 from longdraft.launch.runtime import Drafting, check_rows, heldout_rows, used_tokens
-from longdraft.models.target import Target
 
 DIM, DRAFTED, OWN, PLAIN = "\033[2m", "\033[32m", "\033[36m", "\033[0m"
 SHOWN_PROMPT = 600  # characters at its end
@@ -54,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     engines = drafting.open_engines(target)
     done: dict[str, Generation] = {}
     for name, engine in engines.items():
-        screen.begin(name, target, params, tokens if prompt is given else ())
+        screen.begin(name)
         done[name] = _decode(screen, engine, name, prompt, params)
         if done[name].finish_reason == "cancelled":
             break
@@ -111,21 +108,18 @@ class Screen:
         if self._terminal:
             self._write(text[-SHOWN_PROMPT:], DIM)
 
-    def begin(self, name: str, target: Target, params: SamplingParams, before: Sequence[int]) -> None:
-        """Start the next drafter's text, which continues the text of the tokens `before`."""
-        self._text = ShownText(target.tokenizer, params.stop_strings, before)
+    def begin(self, name: str) -> None:
+        """Start the next drafter's text."""
         if self._several:
             self._write(f"\n--- {name} ---\n")
 
     def show(self, piece: Piece) -> None:
-        """Show the text that a piece adds. A token's colour says whether a drafter had proposed it."""
-        for i, token in enumerate(piece.tokens):
-            self._write(self._text.push([token]), DRAFTED if i < piece.accepted else OWN)
+        """Show the text that a piece adds. Its colour says whether a drafter had proposed the tokens."""
+        self._write(piece.text[: piece.accepted_text], DRAFTED)
+        self._write(piece.text[piece.accepted_text :], OWN)
 
     def finish(self, name: str, generation: Generation) -> None:
-        """Show the rest of the text, and the figures."""
-        assert generation.text is not None
-        self._write(self._text.finish(generation.text), OWN)
+        """Show the figures."""
         self._write("\n")
         accepted = sum(generation.stats.accepted_at_depth)
         colours = f" ({DRAFTED}{accepted} drafted{PLAIN}, {OWN}the target's own{PLAIN})" if self._colour else ""
