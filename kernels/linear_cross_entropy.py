@@ -20,7 +20,6 @@ from torch import Tensor
 
 from longdraft.kernels import backend
 
-IMPLEMENTATIONS = ("auto", "triton", "torch")
 # Size of a chunk's logits. On a CPU 64 MiB are 320 rows in fp32 at V = 49,152; on a GPU 256 MiB are 1024 rows in bf16
 # at V = 128,256. A GPU computes some 200 rows in the time that it takes to read the LM head, so this hides the read.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 64 * 2**20, 256 * 2**20
@@ -46,11 +45,11 @@ def linear_cross_entropy(
     rows: Sequence[Tensor] | None = None,
     ignore_index: int = -100,
     top_k: int = 0,
-    implementation: str = "auto",
 ) -> LinearCrossEntropy:
     """Each part's cross-entropy of `softmax(hidden @ weight.T)` against its labels, summed, without M x V logits.
 
-    The forward pass computes the gradient and the backward pass hands it over, so the latter can run only once.
+    The forward pass computes the gradient and the backward pass hands it over, so the latter can run only once. A
+    chunk's logits are Triton's on a GPU, elsewhere PyTorch's.
 
     Args:
         hiddens: each part's states, [N, D] in fp32, bf16 or fp16; the only argument that gets a gradient.
@@ -59,16 +58,11 @@ def linear_cross_entropy(
         rows: each part's int64 [M]: the state that each label belongs to; None: label i belongs to state i.
         ignore_index: the label of rows that do not count.
         top_k: K; count how often the label has rank 0..K-1 among the logits. 0 counts nothing.
-        implementation: of what happens to a chunk's logits. "auto" is Triton on a GPU if it is installed and else
-            PyTorch; "triton" and "torch" force one of them.
-    Raises:
-        ValueError: the implementation is not installed.
     """
-    assert implementation in IMPLEMENTATIONS, f"implementation: {implementation!r}"
     check_parts(hiddens, weight_VD, labels, rows)
     n_labels = torch.stack([(labels_M != ignore_index).sum() for labels_M in labels])
     rows = rows or [torch.arange(len(labels_M), device=labels_M.device) for labels_M in labels]
-    kernels = None if implementation == "torch" else _triton(implementation, weight_VD.device)
+    kernels = backend.triton_kernels("linear_cross_entropy", weight_VD.device.type)
     if kernels is None and backend.is_host(weight_VD.device):  # rows without a label then cost nothing
         labelled = [labels_M != ignore_index for labels_M in labels]
         labels, rows = ([x[some_M] for x, some_M in zip(parts, labelled, strict=True)] for parts in (labels, rows))
@@ -89,14 +83,6 @@ def check_parts(
     for i, (hidden_ND, labels_M) in enumerate(zip(hiddens, labels, strict=True)):
         assert hidden_ND.dtype == weight_VD.dtype, f"weight_VD: {weight_VD.dtype}, and hiddens {hidden_ND.dtype}"
         assert len(labels_M) == len(hidden_ND if rows is None else rows[i]), f"labels: not one for each row of part {i}"
-
-
-def _triton(implementation: str, device: torch.device) -> Any | None:
-    """The Triton kernels, or None. If asked for by name they run anywhere: on a CPU in Triton's interpreter."""
-    kernels = backend.triton_kernels("linear_cross_entropy", "cuda" if implementation == "triton" else device.type)
-    if kernels is None and implementation == "triton":
-        raise ValueError("implementation: 'triton' needs the package triton; install longdraft[gpu]")
-    return kernels
 
 
 def rows_per_chunk(vocab_size: int, element_size: int, gpu: bool) -> int:
@@ -120,7 +106,7 @@ def chunked(
     Args:
         hiddens, weight_VD, labels, rows, ignore_index, top_k: as for `linear_cross_entropy`; `rows` is needed.
         losses: called with the chunk's place among all labels and then with the arguments of `chunk_losses` in
-            reference/linear_cross_entropy.py. It writes losses and ranks, and in place of the logits their gradient.
+            this file. It writes losses and ranks, and in place of the logits their gradient.
         logits_beside: how many tensors of the logits' size `losses` holds beside them.
     """
     learning = [torch.is_grad_enabled() and hidden_ND.requires_grad for hidden_ND in hiddens]

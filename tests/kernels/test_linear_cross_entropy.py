@@ -1,11 +1,14 @@
 """The heads' fused loss against the full-logits formula: losses, gradients, ranks and memory; and against Liger's."""
 
+from importlib import import_module
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
+from longdraft.kernels import backend
 from longdraft.kernels import linear_cross_entropy as kernel
 from longdraft.kernels.linear_cross_entropy import chunk_losses, linear_cross_entropy, rows_per_chunk
 
@@ -122,16 +125,22 @@ def test_a_part_alone_is_what_it_is_among_others():
         assert torch.equal(alone.rank_counts[0], together.rank_counts[i])
 
 
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.fixture(params=["torch", "triton"])
+def implementation(request, monkeypatch):
+    """Who computes the losses of a chunk: PyTorch, or Triton, on a CPU in its interpreter."""
+    kernels = import_module("longdraft.kernels.triton.linear_cross_entropy") if request.param == "triton" else None
+    monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: kernels)
+
+
 def test_gradient_only_where_it_is_needed_and_once(implementation):
     hiddens, weight_VD, labels = examples([5, 6], 8, 30)
     hiddens[0].requires_grad_(False)
     given = [h.detach().to(DEVICE).requires_grad_(h.requires_grad) for h in hiddens]
     on_device = weight_VD.to(DEVICE), [x.to(DEVICE) for x in labels]
     with torch.no_grad():
-        blind = linear_cross_entropy(given, *on_device, implementation=implementation).loss_sums
+        blind = linear_cross_entropy(given, *on_device).loss_sums
     assert not blind.requires_grad
-    out = linear_cross_entropy(given, *on_device, implementation=implementation)
+    out = linear_cross_entropy(given, *on_device)
     assert torch.equal(out.loss_sums, blind)
     out.loss_sums.sum().backward(retain_graph=True)
     assert given[0].grad is None and given[1].grad is not None
@@ -158,8 +167,6 @@ def test_rank_of_equal_logits_is_by_token_id():
 
 def test_errors_name_the_argument():
     hiddens, weight_VD, labels = examples([4, 4], 8, 20)
-    with pytest.raises(AssertionError, match="implementation: 'cuda'"):
-        linear_cross_entropy(hiddens, weight_VD, labels, implementation="cuda")
     with pytest.raises(AssertionError, match="weight_VD: torch"):
         linear_cross_entropy(hiddens, weight_VD.bfloat16(), labels)
     with pytest.raises(AssertionError, match="one of each"):
@@ -195,7 +202,6 @@ def test_peak_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch)
     assert long < 3 * 4096 * vocab * 4 / 30
 
 
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_each_head_is_ligers(implementation):
     """In Triton's interpreter if there is no GPU."""
     fused = pytest.importorskip("liger_kernel.ops.fused_linear_cross_entropy", reason="liger-kernel is not installed")
@@ -203,7 +209,7 @@ def test_each_head_is_ligers(implementation):
     hiddens, weight_VD, labels = examples([41, 7, 22], 16, 64)
     weight_VD, labels = weight_VD.to(DEVICE), [x.to(DEVICE) for x in labels]
     given, theirs = ([h.detach().to(DEVICE).requires_grad_() for h in hiddens] for _ in range(2))
-    losses = linear_cross_entropy(given, weight_VD, labels, implementation=implementation).loss_sums
+    losses = linear_cross_entropy(given, weight_VD, labels).loss_sums
     (losses * torch.tensor(SCALES, device=DEVICE)).sum().backward()
     for i, (hidden_MD, labels_M) in enumerate(zip(theirs, labels, strict=True)):
         # (bias, class weights, ignore_index, z-loss, smoothing, reduction); the first result is the loss.

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longdraft.kernels import backend
 from longdraft.kernels import linear_cross_entropy as kernel
 from longdraft.kernels.linear_cross_entropy import chunk_losses
 from longdraft.kernels.triton import linear_cross_entropy as triton
@@ -15,8 +16,9 @@ K = 5
 
 
 @pytest.fixture
-def made(shared):
-    """Builders of test_linear_cross_entropy.py: `examples`, `full_formula`, `ranks_of`."""
+def made(shared, monkeypatch):
+    """Builders of test_linear_cross_entropy.py (`examples`, `full_formula`, `ranks_of`), for Triton's kernel."""
+    monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: triton)
     return shared("kernels/test_linear_cross_entropy.py")
 
 
@@ -114,7 +116,7 @@ def loss_and_gradients(made, hiddens, weight_VD, labels, dtype):
     padded = torch.full((len(weight_VD), weight_VD.shape[1] + 3), NAN, dtype=dtype, device=DEVICE)
     padded[:, :-3] = weight_VD.to(DEVICE)
     given = [x[:, 1::2] for x in leaves], padded[:, :-3], [x.to(DEVICE) for x in labels]
-    out = kernel.linear_cross_entropy(*given, top_k=K, implementation="triton")
+    out = kernel.linear_cross_entropy(*given, top_k=K)
     (out.loss_sums * torch.tensor(made.SCALES[: len(hiddens)], device=DEVICE)).sum().backward()
     assert all(not x.grad[:, ::2].any() for x in leaves if x.grad is not None)
     return out, [x.grad[:, 1::2].cpu() for x in leaves if x.grad is not None]
