@@ -1,4 +1,5 @@
-"""Attention of a pass (one token, a chunk of a prompt, a tree) over the cache rows before it and its own rows.
+"""Attention of a pass (one token, a chunk of a prompt, a tree) over the cache rows before it and its own rows, and of a
+draft over the target's cache.
 
 Why ours on a GPU: flash-attn's kernels know no ancestors, so with them a tree would take a pass over the cache, one
 over the tree and a merge. Our Triton kernel takes one pass and a merge of runs, and reads no length to the host.
@@ -77,7 +78,7 @@ def tree_attention(
         sinks_H: attention sinks (kernels/attention.py); None for none.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zeros for a row that may read nothing.
     """
-    n_slots, n_rows = q_BTHd.shape[:2]
+    n_rows = q_BTHd.shape[1]
     if n_rows <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
         return rows.rows_with_sinks(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window, sinks_H)
     plan = plan or PassPlan(lengths_B, n_rows, tree_mask_BTT)
@@ -90,11 +91,9 @@ def tree_attention(
     triton = backend.triton_kernels("tree_attention", q_BTHd.device.type)
     if triton is not None and window is None and tree_mask_BTT is not None:
         return wide_tree(triton, q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, sinks_H)
-    outputs = [
-        _slot_attention(q_BTHd[b : b + 1], keys_BSKd[b : b + 1], values_BSKd[b : b + 1], plan, b, window)
-        for b in range(n_slots)
-    ]
-    out_BTHd = outputs[0] if n_slots == 1 else torch.cat(outputs)
+    slots = enumerate(zip(q_BTHd, keys_BSKd, values_BSKd, strict=True))
+    outputs = [_slot_attention(q, keys, values, plan, b, window) for b, (q, keys, values) in slots]
+    out_BTHd = outputs[0][None] if len(outputs) == 1 else torch.stack(outputs)
     if sinks_H is None:
         return out_BTHd
     # PyTorch's attention does not return log-sum-exps, so the scores are computed once more.
@@ -133,31 +132,56 @@ def wide_tree(
     return with_sinks(out_BTHd, lse_BTH, sinks_H)
 
 
+def cross_attention(q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor) -> Tensor:
+    """Attention of a draft's rows over another model's cache: every row of slot b reads the cache rows [0, lengths[b]).
+
+    Up to 128 rows go through the C kernels on a CPU and Triton on a GPU; all else through PyTorch, slot by slot.
+
+    Args:
+        q_BTHd: queries after RoPE.
+        keys_BSKd, values_BSKd: cache rows in q's dtype. K divides H: head h reads key head h // G. Rows beyond a length
+            are never read (they may be NaN). Their strides may differ.
+        lengths_B: int64, committed rows of each slot.
+    Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5; zeros for a slot of length 0.
+    """
+    if q_BTHd.shape[1] <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
+        return rows.attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, None, blind=True)
+    # Of the flash kernels only flash-attn's `flash_attn_with_kvcache` cuts a long cache into runs as this one does.
+    if (triton := triton_for(q_BTHd)) is not None:
+        return triton.cross_attention(q_BTHd, keys_BSKd, values_BSKd, lengths_B)[0]
+    slots = zip(q_BTHd, keys_BSKd, values_BSKd, lengths_B.tolist(), strict=True)
+    return torch.stack([_folded(q, keys[:length], values[:length]) for q, keys, values, length in slots])
+
+
 def _slot_attention(
-    q_1THd: Tensor, keys_1SKd: Tensor, values_1SKd: Tensor, plan: PassPlan, slot: int, window: int | None
+    q_THd: Tensor, keys_SKd: Tensor, values_SKd: Tensor, plan: PassPlan, slot: int, window: int | None
 ) -> Tensor:
-    """One slot: its keys are one slice of the cache, and query groups are folded into the query length."""
-    _, n_rows, n_heads, head_dim = q_1THd.shape
-    n_kv_heads = keys_1SKd.shape[2]
-    groups = n_heads // n_kv_heads
-    length = plan.starts[slot]
-    first = first_read(length, window)
-    stop = length + n_rows
-    keys_1KSd = keys_1SKd[:, first:stop].transpose(1, 2)
-    values_1KSd = values_1SKd[:, first:stop].transpose(1, 2)
+    """One slot, whose keys are one slice of the cache."""
+    n_rows, n_heads, _ = q_THd.shape
+    first, stop = first_read(plan.starts[slot], window), plan.starts[slot] + n_rows
+    keys_SKd, values_SKd = keys_SKd[first:stop], values_SKd[first:stop]
     if n_rows == 1 and plan.tree_mask_BTT is None:
-        # [1, 1, H, d] viewed as [1, K, G, d], without a copy.
-        q_1KGd = q_1THd.reshape(1, n_kv_heads, groups, head_dim)
-        out_1KGd = scaled_dot_product_attention(q_1KGd, keys_1KSd, values_1KSd)
-        return out_1KGd.reshape(1, 1, n_heads, head_dim)
-    q_1KQd = q_1THd.view(n_rows, n_kv_heads, groups, head_dim).permute(1, 2, 0, 3)
-    q_1KQd = q_1KQd.reshape(1, n_kv_heads, groups * n_rows, head_dim)
-    mask_QS, empty_Q1 = plan.mask(slot, first, stop, groups, window, q_1THd.dtype)
-    out_1KQd = scaled_dot_product_attention(q_1KQd, keys_1KSd, values_1KSd, attn_mask=mask_QS)
+        return _folded(q_THd, keys_SKd, values_SKd)
+    masks = plan.mask(slot, first, stop, n_heads // keys_SKd.shape[1], window, q_THd.dtype)
+    return _folded(q_THd, keys_SKd, values_SKd, *masks)
+
+
+def _folded(
+    q_THd: Tensor, keys_SKd: Tensor, values_SKd: Tensor, mask_QS: Tensor | None = None, empty_Q1: Tensor | None = None
+) -> Tensor:
+    """PyTorch's attention [T, H, d] over these keys, or zeros without any. Query groups are folded into the query
+    length, Q = G * T, so that keys and values are read once, not repeated. mask_QS, empty_Q1: as of `PassPlan.mask`."""
+    if not len(keys_SKd):
+        return torch.zeros_like(q_THd)
+    n_rows, n_heads, head_dim = q_THd.shape
+    n_kv_heads = keys_SKd.shape[1]
+    q_KQd = q_THd.reshape(n_rows, n_kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(n_kv_heads, -1, head_dim)
+    operands = q_KQd[None], keys_SKd.transpose(0, 1)[None], values_SKd.transpose(0, 1)[None]
+    out_1KQd = scaled_dot_product_attention(*operands, attn_mask=mask_QS)
     if empty_Q1 is not None:
         out_1KQd = out_1KQd.masked_fill(empty_Q1, 0.0)
-    out_KGTd = out_1KQd.view(n_kv_heads, groups, n_rows, head_dim)
-    return out_KGTd.permute(2, 0, 1, 3).reshape(1, n_rows, n_heads, head_dim)
+    out_KGTd = out_1KQd.view(n_kv_heads, -1, n_rows, head_dim)
+    return out_KGTd.permute(2, 0, 1, 3).reshape(n_rows, n_heads, head_dim)
 
 
 def tree_attention_reference(
@@ -173,3 +197,12 @@ def tree_attention_reference(
     n_keys = int(lengths_B.max()) + n_rows
     mask_BTS = attended_rows(lengths_B, n_rows, n_keys, tree_mask_BTT, window)
     return masked_attention(q_BTHd, keys_BSKd[:, :n_keys], values_BSKd[:, :n_keys], mask_BTS)
+
+
+def cross_attention_reference(
+    q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`cross_attention` by one dense mask, with the natural log-sum-exps of the scaled scores, fp32 [B, T, H]."""
+    mask_BS = torch.arange(keys_BSKd.shape[1], device=q_BTHd.device) < lengths_B[:, None]
+    mask_BTS = mask_BS[:, None].expand(-1, q_BTHd.shape[1], -1)
+    return masked_attention(q_BTHd, keys_BSKd, values_BSKd, mask_BTS)

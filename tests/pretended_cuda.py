@@ -47,7 +47,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from longdraft.infer import graphs
 from longdraft.kernels import (
     backend,
-    cross_attention,
     gate,
     linear_cross_entropy,
     rms_norm,
@@ -520,7 +519,7 @@ def _dense(q, keys, values, lengths, bits, depths, is_tree=True, window=None, n_
 
 
 def _cross(q, keys, values, lengths, n_splits=None) -> tuple[Tensor, Tensor]:
-    return cross_attention.cross_attention_reference(q, keys, values, lengths)
+    return tree_attention.cross_attention_reference(q, keys, values, lengths)
 
 
 def _query_gradient(q, k, v, out, lse, grad, spans, borders, most_queries, window) -> Tensor:

@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from longdraft.infer.caches.ring import RingCache
 from longdraft.infer.slot_state import SlotState
 from longdraft.kernels.cpu import draft_block, rows
-from longdraft.kernels.cross_attention import cross_attention
 from longdraft.kernels.linear import linear
+from longdraft.kernels.tree_attention import cross_attention
 from longdraft.models.decoder import Decoder, Embedding
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.footprint import Buffer

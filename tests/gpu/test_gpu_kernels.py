@@ -17,8 +17,6 @@ from longdraft.kernels import backend
 from longdraft.kernels import segment_attention as segments_module
 from longdraft.kernels.chain_attention import causal_attention
 from longdraft.kernels.choice import MASK, choose, gumbel_noise, philox_4x32
-from longdraft.kernels.cross_attention import cross_attention
-from longdraft.kernels.cross_attention import cross_attention_reference as cross_reference
 from longdraft.kernels.gate import gate, gate_reference
 from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_cross_entropy import GPU_CHUNK_BYTES, linear_cross_entropy
@@ -36,7 +34,8 @@ from longdraft.kernels.selection import (
 )
 from longdraft.kernels.tree import accepted_path, attended_rows, keep_rows
 from longdraft.kernels.tree import accepted_path_reference as path_reference
-from longdraft.kernels.tree_attention import tree_attention
+from longdraft.kernels.tree_attention import cross_attention, tree_attention
+from longdraft.kernels.tree_attention import cross_attention_reference as cross_reference
 from longdraft.kernels.tree_attention import tree_attention_reference as tree_reference
 
 if "LONGDRAFT_TEST_DEVICE" not in os.environ and not torch.cuda.is_available():

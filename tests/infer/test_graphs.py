@@ -28,10 +28,10 @@ from longdraft.infer.graphs import Graphs
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import memory_parts
-from longdraft.kernels import backend, cross_attention, tree_attention
+from longdraft.kernels import backend, tree_attention
 from longdraft.kernels.cpu import rows
-from longdraft.kernels.cross_attention import cross_attention_reference
 from longdraft.kernels.tree import MOST_ROWS, attended_rows
+from longdraft.kernels.tree_attention import cross_attention_reference
 from longdraft.train.evaluate import Task, decode
 
 VOCAB, NEW = 61, 16
@@ -139,8 +139,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(backend, "is_host", lambda device: False)
     monkeypatch.setattr(rows, "library", lambda: None)
     kernels = SimpleNamespace(tree_attention=dense, cross_attention=cross_attention_reference)
-    for module in (tree_attention, cross_attention):
-        monkeypatch.setattr(module, "triton_for", lambda q: kernels if q.shape[1] <= MOST_ROWS else None)
+    monkeypatch.setattr(tree_attention, "triton_for", lambda q: kernels if q.shape[1] <= MOST_ROWS else None)
     monkeypatch.setattr(graphs_module, "backend", SimpleNamespace(triton_kernels=lambda *_: kernels))
     monkeypatch.setattr(graphs_module, "cuda_graphs", lambda device: Graphs(record))
     RECORDED.clear()

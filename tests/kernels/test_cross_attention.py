@@ -1,11 +1,11 @@
-"""kernels/cross_attention.py: every implementation and the reference against attention row by row."""
+"""kernels/tree_attention.py: every implementation and the reference against attention row by row."""
 
 import pytest
 import torch
 
-from longdraft.kernels import cross_attention as module
-from longdraft.kernels.cross_attention import cross_attention
-from longdraft.kernels.cross_attention import cross_attention_reference as reference
+from longdraft.kernels import tree_attention as module
+from longdraft.kernels.tree_attention import cross_attention
+from longdraft.kernels.tree_attention import cross_attention_reference as reference
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from longdraft.infer.caches.longspec import block_weights
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.cpu.draft_block import DraftBlock, Inputs, Matrices, can_run
-from longdraft.kernels.cross_attention import cross_attention_reference as cross_attention
+from longdraft.kernels.tree_attention import cross_attention_reference as cross_attention
 from longdraft.kernels.tree_attention import tree_attention_reference as tree_attention
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from longdraft.kernels.cross_attention import cross_attention_reference as cross_reference
 from longdraft.kernels.tree import MOST_ROWS, attended_rows, pack_tree
+from longdraft.kernels.tree_attention import cross_attention_reference as cross_reference
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 from longdraft.kernels.triton import tree_attention as triton
 from longdraft.kernels.triton.tree_attention import blocks, choose_splits, cross_attention, tree_attention
