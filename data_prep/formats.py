@@ -98,14 +98,11 @@ class TokenIdsFormat:
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
         tokenizer = rust_tokenizer(self.serialised)
-        ids = _integers(_present(record, self.tokens_field), "not_token_ids")
-        if ids.ndim != 1 or (ids < 0).any() or (ids >= tokenizer.get_vocab_size()).any():
-            raise Unusable("not_token_ids")
+        ids = _integers(_present(record, self.tokens_field), "not_token_ids", (None,), tokenizer.get_vocab_size() - 1)
         spans = np.array([[0, len(ids)]])
         if self.spans_field is not None:
-            spans = _integers(_present(record, self.spans_field), "not_spans")
-            is_paired = spans.ndim == 2 and spans.shape[1] == 2
-            if not is_paired or (np.diff(spans) < 0).any() or (spans < 0).any() or (spans > len(ids)).any():
+            spans = _integers(_present(record, self.spans_field), "not_spans", (None, 2), len(ids))
+            if (np.diff(spans) < 0).any():
                 raise Unusable("not_spans")
         found = []
         for number, (begin, end) in enumerate(spans.tolist(), start=1):
@@ -163,11 +160,15 @@ def _text(record: Mapping[str, Any], name: str) -> str:
     return text
 
 
-def _integers(value: Any, why: str) -> np.ndarray:
+def _integers(value: Any, why: str, shape: tuple[int | None, ...], most: int) -> np.ndarray:
+    """The value as int64 of this shape, from 0 to `most`. None in the shape: any size."""
     try:
         array = np.asarray(value)
     except ValueError:  # lists of different lengths
         raise Unusable(why) from None
-    if array.dtype.kind not in "iu":
-        raise Unusable(why if array.size else "empty")
+    if not array.size:
+        raise Unusable("empty")
+    fits = array.ndim == len(shape) and all(want in (None, size) for want, size in zip(shape, array.shape, strict=True))
+    if array.dtype.kind not in "iu" or not fits or array.min() < 0 or array.max() > most:
+        raise Unusable(why)
     return array.astype(np.int64)

@@ -52,7 +52,6 @@ SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # least and most text of a shard
 BYTES_A_TOKEN = 8
 DOCUMENTS_A_TASK = 32  # a task has text for at least this many long documents, so that its part of a budget fits some
 HELDOUT_READS = 32  # a held-out shard is gathered from at most this many shards' worth of text
-MIN_OF_BUDGET = 0.9  # documents are whole, so a budget is not met to the token
 
 
 def prepare(
@@ -80,21 +79,18 @@ def prepare(
         readers = make_readers(config, files, kept, tokenizer, tokenizers or {})
         with tqdm(files, desc="reading sources", unit="file", leave=False, mininterval=1) as to_read:
             described, segments = scan(to_read, SEGMENT_BYTES)
-    tasks = plan_tasks(config, segments, kept)
-    plan = _make_plan(config, readers, tokenizer_hash, described, tasks)
-    config = _with_address(config, WorkFolder(config.out, plan).address)
-    folder, mine = WorkFolder(config.out, plan, OWN_FILES), tasks_of(machine, tasks)
-    share = "" if machine is None else f"{machine.number}-of-{machine.of}"
-    with failures_described(config.out), folder.opened(share, config.overwrite):
-        was_finished = (config.out / MANIFEST).exists()
-        if not was_finished:
-            make_shards(mine, config, readers, folder)
-            if machine is not None:
-                log(f"Prepared {len(mine)} of {len(tasks)} shards, {machine.number}/{machine.of} -> {config.out}")
-                return None
-            _write_manifests(folder, config.max_bad_share)
-        folder.remove_progress()
-    return _report(config.out, "Already prepared" if was_finished else "Prepared", log)
+        tasks = plan_tasks(config, segments, kept)
+        plan = _make_plan(config, readers, tokenizer_hash, described, tasks)
+        address = WorkFolder(config.out, plan).address
+        config = changed(config, out=Path(str(config.out).replace("{address}", address[:12])))
+        folder, mine = WorkFolder(config.out, plan, OWN_FILES), tasks_of(machine, tasks)
+        with folder.opened("" if machine is None else f"{machine.number}-of-{machine.of}", config.overwrite):
+            if not (config.out / MANIFEST).exists():
+                make_shards(mine, config, readers, folder)
+                if machine is not None:
+                    log(f"Prepared {len(mine)} of {len(tasks)} shards, {machine.number}/{machine.of} -> {config.out}")
+                    return None
+            return _finish(folder, config.max_bad_share, "Prepared", log)
 
 
 def merge(out: Path, max_bad_share: float = 0.01, log: Callable[[str], object] = print) -> dict:
@@ -105,15 +101,22 @@ def merge(out: Path, max_bad_share: float = 0.01, log: Callable[[str], object] =
     with failures_described(out):
         folder = WorkFolder(out, read_plan(out), OWN_FILES)
         with folder.opened():
-            was_finished = (out / MANIFEST).exists()
-            if not was_finished:
-                _write_manifests(folder, max_bad_share)
-            folder.remove_progress()
-    return _report(out, "Already merged" if was_finished else "Merged", log)
+            return _finish(folder, max_bad_share, "Merged", log)
 
 
-def _with_address(config: PrepareConfig, address: str) -> PrepareConfig:
-    return changed(config, out=Path(str(config.out).replace("{address}", address[:12])))
+def _finish(folder: WorkFolder, max_bad_share: float, done: str, log: Callable[[str], object]) -> dict:
+    """Write the manifests if they are not there yet, and log one line. Returns the folder's manifest."""
+    if (folder.path / MANIFEST).exists():
+        done = f"Already {done.lower()}"
+    else:
+        _write_manifests(folder, max_bad_share)
+    folder.remove_progress()
+    for split in SPLITS:
+        ShardSet(folder.path / split)  # checks that every shard is there and has its size
+    manifest = read_manifest(folder.path / MANIFEST)
+    lines = [f"{done}: {_summary(manifest)} -> {folder.path}", *(f"  {line}" for line in _of_weights(manifest))]
+    log("\n".join(lines))
+    return manifest
 
 
 def make_shards(
@@ -200,16 +203,21 @@ def plan_tasks(config: PrepareConfig, segments: Sequence[Segment], kept: Sequenc
     budgets = _budgets(config)
     segments = sorted(segments, key=lambda one: uniform(config.seed, f"{one.file.name}:{one.start}".encode()))
     usable = {segment: _usable_bytes(segment, config) * kept[segment.file.source] for segment in segments}
-    by_budget = []  # for each budget, the segments that it reads
+    chosen = set[Segment]()
     for number, budget in enumerate(budgets):
         eligible = [segment for segment in segments if config.budget_of(segment.file.source) == number]
         if budget is not None:
-            usable_bytes = [usable[segment] for segment in eligible]
-            eligible = eligible[: _count_until(usable_bytes, budget * BYTES_A_TOKEN)]
-        by_budget.append(eligible)
-    chosen = {segment for of_budget in by_budget for segment in of_budget}
+            eligible = eligible[: _count_until([usable[one] for one in eligible], budget * BYTES_A_TOKEN)]
+        chosen.update(eligible)
     segments = [segment for segment in segments if segment in chosen]
-    usable_total = [sum(usable[segment] for segment in of_budget) for of_budget in by_budget]
+
+    def usable_by_budget(some: Sequence[Segment]) -> list[float]:
+        totals = [0.0] * len(budgets)
+        for segment in some:
+            totals[config.budget_of(segment.file.source)] += usable[segment]
+        return totals
+
+    in_all = usable_by_budget(segments)
     sizes = [int(segment.n_bytes * kept[segment.file.source]) for segment in segments]
     shard_bytes = _shard_bytes(config, segments, sizes)
     tasks = []
@@ -217,13 +225,13 @@ def plan_tasks(config: PrepareConfig, segments: Sequence[Segment], kept: Sequenc
         start, number = 0, 0
         while fraction and start < len(segments):
             stop = start + _count_until(sizes, min(shard_bytes / fraction, HELDOUT_READS * shard_bytes), start)
-            of_task = segments[start:stop]
-            limits = []
-            for i, budget in enumerate(budgets):
-                here = sum(usable[segment] for segment in of_task if config.budget_of(segment.file.source) == i)
-                limits.append(None if budget is None else int(budget * fraction * here / max(1, usable_total[i])))
+            of_task = tuple(segments[start:stop])
+            limits = tuple(
+                None if budget is None else int(budget * fraction * here / max(1, total))
+                for budget, here, total in zip(budgets, usable_by_budget(of_task), in_all, strict=True)
+            )
             size = int(fraction * sum(sizes[start:stop]))
-            tasks.append(ShardTask(split, number, tuple(of_task), tuple(limits), size, shard_bytes))
+            tasks.append(ShardTask(split, number, of_task, limits, size, shard_bytes))
             start, number = stop, number + 1
     return tasks
 
@@ -277,8 +285,7 @@ def _write_manifests(folder: WorkFolder, max_bad_share: float) -> None:
         splits[split] = add_up([empty_record(), *records])
         splits[split]["bad_named"] = splits[split]["bad_named"][:NAMED_BAD]
     hints = {why: hint for split in reversed(SPLITS) for why, hint in splits[split].pop("hints").items()}
-    _check_bad(list(splits.values()), hints, max_bad_share)
-    _check_rows(splits, plan["settings"])
+    _check_counts(splits, hints, max_bad_share, plan["settings"])
     settings = {**plan["settings"], "documents_mode": plan["settings"]["documents"]}
     del settings["documents"]  # in a manifest, `documents` is how many there are
     described = {
@@ -300,52 +307,38 @@ def _write_manifests(folder: WorkFolder, max_bad_share: float) -> None:
     write_json(folder.path / MANIFEST, {**described, "splits": without_shards})
 
 
-def _check_bad(splits: Sequence[dict], hints: Mapping[str, str], max_bad_share: float) -> None:
-    reasons = sum((Counter(split["bad"]) for split in splits), Counter())
-    bad = reasons.total()
-    seen = bad + sum(split["documents"] + sum(split["dropped"].values()) for split in splits)
-    if bad <= max_bad_share * seen:
-        return
-    named = [f"{entry['document']} ({entry['why']})" for split in splits for entry in split["bad_named"]]
-    remedy = "Correct them, or raise --max-bad-share and call again: finished shards are kept"
-    # If most bad documents lack the field, its name is wrong, and allowing more bad documents would not help.
-    if reasons["missing_field"] > bad / 2:
-        remedy = "Call again with the field's right name and --overwrite"
-    raise ValueError(
-        f"{bad} of {seen} documents are bad, more than max_bad_share {max_bad_share:g} allows ("
-        + ", ".join(f"{reason}: {n}" for reason, n in sorted(reasons.items()))
-        + f"): {', '.join(named[:5])}{' ...' if bad > 5 else ''}. "
-        + "".join(f"{hints[reason]}. " for reason in sorted(hints))
-        + remedy
-    )
-
-
-def _check_rows(splits: Mapping[str, dict], settings: dict) -> None:
+def _check_counts(splits: Mapping[str, dict], hints: Mapping[str, str], max_bad_share: float, settings: dict) -> None:
+    """Raises ValueError if too many documents are bad, or if a split has no row."""
+    reasons = sum((Counter(split["bad"]) for split in splits.values()), Counter())
+    bad, documents = reasons.total(), sum(split["documents"] for split in splits.values())
+    dropped = sum((Counter(split["dropped"]) for split in splits.values()), Counter())
+    if bad > max_bad_share * (seen := bad + documents + dropped.total()):
+        named = [f"{entry['document']} ({entry['why']})" for split in splits.values() for entry in split["bad_named"]]
+        raise ValueError(
+            f"{bad} of {seen} documents are bad, more than max_bad_share {max_bad_share:g} allows "
+            f"({_listed(reasons)}): {', '.join(named[:5])}. {''.join(f'{hints[reason]}. ' for reason in sorted(hints))}"
+            "Correct them or raise --max-bad-share: finished shards are kept. Other settings need --overwrite"
+        )
     for split, fraction in zip(SPLITS, (1.0, settings["heldout_share"]), strict=True):
         if fraction and not splits[split]["rows"]:
             shown = ", ".join(f"{name} {settings[name]}" for name in ("heldout_share", "seq_len", "max_tokens", "seed"))
-            dropped = "".join(f", {n} dropped as {why}" for why, n in splits[split]["dropped"].items())
             raise ValueError(
-                f"no row for {split}: {sum(s['documents'] for s in splits.values())} documents in all{dropped} "
-                f"({shown}). Give more text, or change one of these with --overwrite"
+                f"no row for {split}: {documents} documents in all, {dropped.total()} dropped ({_listed(dropped)}); "
+                f"give more text, or change a setting with --overwrite ({shown})"
             )
 
 
-def _report(out: Path, what: str, log: Callable[[str], object]) -> dict:
-    for split in SPLITS:
-        ShardSet(out / split)  # checks that every shard is there and has its size
-    manifest = read_manifest(out / MANIFEST)
-    log("\n".join([f"{what}: {_summary(manifest)} -> {out}", *(f"  {line}" for line in _shortfalls(manifest))]))
-    return manifest
+def _listed(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason}: {n}" for reason, n in sorted(reasons.items()))
 
 
 def _summary(manifest: dict) -> str:
     """One line about a finished folder: rows, tokens, documents, and what was left out."""
     noun = "documents" if manifest.get("chat_template_sha256") is None else "conversations"
     train, heldout = (manifest["splits"][split] for split in SPLITS)
-    rows, tokens, documents = (train[key] + heldout[key] for key in ("rows", "tokens", "documents"))
-    # In plain text every token is supervised, and older manifests do not count them.
-    supervised = sum(split.get("supervised_tokens", split["tokens"]) for split in (train, heldout))
+    rows, tokens, supervised, documents = (
+        train[key] + heldout[key] for key in ("rows", "tokens", "supervised_tokens", "documents")
+    )
     of_them = "" if supervised == tokens else f", {supervised:,} of them supervised"
     bad, dropped = (sum((*train[key].values(), *heldout[key].values())) for key in ("bad", "dropped"))
     return (
@@ -355,20 +348,13 @@ def _summary(manifest: dict) -> str:
     )
 
 
-def _shortfalls(manifest: dict) -> list[str]:
-    """A line for each source of a mix that gave clearly fewer tokens than its weight asks for. Without weights, one
-    line if all sources together gave clearly fewer than `max_tokens`."""
-    if manifest.get("max_tokens") is None:
-        return []
-    splits, budget = manifest["splits"].values(), manifest["max_tokens"]
+def _of_weights(manifest: dict) -> list[str]:
+    """For each source with a weight, a line that says how much of its part of `max_tokens` it has filled."""
     weights = {name: how["weight"] for name, how in manifest["sources"]["read_as"].items() if "weight" in how}
-    wanted = {name: int(budget * weight / sum(weights.values())) for name, weight in weights.items()}
-    has = {name: sum(split["mix"].get(name, {}).get("tokens", 0) for split in splits) for name in weights}
-    if not weights:
-        wanted, has = {"the folder": budget}, {"the folder": sum(split["tokens"] for split in splits)}
-    return [
-        f"{name} has {has[name]:,} of the {wanted[name]:,} tokens asked for: the sources hold no more text, or much "
-        "besides their text, or documents that are long beside it; change max_tokens or the weights"
-        for name in wanted
-        if has[name] < MIN_OF_BUDGET * wanted[name]
-    ]
+    mixes = [split["mix"] for split in manifest["splits"].values()]
+    lines = []
+    for name, weight in weights.items():
+        filled = sum(mix[name]["tokens"] for mix in mixes if name in mix)
+        wanted = int(manifest["max_tokens"] * weight / sum(weights.values()))
+        lines.append(f"{name}: {filled:,} of the {wanted:,} tokens asked for")
+    return lines

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from longdraft.models.files import file_digest, write_atomically
+from longdraft.models.files import damage_named, file_digest, write_atomically
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "heldout")
@@ -62,13 +62,12 @@ def shard_schema(seq_len: int) -> pa.Schema:
 
     It is made without the library, which every worker process would take seconds to import. A test compares the two.
     """
-    dtypes = {"tokens": "int32", "borders": "int32", "loss_spans": "int32", "documents": "string", "pieces": "int32"}
-    lengths, kinds = {"tokens": seq_len}, {"int32": pa.int32(), "string": pa.string()}
-    fields = [pa.field(name, pa.list_(kinds[dtype], lengths.get(name, -1))) for name, dtype in dtypes.items()]
-    features = {}
-    for name, dtype in dtypes.items():
-        length = {"length": lengths[name]} if name in lengths else {}
-        features[name] = {"feature": {"dtype": dtype, "_type": "Value"}, **length, "_type": "List"}
+    fields, features = [], {}
+    for name in ("tokens", "borders", "loss_spans", "documents", "pieces"):
+        dtype, length = "string" if name == "documents" else "int32", seq_len if name == "tokens" else None
+        fields.append(pa.field(name, pa.list_(pa.type_for_alias(dtype), length or -1)))
+        feature = {"feature": {"dtype": dtype, "_type": "Value"}, "length": length, "_type": "List"}
+        features[name] = {key: value for key, value in feature.items() if value is not None}
     return pa.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": features}})})
 
 
@@ -106,7 +105,9 @@ class ShardSet:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.manifest: dict = _read_split_manifest(self.folder)
+        self.manifest: dict = read_manifest(self.folder / MANIFEST)
+        if (found := self.manifest.get("format_version")) != FORMAT_VERSION:
+            raise ValueError(f"{folder} has format {found}, this version reads {FORMAT_VERSION}; prepare it again")
         shards = self.manifest["shards"]
         for shard in shards:
             path = self.folder / shard["file"]
@@ -142,8 +143,6 @@ class ShardSet:
         seq_len = self.manifest["seq_len"]
         step = max(1, at_a_time // seq_len)
         for number in range(len(self.manifest["shards"])):
-            if not self.manifest["shards"][number]["rows"]:
-                continue
             shard = self._shard(number)
             offsets, values = shard.borders
             used = values[offsets[1:] - 1]
@@ -157,26 +156,22 @@ class ShardSet:
         return {"rows": len(self), "sha256": hashlib.sha256(hashes.encode()).hexdigest()}
 
     def verify(self, first: int = 0, step: int = 1, vocab_size: int | None = None) -> None:
-        """Read every `step`-th shard, starting with number `first`. Raises ValueError that names the shards whose
-        sha256 is not the manifest's, or a shard with an id outside the vocabulary."""
-        numbers = range(first, len(self.manifest["shards"]), step)
-        changed = []
-        for number in numbers:
+        """Read every `step`-th shard, starting with number `first`. Raises ValueError that names a shard whose sha256
+        is not the manifest's, or that holds an id outside the vocabulary."""
+        for number in range(first, len(self.manifest["shards"]), step):
             shard = self.manifest["shards"][number]
-            found = file_digest(self.folder / shard["file"])
-            if found != shard["sha256"]:
-                changed.append(f"content of {shard['file']} is not as prepared: sha256 {found}, not {shard['sha256']}")
-        if changed:
-            raise ValueError(f"{self.folder}: {'; '.join(changed)}: damaged; prepare it again with --overwrite")
-        if vocab_size is None:
-            return
-        for number in numbers:
+            path = self.folder / shard["file"]
+            if (found := file_digest(path)) != shard["sha256"]:
+                why = f"is not as prepared: sha256 {found}, not {shard['sha256']}"
+                raise ValueError(f"{path} {why}; prepare it again with --overwrite")
+            if vocab_size is None:
+                continue
             tokens = self._shard(number).tokens
             lowest, highest = int(tokens.min()), int(tokens.max())
             if lowest < 0 or highest >= vocab_size:
                 raise ValueError(
-                    f"{self.folder}: {self.manifest['shards'][number]['file']} holds token ids from {lowest} to "
-                    f"{highest}, outside of the target's vocabulary of {vocab_size}; prepare it for this target"
+                    f"{path} holds token ids from {lowest} to {highest}, outside of the target's vocabulary of "
+                    f"{vocab_size}; prepare it for this target"
                 )
 
     def left_out(self) -> tuple[float, dict[str, int]]:
@@ -206,22 +201,6 @@ def _list_of_row(lists: tuple[np.ndarray, np.ndarray], row: int) -> np.ndarray:
 
 
 def read_manifest(path: Path) -> dict:
-    """Parse a manifest. Raises ValueError if it is damaged."""
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        manifest.keys()
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): damaged; prepare it again with --overwrite") from error
-    return manifest
-
-
-def _read_split_manifest(folder: Path) -> dict:
-    path = folder / MANIFEST
-    if not path.exists():
-        raise ValueError(f"{folder} holds no finished data ({MANIFEST} is missing); make it, or resume it, by prepare")
-    manifest = read_manifest(path)
-    if "splits" in manifest:
-        raise ValueError(f"{folder} is a prepared folder with splits; open {folder / 'train'} or {folder / 'heldout'}")
-    if (found := manifest.get("format_version")) != FORMAT_VERSION:
-        raise ValueError(f"{folder} has format {found}, this version reads {FORMAT_VERSION}; prepare it again")
-    return manifest
+    """Parse a manifest. Raises ValueError if it is missing or damaged."""
+    with damage_named(path, remedy="longdraft prepare makes it, or with --overwrite anew"):
+        return {**json.loads(path.read_text(encoding="utf-8"))}

@@ -69,15 +69,14 @@ class SourceFile:
 
 
 def list_files(sources: Sequence[Source]) -> list[SourceFile]:
-    """The files of all sources, sorted by name. A file that several sources have belongs to the first of them.
+    """The files of all sources, sorted by name.
 
     "stdlib" is Python's own standard library: code and texts, without tests, tables of characters, installed packages
     and the empty files that only mark packages. "stdlib-chat" is conversations from the docstrings of the same code. A
     folder gives the files, at any depth, that match one of the source's patterns, or without patterns those of a known
     suffix; names that begin with a dot are left out, and so is what `datasets` does not list in folders that it wrote.
     A single file is taken whatever its suffix. A data set of the hub is fetched, or only listed if it streams.
-    Raises ValueError for a source that does not exist or holds no file, and for a source whose files all belong to
-    others with different settings.
+    Raises ValueError for a source that does not exist or holds no file, and for a file of two sources.
     """
     local: dict[Path, SourceFile] = {}  # by resolved path, since several links may lead to a file
     remote: list[SourceFile] = []
@@ -91,14 +90,10 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
         if source.streaming:
             remote += found
             continue
-        resolved = {Path(file.path).resolve(): file for file in found}
-        owners = {local[path].source for path in resolved if path in local}
-        if resolved.keys() <= local.keys() and any(_reading(sources[one]) != _reading(source) for one in owners):
-            raise ValueError(
-                f"source {source.path!r}: its files already belong to another source, which reads them otherwise, and "
-                "a file is read once; leave one of them out, or give a copy"
-            )
-        local = {**resolved, **local}
+        for file in found:
+            first = local.setdefault(Path(file.path).resolve(), file)
+            if first.source != number:
+                raise ValueError(f"source {source.path!r} holds {first.name} of another source; leave one of them out")
     files = list(local.values())
     if len({file.name for file in files}) < len(files):
         # Two sources end in the same folder name: prepend parent folders until all names differ.
@@ -143,11 +138,6 @@ def damage_described(path: str) -> Iterator[None]:
         yield
     except UNREADABLE as error:
         raise ValueError(f"{path} cannot be read ({error}); if it was not fetched whole, fetch it again") from error
-
-
-def _reading(source: Source) -> Source:
-    """The settings that decide how a source's files are read, apart from which files they are."""
-    return changed(source, path="", files=(), config=None, split=None)
 
 
 def _default_suffixes(source: Source) -> tuple[str, ...]:

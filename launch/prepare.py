@@ -16,6 +16,7 @@ from argparse import SUPPRESS
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from longdraft.data_prep.failures import failures_described
 from longdraft.data_prep.prepare import merge, prepare
@@ -28,8 +29,9 @@ from longdraft.models.schema import validate
 SETTINGS = ("out", "seq_len", "documents", "chat_template", "heldout_share", "max_tokens", "seed")
 SETTINGS += ("max_bad_share", "workers", "overwrite")
 OF_A_SOURCE = ("files", "config", "split", "text_field", "chat_field")
-# What the two modes that prepare nothing read.
+# What the modes that prepare nothing read, and what each mode needs; with a recipe, only the target.
 READ_BY = {"inspect": ("inspect", "target", "json"), "merge": ("merge", "out", "max_bad_share")}
+NEEDED_BY = {"inspect": (), "merge": ("out",), "prepare": ("source", "target", "out", "seq_len")}
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
@@ -39,24 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
         return regenerate(argv[1:])
     parser = _parser()
-    args = parser.parse_intermixed_args(argv)
-    mode = "inspect" if "inspect" in args else "merge" if "merge" in args else None
-    if mode is not None and (unread := [name for name in vars(args) if name not in READ_BY[mode]]):
-        parser.error(f"--{mode} prepares nothing and does not read {', '.join(map(flag, unread))}; leave it out")
-    if "json" in args and mode != "inspect":
+    given = vars(parser.parse_intermixed_args(argv))
+    mode = next((mode for mode in READ_BY if mode in given), "prepare")
+    if unread := [flag(name) for name in given if name not in READ_BY.get(mode, given)]:
+        parser.error(f"--{mode} prepares nothing and does not read {', '.join(unread)}; leave it out")
+    if "json" in given and mode != "inspect":
         parser.error("--json goes with --inspect")
-
-    def work() -> None:
-        if mode == "inspect":
-            with failures_described(args.inspect):
-                _inspect(args.inspect, vars(args).get("target"), "json" in args)
-        elif mode == "merge":
-            _check_given(parser, args, "out")
-            limit = {"max_bad_share": args.max_bad_share} if "max_bad_share" in args else {}
-            merge(args.out, **limit, log=_log)
-        else:
-            _prepare(parser, args)
-
+    needed = ("target",) if "recipe" in given and mode == "prepare" else NEEDED_BY[mode]
+    if missing := [flag(name) for name in needed if name not in given]:
+        parser.error(f"the following arguments are required: {', '.join(missing)}")
+    work = partial({"inspect": _inspect, "merge": _merge, "prepare": _prepare}[mode], given)
     on_ctrl_c = "interrupted; finished shards are kept, and the same command continues"
     if status := run_command(parser.prog, work, on_ctrl_c, needs_output=mode == "inspect", by_force=True):
         parser.exit(status)
@@ -113,58 +107,54 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    _check_given(parser, args, *(("target",) if "recipe" in args else ("source", "target", "out", "seq_len")))
-    config = _config(args)
-    machine = read_machine(args.shard) if "shard" in args else None
+def _prepare(given: dict[str, Any]) -> None:
+    config = _config(given)
+    machine = read_machine(given["shard"]) if "shard" in given else None
     # Imported here so that --help and a wrong argument need not wait for transformers.
     from longdraft.models.fingerprint import tokenizer_hash
     from longdraft.models.hf import load_tokenizer
 
-    tokenizer = load_tokenizer(args.target)
+    tokenizer = load_tokenizer(given["target"])
     named = {source.tokenizer for source in config.sources.values() if source.tokenizer is not None}
     tokenizers = {name: load_tokenizer(name) for name in sorted(named)}
     prepare(config, tokenizer, tokenizer_hash(tokenizer), tokenizers, machine, _log)
 
 
-def _config(args: argparse.Namespace) -> PrepareConfig:
+def _config(given: dict[str, Any]) -> PrepareConfig:
     """What the options ask for, laid over the recipe if there is one."""
-    given = vars(args)
     reading = {name: given[name] for name in OF_A_SOURCE if name in given}
-    if "recipe" in args:
+    if "recipe" in given:
         from longdraft.train.config_file import read_yaml, resolve
 
-        if "source" in args or reading:
-            option = next(iter(reading), "source")
-            raise ValueError(
-                f"{flag(option)} is given with the recipe {args.recipe}; write sources.NAME.FIELD=... instead"
-            )
-        values = {"out": Path("data", f"{Path(args.recipe).stem}-{{address}}")}
-        values |= resolve(read_yaml(args.recipe, given.get("overrides", [])))
+        if "source" in given or reading:
+            option, recipe = flag(next(iter(reading), "source")), given["recipe"]
+            raise ValueError(f"{option} is given with the recipe {recipe}; write sources.NAME.FIELD=... instead")
+        values = {"out": Path("data", f"{Path(given['recipe']).stem}-{{address}}")}
+        values |= resolve(read_yaml(given["recipe"], given.get("overrides", [])))
     else:
-        values = {"sources": same_way(args.source, **reading)}
+        values = {"sources": same_way(given["source"], **reading)}
     values |= {name: given[name] for name in SETTINGS if name in given}
     return validate(PrepareConfig, {"workers": os.cpu_count() or 1, **values})
 
 
-def _check_given(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
-    """Ends with argparse's own error for options that are missing."""
-    if missing := [flag(name) for name in names if name not in args]:
-        parser.error(f"the following arguments are required: {', '.join(missing)}")
+def _merge(given: dict[str, Any]) -> None:
+    limit = {"max_bad_share": given["max_bad_share"]} if "max_bad_share" in given else {}
+    merge(given["out"], **limit, log=_log)
 
 
-def _inspect(folder: Path, target: str | None, as_json: bool) -> None:
+def _inspect(given: dict[str, Any]) -> None:
     from longdraft.data_prep.inspection import as_text, inspect
 
-    if target is None:
-        report = inspect(folder)
-    else:
-        from longdraft.models.fingerprint import tokenizer_hash
-        from longdraft.models.hf import load_tokenizer
+    folder, known = given["inspect"], ()
+    with failures_described(folder):
+        if "target" in given:
+            from longdraft.models.fingerprint import tokenizer_hash
+            from longdraft.models.hf import load_tokenizer
 
-        tokenizer = load_tokenizer(target)
-        report = inspect(folder, tokenizer, tokenizer_hash(tokenizer))
-    _log(json.dumps(report, ensure_ascii=False, indent=1) if as_json else as_text(folder, report))
+            tokenizer = load_tokenizer(given["target"])
+            known = (tokenizer, tokenizer_hash(tokenizer))
+        report = inspect(folder, *known)
+    _log(json.dumps(report, ensure_ascii=False, indent=1) if "json" in given else as_text(folder, report))
 
 
 if __name__ == "__main__":

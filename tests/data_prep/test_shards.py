@@ -104,11 +104,8 @@ def test_missing_and_short_shards_are_refused_on_opening(split):
 
 
 def test_folders_that_are_no_split_are_refused(split, tmp_path):
-    with pytest.raises(ValueError, match="holds no finished data"):
+    with pytest.raises(ValueError, match=r"nowhere/manifest\.json"):
         ShardSet(tmp_path / "nowhere")
-    write_json(tmp_path / "manifest.json", {"format_version": FORMAT_VERSION, "splits": {}})
-    with pytest.raises(ValueError, match=r"open .*train"):
-        ShardSet(tmp_path)
     manifest = json.loads((split / "manifest.json").read_text())
     write_json(split / "manifest.json", {**manifest, "format_version": 99})
     with pytest.raises(ValueError, match="format 99"):
