@@ -7,11 +7,10 @@ from dataclasses import replace
 import torch
 from tqdm import tqdm
 
-from longdraft.benchmarks.drafters.measurements import Log, quiet, surroundings
 from longdraft.benchmarks.drafters.prompts import Asked, Question
+from longdraft.benchmarks.drafters.provenance import hardware, provenance
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record
-from longdraft.benchmarks.drafters.timing import seconds_of
-from longdraft.infer.drafters.base import Drafter
+from longdraft.benchmarks.drafters.timing import Log, peak_memory_mib, quiet, seconds_of
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
@@ -19,13 +18,21 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.models.target import Target
 
 WARM_UP_TOKENS, WARM_UP_PROMPT = 16, 1024
+PARTS = ("prefill", "first_token", "decode", "draft", "target", "commit")  # of an answer's seconds
 
 
 class EngineAnswers:
-    """Answers of one of our engines."""
+    """Answers of one of our engines.
+
+    Attributes:
+        learns: whether its drafter keeps something from one answer to the next.
+    """
 
     def __init__(self, engine: Engine):
-        self.engine = engine
+        self.engine, drafter = engine, engine.drafter
+        drafters = drafter.drafters if isinstance(drafter, Combined) else [drafter]
+        self.learns = any(isinstance(one, TokenRecycling) for one in drafters)
+        self.max_depth = drafter.max_depth
 
     def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
         began, lengths, arrivals, last = time.perf_counter(), [], [], None
@@ -35,36 +42,19 @@ class EngineAnswers:
             last = piece.generation
         assert last is not None
         stats = last.stats
-        seconds = {
-            f"{part}_seconds": round(getattr(stats, f"{part}_seconds"), 6)
-            for part in ("prefill", "first_token", "decode", "draft", "target", "commit")
-        }
-        decisions = dict(stats.decisions)
-        return Answer(
-            len(prompt), last.tokens, last.text, last.finish_reason, lengths, arrivals, stats.drafted,
-            decisions=decisions, **seconds,
-        )  # fmt: skip
-
-    @property
-    def max_depth(self) -> int:
-        return self.engine.drafter.max_depth
-
-    def tables(self) -> list[TokenRecycling]:
-        """The tables that its drafter keeps from one request to the next."""
-        drafter: Drafter = self.engine.drafter
-        drafters = drafter.drafters if isinstance(drafter, Combined) else [drafter]
-        return [drafter for drafter in drafters if isinstance(drafter, TokenRecycling)]
+        seconds = {f"{part}_seconds": round(getattr(stats, f"{part}_seconds"), 6) for part in PARTS}
+        told = len(prompt), last.tokens, last.text, last.finish_reason, lengths, arrivals, stats.drafted
+        return Answer(*told, decisions=dict(stats.decisions), **seconds)
 
 
 class TransformersAnswers:
     """Answers of transformers' own greedy `generate`. Each token counts as a step."""
 
-    max_depth = 0
+    learns, max_depth = False, 0
 
     def __init__(self, model, eos_token_ids: Sequence[int]):
         self.model, self._eos, self._device = model, list(eos_token_ids), next(model.parameters()).device
 
-    @torch.no_grad()
     def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
         """The prefill is timed as a call that generates one token."""
         prefill, _ = self._timed(prompt, replace(params, max_new_tokens=1))
@@ -73,9 +63,7 @@ class TransformersAnswers:
         seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # one token is the prefill's
         return Answer(len(prompt), tokens, None, "", [1] * count, [], decode_seconds=seconds, prefill_seconds=prefill)
 
-    def tables(self) -> list[TokenRecycling]:
-        return []
-
+    @torch.no_grad()
     def generate(self, prompt: list[int], params: SamplingParams) -> list[int]:
         """The new tokens; the checkpoint's own generation config is replaced."""
         from transformers import GenerationConfig
@@ -102,25 +90,37 @@ def ask(
     record: Record,
     log: Log = quiet,
 ) -> None:
-    """Ask every question of everybody before the next one; what the record holds is not asked again.
+    """Ask every question of everybody before the next one. What the record holds is not asked again, unless a drafter
+    that learns from its answers has some left: it is then asked everything, as an undisturbed run would.
 
     The warm-up uses another text, so that no drafter has seen an answer that is timed.
     """
     temperature = params.temperature
-    steps = [(one.question, name) for one in asked for name in answerers]
-    todo = [(question, name) for question, name in steps if (question.id, name, temperature) not in record.entries]
+    steps = [(one.question, name, (one.question.id, name, temperature)) for one in asked for name in answerers]
+    again = {name for _, name, key in steps if answerers[name].learns and key not in record.entries}
+    todo = [(question, name) for question, name, key in steps if name in again or key not in record.entries]
     if not todo:
         return
     log(f"timing at T {temperature:g}: {len(todo)} answers of {', '.join(answerers)}")
-    record.set_machine(surroundings(target))
+    record.set_machine(machine(target))
     warm = asked[0].question.prompt(target)[-WARM_UP_PROMPT:][::-1]
-    for name, answerer in answerers.items():
+    for answerer in answerers.values():
         answerer.answer(warm, replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens)))
-        record.restore(name, temperature, answerer.tables())
     for question, name in tqdm(todo, desc="answers", leave=False, disable=None):
         answerer, key = answerers[name], (question.id, question.task, question.category, name, temperature)
         turns, stopped = converse(target, answerer, question, params)
-        record.add(Entry(*key, turns, answerer.max_depth, stopped), answerer.tables())
+        record.add(Entry(*key, turns, answerer.max_depth, stopped))
+
+
+def machine(target: Target) -> dict:
+    """Where and with what the answers are made."""
+    weight = target.model.embed_tokens.weight
+    return provenance(weight.dtype, ("longdraft", "torch", "transformers")) | {
+        "target": target.name,
+        "device": hardware(weight.device),
+        "on_gpu": weight.is_cuda,
+        "peak_memory_mib": peak_memory_mib(weight.device),
+    }
 
 
 def converse(

@@ -5,33 +5,23 @@ No speed is reported without the exactness of the same drafter in the same recor
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from longdraft.benchmarks.drafters.answering import Answerer, EngineAnswers, TransformersAnswers, ask
 from longdraft.benchmarks.drafters.exactness import PROMPTS, Builder, fp32_layer_by_layer, prove
-from longdraft.benchmarks.drafters.measurements import (
-    Log,
-    choice_logits,
-    flips,
-    forget_peak_memory,
-    peak_memory_mib,
-    quiet,
-    width_curve,
-)
 from longdraft.benchmarks.drafters.metrics import rounded, run_figures, totals
 from longdraft.benchmarks.drafters.prompts import Asked
 from longdraft.benchmarks.drafters.record import Record
 from longdraft.benchmarks.drafters.rejection_sampling import first_places, shares
+from longdraft.benchmarks.drafters.timing import Log, forget_peak_memory, peak_memory_mib, quiet, width_curve
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.target import Target
 
 NOISE_TEMPERATURES, NOISE_PROMPTS, NOISE_TOKENS = (0.7, 1.0), 3, 64
-FLIP_TOKENS = 64
 PEER = "transformers"
 
 
@@ -45,8 +35,7 @@ class BenchSettings:
         sampling: further keywords for the answers' SamplingParams. ignore_eos: whether answers continue after an end
             token.
         nodes, noise_in_ranking: passed to the Engine.
-        passes: also measure the cost of a pass by its width, at `contexts` (None: the first prompt's length), and how
-            often passes of different widths choose different tokens.
+        passes: also measure the cost of a pass by its width, at `contexts` (None: the first prompt's length).
         noise: also measure acceptance with and without the noise in the ranking, and what classical rejection would
             accept.
     """
@@ -63,10 +52,6 @@ class BenchSettings:
     contexts: tuple[int, ...] | None = None
     noise: bool = False
     noise_in_ranking: bool = True
-
-    def greedy(self, new_tokens: int | None = None) -> SamplingParams:
-        """Greedy decoding without filters or penalties, for the proof and the single measurements."""
-        return SamplingParams(seed=self.seed, max_new_tokens=new_tokens or self.new_tokens, ignore_eos=True)
 
     def params(self, temperature: float, new_tokens: int | None = None) -> SamplingParams:
         options = {**self.sampling, "temperature": temperature, "ignore_eos": self.ignore_eos}
@@ -98,18 +83,6 @@ def bench(
         ValueError: a prompt that does not fit the target's positions.
         NotExact: a drafter whose tokens are not plain decoding's.
     """
-    _check_lengths(target, asked, settings)
-    run = _Bench(target, builders, asked, settings, transformers_model, log, record or Record({}))
-    with fp32_layer_by_layer(target.model) if settings.proof == "layerwise" else nullcontext():
-        run.prove()
-        if settings.passes:
-            run.decode_reference()
-    target.model.to(settings.dtype)
-    forget_peak_memory(target)
-    return run.measure()
-
-
-def _check_lengths(target: Target, asked: Sequence[Asked], settings: BenchSettings) -> None:
     positions = target.model.config.max_positions
     for number, one in enumerate(asked, start=1):
         if one.tokens + settings.new_tokens > positions:
@@ -119,16 +92,16 @@ def _check_lengths(target: Target, asked: Sequence[Asked], settings: BenchSettin
             )
     if wrong := [context for context in settings.contexts or () if context > positions]:
         raise ValueError(f"contexts: {wrong[0]} must lie in 1..{positions}, the target's positions")
+    run = _Bench(target, builders, asked, settings, transformers_model, log, record or Record({}))
+    run.prove()
+    target.model.to(settings.dtype)
+    forget_peak_memory(run.device)
+    return run.measure()
 
 
 @dataclass
 class _Bench:
-    """One call of `bench`, with its arguments.
-
-    Attributes:
-        text: the first prompt and the target's own greedy continuation. reference: fp32 logits of the continuation.
-        widest: rows of the widest pass that any drafter asks for.
-    """
+    """One call of `bench`, with its arguments."""
 
     target: Target
     builders: Mapping[str, Builder]
@@ -137,29 +110,24 @@ class _Bench:
     transformers_model: Any
     log: Log
     record: Record
-    text: list[int] = field(default_factory=list)
-    reference: Tensor | None = None
-    widest: int = 2
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.model.embed_tokens.weight.device
 
     def _prompts(self, count: int) -> list[list[int]]:
         return [one.question.prompt(self.target) for one in self.asked[:count]]
 
     def prove(self) -> None:
-        settings = self.settings
-        if self.record.proof is None:
-            proof = prove(
-                self.target, self.builders, self._prompts(PROMPTS), settings.greedy(), settings.proof, settings.dtype,
-                self.log,
-            )  # fmt: skip
-            self.record.set_proof(proof)
-
-    def decode_reference(self) -> None:
-        """Decode the target's own greedy text, on which dtypes and widths are compared."""
-        self.log("the target's own text")
-        (prompt,), params = self._prompts(1), self.settings.greedy(FLIP_TOKENS)
-        self.text = prompt + Engine(self.target).generate([prompt], params)[0].tokens
-        if self.settings.proof in ("fp32", "layerwise"):
-            self.reference = choice_logits(self.target, self.text, len(prompt) - 1, 1)
+        """Prove exactness and record it, unless the record has the proof of an earlier call."""
+        if self.record.proof is not None:
+            return
+        form, params = self.settings.proof, SamplingParams(seed=self.settings.seed, ignore_eos=True)
+        with fp32_layer_by_layer(self.target.model) if form == "layerwise" else nullcontext():
+            prompts = self._prompts(PROMPTS)
+            self.record.set_proof(
+                prove(self.target, self.builders, prompts, params, form, self.settings.dtype, self.log)
+            )
 
     def measure(self) -> dict:
         """Measure in the dtype that was asked for, and return all figures."""
@@ -167,7 +135,7 @@ class _Bench:
         curves: dict[str, dict[str, float]] = {}
         for context in (settings.contexts or (self.asked[0].tokens,)) if settings.passes else ():
             self.log(f"cost of a pass by its rows, behind {context} tokens")
-            curve = width_curve(self.target, context)
+            curve = width_curve(self.target.model, context)
             curves[str(context)] = {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
         found: dict[str, Any] = {"width_curves_ms": curves, "runs": []}
         for temperature in settings.temperatures:
@@ -185,15 +153,12 @@ class _Bench:
                 name: {str(temperature): self._noise(name, temperature) for temperature in NOISE_TEMPERATURES}
                 for name in self.builders
             }
-        if settings.passes:
-            start = len(self._prompts(1)[0]) - 1
-            found["flips"] = asdict(flips(self.target, self.reference, self.text, start, self.widest))
         lengths = [one.tokens for one in self.asked]
         names = ("new_tokens", "seed", "nodes", "sampling", "ignore_eos", "noise_in_ranking")
         used = {"prompts": len(self.asked), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
         used |= {name: getattr(settings, name) for name in names}
         found |= {**(self.record.proof or {}), "left_out": self.record.left_out, "settings": used}
-        return found | self.record.machine | {"peak_memory_mib": peak_memory_mib(self.target)}
+        return found | self.record.machine | {"peak_memory_mib": peak_memory_mib(self.device)}
 
     def _answers(self, temperature: float) -> dict[str, dict]:
         """Ask every question at this temperature, the drafters in turns, and return the figures by name."""
@@ -213,9 +178,7 @@ class _Bench:
             return EngineAnswers(Engine(self.target, keep_prompts=False))
         settings, drafter = self.settings, self.builders[name](self.target)
         options = {"nodes": settings.nodes, "noise_in_ranking": settings.noise_in_ranking}
-        engine = Engine(self.target, drafter, keep_prompts=False, **options)
-        self.widest = max(self.widest, 1 + engine.drafter.max_nodes)
-        return EngineAnswers(engine)
+        return EngineAnswers(Engine(self.target, drafter, keep_prompts=False, **options))
 
     def _noise(self, name: str, temperature: float) -> dict:
         """Tokens a step and acceptance with the noise in the ranking and without it, every proposed node verified; with

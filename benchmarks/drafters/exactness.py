@@ -16,8 +16,9 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from longdraft.benchmarks.drafters.measurements import Log, choice_logits, quiet
+from longdraft.benchmarks.drafters.timing import Log, quiet
 from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
@@ -27,6 +28,7 @@ from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.footprint import cache_rows, layer_weights, pass_bytes, size, size_of
 from longdraft.models.layer import Layer
+from longdraft.models.passes import Pass, prompt_rows
 from longdraft.models.target import Target
 
 FORMS = ("fp32", "layerwise", "serving", "off")
@@ -82,24 +84,22 @@ def choose_form(asked: str | None, config: DecoderConfig, dtype: torch.dtype, ro
             f"{'--exactness' if fitting else '--target'}: {form} does not fit with a cache of {room.longest} "
             f"positions: {ways}, and {free} is free; give another --exactness, a smaller target or fewer tokens"
         )
-    shown = f", and {free} is free" if room.free is not None else ""
-    first = NAMES[first_dtype(form, dtype)]
-    how = f"to show exactness in {describe_form(form, dtype)}: takes {size(needed[form])}{shown}"
-    return form, f"Loading in {first}, {how}"
+    first, words = NAMES[first_dtype(form, dtype)], describe_form(form, dtype)
+    return form, f"Loading in {first}, to show exactness in {words}: takes {size(needed[form])}"
 
 
 def needed_bytes(form: str, config: DecoderConfig, dtype: torch.dtype, room: Room) -> int:
     """Bytes of target, caches and passes at the peak, in the proof or while speeds are measured."""
     layer, outside = layer_weights(config)
-    whole = config.n_layers * layer + outside
-    weights = {"fp32": 4 * whole, "layerwise": dtype.itemsize * config.n_layers * layer + 4 * (layer + outside)}
+    in_layers, whole = config.n_layers * layer, config.n_layers * layer + outside
+    weights = {"fp32": 4 * whole, "layerwise": dtype.itemsize * in_layers + 4 * (layer + outside)}
 
     def decoding(slots: int, positions: int, computed: torch.dtype) -> int:
         cache = cache_rows(config, slots * (positions + SLACK_ROWS), computed)
         logits = 2 * slots * SLACK_ROWS * config.vocab_size * computed.itemsize
         return size_of(cache) + logits + pass_bytes(config, PREFILL_ROWS, computed)
 
-    in_proof = dtype if form in ("serving", "off") else torch.float32
+    in_proof = torch.float32 if form in weights else dtype
     proof = weights.get(form, dtype.itemsize * whole) + decoding(PROMPTS, room.prompt_tokens + TOKENS, in_proof)
     speeds = dtype.itemsize * whole + decoding(1, room.longest, dtype)
     return int(MARGIN * max(proof, speeds)) + room.beside
@@ -107,9 +107,8 @@ def needed_bytes(form: str, config: DecoderConfig, dtype: torch.dtype, room: Roo
 
 def describe_form(form: str, dtype: torch.dtype) -> str:
     """The form in words: in which precision the target is, and which part of it."""
-    whole = "fp32, all layers"
-    forms = {"fp32": whole, "layerwise": f"{whole}, one at a time", "off": "nothing: --exactness off"}
-    return forms.get(form, f"{NAMES[dtype]} alone")
+    forms = {"fp32": "fp32, all layers", "layerwise": "fp32, all layers, one at a time"}
+    return forms.get(form, "nothing: --exactness off" if form == "off" else f"{NAMES[dtype]} alone")
 
 
 def first_dtype(form: str, dtype: torch.dtype) -> torch.dtype:
@@ -159,48 +158,34 @@ def prove(
     verified. In the serving dtype they may differ at near-ties.
 
     Args:
-        target: loaded as the form asks. params: greedy, with the seed.
+        target: loaded as `first_dtype` says; inside `fp32_layer_by_layer` for the form "layerwise".
+        params: seed and end tokens of the requests.
+        dtype: that of the speeds.
 
-    Returns: what a benchmark reports of it. "exact" is True after a proof in fp32, None after a weaker one or none.
+    Returns: `exact` (None if it was not proved in fp32), `exact_checked` (what was compared, in words) and `proof`,
+    with the Differences by drafter in the form "serving". Nothing if there is no drafter.
 
     Raises: NotExact for a drafter whose tokens differ, in the serving dtype at more than a near-tie.
     """
     if not builders:
         return {}
-    words = describe_form(form, dtype)
+    serving, words = form == "serving", describe_form(form, dtype)
+    proof: dict[str, Any] = {"form": form, "words": words, "complete": form in ("fp32", "layerwise")}
     if form == "off":
-        return {"exact": None, "exact_checked": words, "proof": {"form": form, "words": words, "complete": False}}
+        return {"exact": None, "exact_checked": words, "proof": proof}
     some, plain, greedy = prompts[:PROMPTS], Engine(target), replace(params, max_new_tokens=TOKENS)
     # Where the gap of a flip is measured, no filter may cut off one of its two tokens.
-    sampled = replace(greedy, temperature=1.0, top_p=1.0 if form == "serving" else 0.95)
-    flips: dict[str, list[Differences]] = {}
-    compared = 0
+    sampled = replace(greedy, temperature=1.0, top_p=1.0 if serving else 0.95)
+    found, tokens = {}, 0
     for name, build in builders.items():
-        engine, compared = Engine(target, build(target), nodes=None), 0
-        log(f"proof in {NAMES[dtype] if form == 'serving' else 'fp32'} that {name} is exact")
-        for request in (greedy, sampled):
-            if form == "serving":
-                flips.setdefault(name, []).append(count_flips(plain, engine, name, some, request))
-                compared += flips[name][-1].tokens
-                continue
-            right, found = ([one.tokens for one in each.generate(some, request)] for each in (plain, engine))
-            if right != found:
-                raise NotExact(f"exact: NO, {_difference(name, right, found)}; no speed is worth a number")
-            compared += sum(map(len, right))
-    how = f"{compared} tokens a drafter in {words}, greedy and T 1{'' if form == 'serving' else ' with top-p 0.95'}"
-    proof: dict[str, Any] = {"form": form, "words": words, "complete": form != "serving"}
-    if flips:
-        proof["flips"] = {name: asdict(_together(counted)) for name, counted in flips.items()}
-    return {"exact": None if form == "serving" else True, "exact_checked": how, "proof": proof}
-
-
-def _difference(name: str, right: list[list[int]], found: list[list[int]]) -> str:
-    """The first token that differs, in words."""
-    for i, (expected, tokens) in enumerate(zip(right, found, strict=True)):
-        for t, (a, b) in enumerate(zip_longest(expected, tokens)):
-            if a != b:
-                return f"{name} differs from plain decoding in fp32 at prompt {i}, token {t}: {b} instead of {a}"
-    raise AssertionError("nothing differs")
+        log(f"proof in {NAMES[dtype] if serving else 'fp32'} that {name} is exact")
+        engine = Engine(target, build(target), nodes=None)
+        counted = [count_differences(plain, engine, name, some, one, exactly=not serving) for one in (greedy, sampled)]
+        found[name], tokens = asdict(sum(counted, Differences())), sum(one.tokens for one in counted)
+    if serving:
+        proof["flips"] = found
+    how = f"{tokens} tokens a drafter in {words}, greedy and T 1{'' if serving else ' with top-p 0.95'}"
+    return {"exact": None if serving else True, "exact_checked": how, "proof": proof}
 
 
 @dataclass(frozen=True)
@@ -212,41 +197,54 @@ class Differences:
         near_tie: the gap that the dtype's own rounding may flip, None if there was no flip.
     """
 
-    flips: int
-    tokens: int
+    flips: int = 0
+    tokens: int = 0
     largest_gap: float = 0.0
     near_tie: float | None = None
 
+    def __add__(self, other: "Differences") -> "Differences":
+        near_ties = [one for one in (self.near_tie, other.near_tie) if one is not None]
+        gap = max(self.largest_gap, other.largest_gap)
+        return Differences(self.flips + other.flips, self.tokens + other.tokens, gap, max(near_ties, default=None))
 
-def _together(found: Sequence[Differences]) -> Differences:
-    near_ties = [one.near_tie for one in found if one.near_tie is not None]
-    flips, tokens = (sum(getattr(one, name) for one in found) for name in ("flips", "tokens"))
-    return Differences(flips, tokens, max(one.largest_gap for one in found), max(near_ties, default=None))
 
-
-def count_flips(
-    plain: Engine, engine: Engine, name: str, prompts: Sequence[list[int]], params: SamplingParams
+def count_differences(
+    plain: Engine,
+    engine: Engine,
+    name: str,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    exactly: bool = False,
 ) -> Differences:
     """Count where an engine's tokens differ from plain decoding's, in any dtype. After each difference the engine
     continues from plain decoding's token; that is comparable because the noise depends on the position alone.
 
     Args:
-        name: of the engine's drafter. params: for every prompt, without filters and penalties.
+        name: of the engine's drafter.
+        params: for every prompt; without filters and penalties unless `exactly`.
+        exactly: no token may differ.
 
-    Raises: NotExact if the two tokens of a flip are further apart than rounding explains.
+    Raises: NotExact if a token differs, or else if the two tokens of a flip are further apart than rounding explains.
     """
     target, right = plain.target, [one.tokens for one in plain.generate(prompts, params)]
     rest, gaps = list(zip(prompts, right, strict=True)), []
     while rest:
-        requests = [replace(params, max_new_tokens=len(expected)) for _, expected in rest]
+        requests = [params if exactly else replace(params, max_new_tokens=len(expected)) for _, expected in rest]
         found = [one.tokens for one in engine.generate([prompt for prompt, _ in rest], requests)]
         after_flips = []
-        for (prompt, expected), tokens in zip(rest, found, strict=True):
-            at = next((i for i, (a, b) in enumerate(zip(expected, tokens, strict=True)) if a != b), None)
-            if at is not None:
-                gaps.append(_gap(target, prompt + expected[:at], expected[at], tokens[at], params))
-                if expected[at + 1 :]:
-                    after_flips.append((prompt + expected[: at + 1], expected[at + 1 :]))
+        for i, ((prompt, expected), tokens) in enumerate(zip(rest, found, strict=True)):
+            at = next((t for t, (a, b) in enumerate(zip_longest(expected, tokens)) if a != b), None)
+            if at is None:
+                continue
+            if exactly or len(tokens) != len(expected):
+                of_each = " instead of ".join(str(list(some[at : at + 1])) for some in (tokens, expected))
+                raise NotExact(
+                    f"exact: NO, {name} differs from plain decoding in fp32 at prompt {i}, token {at}: {of_each}; no "
+                    "speed is worth a number"
+                )
+            gaps.append(_gap(target, prompt + expected[:at], expected[at], tokens[at], params))
+            if expected[at + 1 :]:
+                after_flips.append((prompt + expected[: at + 1], expected[at + 1 :]))
         rest = after_flips
     count = sum(map(len, right))
     if not gaps:
@@ -258,6 +256,20 @@ def count_flips(
             f"rounding turns {near_tie:.3f} at most; no speed is worth a number"
         )
     return Differences(len(gaps), count, max(gaps), near_tie)
+
+
+@torch.no_grad()
+def choice_logits(target: Target, tokens: Sequence[int], start: int, width: int) -> Tensor:
+    """Logits [T - start, V] behind each of the T tokens from `start` on, from passes of `width` rows on a cache of
+    those before."""
+    model, rows = target.model, torch.tensor([list(tokens)], device=target.model.embed_tokens.weight.device)
+    cache, logits = model.new_cache(1, len(tokens) + width), []
+    before = rows[:, :start].split(prompt_rows(rows.device.type), dim=1)
+    for needs, chunks in (({"last_kv"}, before), ({"logits"}, rows[:, start:].split(width, dim=1))):
+        for chunk in chunks:
+            logits.append(model(Pass(chunk, cache=cache, needs=needs)).logits)
+            cache.commit(None, torch.tensor([chunk.shape[1]], device=rows.device))
+    return torch.cat(logits[len(before) :], 1)[0]
 
 
 @torch.no_grad()

@@ -1,8 +1,4 @@
-"""Where figures come from: date, commit, hardware and package versions, in the same form for every benchmark.
-
-Needs only the standard library until the hardware is asked for, because benchmarks/checks/gpu_check.py starts on
-machines where little is installed.
-"""
+"""Where figures come from: date, commit, hardware and package versions, in the same form for every benchmark."""
 
 import os
 import platform
@@ -11,10 +7,8 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 def date() -> str:
@@ -50,10 +44,8 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
     return found
 
 
-def hardware(device: "torch.device") -> str:
+def hardware(device: torch.device) -> str:
     """The name of the GPU or of the CPU."""
-    import torch
-
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -62,10 +54,8 @@ def hardware(device: "torch.device") -> str:
     return next(named, platform.processor() or platform.machine())
 
 
-def provenance(dtype: "torch.dtype", packages: Iterable[str]) -> dict:
+def provenance(dtype: torch.dtype, packages: Iterable[str]) -> dict:
     """What every benchmark reports beside its device."""
-    import torch
-
     return {
         "date": date(),
         "commit": commit(),

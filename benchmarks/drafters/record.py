@@ -11,9 +11,9 @@ from longdraft.models.draft_folder import CONFIG, WEIGHTS, local_folder
 from longdraft.models.files import WorkFolder, file_digest, read_plan
 from longdraft.models.schema import validate
 
-FORMAT, STATE = "longdraft bench 2", "state"
+FORMAT = "longdraft bench 2"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "**/*.gguf")
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of a weight file: enough to tell two trainings of one network apart
+SAMPLE_BYTES = 2**16  # of a weight file: enough to tell two trainings of one network apart
 
 
 @dataclass(frozen=True)
@@ -118,29 +118,9 @@ class Record:
             if one["id"] not in known:
                 self._add("left_out", dict(one))
 
-    def add(self, entry: Entry, tables: Sequence[Any] = ()) -> None:
-        """Append an answered question, and save the drafter's tables as they are now until its next answer."""
-        before = self._states(entry.drafter, entry.temperature, tables)
-        after = self._states(entry.drafter, entry.temperature, tables, 1)
-        for path, table in after.items():
-            path.parent.mkdir(exist_ok=True)
-            table.save(path)
+    def add(self, entry: Entry) -> None:
+        """Append an answered question; it replaces an earlier answer of the same drafter."""
         self._add("entry", entry)
-        for path in before:
-            path.unlink(missing_ok=True)
-
-    def restore(self, drafter: str, temperature: float, tables: Sequence[Any]) -> None:
-        """Load a drafter's tables as they were after its last recorded answer."""
-        for path, table in self._states(drafter, temperature, tables).items():
-            if path.exists():
-                table.load(path)
-
-    def _states(self, drafter: str, temperature: float, tables: Sequence[Any], more: int = 0) -> dict[Path, Any]:
-        """The file of each table after the last recorded answer (and `more`); none without a folder."""
-        if self.work is None:
-            return {}
-        name = f"{drafter}-{temperature:g}-{len(self.of(drafter, temperature)) + more}"
-        return {self.work.path / STATE / f"{name}.{number}": table for number, table in enumerate(tables)}
 
     def of(self, drafter: str, temperature: float) -> list[Entry]:
         return self.by_drafter().get(temperature, {}).get(drafter, [])
@@ -189,8 +169,8 @@ def digest(content: bytes) -> str:
 
 
 def checkpoint_digest(path: str, gguf_file: str | None = None) -> str | None:
-    """Tells a local checkpoint from another one of its name: covers config.json and each weight file's name, size and
-    some of its bytes. None if `path` is not a local file or folder.
+    """Tells a local checkpoint from another one of its name: covers config.json and each weight file's name, size, and
+    bytes in its middle and at its end. None if `path` is not a local file or folder.
     """
     place = Path(path).expanduser()
     if not place.exists():
@@ -203,13 +183,12 @@ def checkpoint_digest(path: str, gguf_file: str | None = None) -> str | None:
 
 
 def _sample(file: Path) -> tuple[int, str]:
-    """A file's size, and the digest of blocks evenly spaced in it."""
-    size, blocks = file.stat().st_size, []
+    size, content = file.stat().st_size, b""
     with file.open("rb") as opened:
-        for i in range(SAMPLES):
-            opened.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
-            blocks.append(opened.read(SAMPLE_BYTES))
-    return size, digest(b"".join(blocks))
+        for start in (size // 2, max(0, size - SAMPLE_BYTES)):
+            opened.seek(start)
+            content += opened.read(SAMPLE_BYTES)
+    return size, digest(content)
 
 
 def draft_digest(draft: str) -> str:

@@ -107,21 +107,12 @@ def _verdicts(result: dict) -> list[str]:
     for context, curve in result["width_curves_ms"].items():
         shown = ", ".join(f"{width}: {ms / curve['1']:.2f}" for width, ms in curve.items())
         lines.append(f"a pass behind {context} tokens, {curve['1']:.1f} ms for one row; by rows: {shown}")
-    if "flips" in result:
-        lines.append(_flips(result["flips"], result["dtype"]))
     if "plain_over_transformers" in result:
         lines.append(
             f"plain decoding over transformers' generate: {result['plain_over_transformers']:.2f}x "
             f"({result['transformers_tokens_per_second']:.1f} tokens/s)"
         )
     return lines + [reason for run in result["runs"] for reason in _reasons(run)]
-
-
-def _flips(flips: dict, dtype: str) -> str:
-    gap = f", gap up to {flips['largest_gap']:.3f}" if flips["flips"] else ""
-    error = "" if flips["dtype_error"] is None else f" (logit error of {dtype}: {flips['dtype_error']:.3f})"
-    chosen = f"{flips['flips']} of {flips['positions']} greedy choices"
-    return f"{dtype} flips: {chosen} differ between passes of 1 and {flips['width']} rows{gap}{error}"
 
 
 def exactness(result: Mapping[str, Any]) -> str:

@@ -1,13 +1,28 @@
-"""Times calls in turns, and measures the peak of allocated memory."""
+"""Times calls in turns and the target's passes by their width, and measures peaks of memory."""
 
+import resource
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+
+from longdraft.infer.graphs import graphs_for
+from longdraft.kernels.cpu.library import decoding
+from longdraft.models.decoder import Decoder
+from longdraft.models.passes import Pass
 
 SPUN_OUT = 0.02  # seconds after which idle threads on a CPU have stopped spinning
+WIDTHS, REPEATS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40), 7  # of a width curve
 Name = TypeVar("Name")
+Log = Callable[[str], object]  # is told what begins
+
+
+def quiet(_: str) -> None:
+    """A log that is not kept."""
 
 
 def seconds_of(run: Callable[[], Any], device: torch.device | None = None) -> float:
@@ -23,17 +38,59 @@ def take_turns(
     runs: Mapping[Name, Callable[[], Any]],
     repeats: int,
     clock: Callable[[Callable[[], Any]], float] = seconds_of,
-    ends: Callable[[int], bool] = lambda turn: False,
 ) -> dict[Name, list[float]]:
-    """Time the runs in turns and return the seconds of each. clock: times one run. ends: whether to stop before this
-    turn."""
+    """Time the runs in turns and return the seconds of each. clock: times one run."""
     seconds: dict[Name, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats):
-        if ends(turn):
-            break
+    for _ in range(repeats):
         for name, run in runs.items():
             seconds[name].append(clock(run))
     return seconds
+
+
+@torch.no_grad()
+def width_curve(
+    model: Decoder,
+    context: int,
+    widths: Sequence[int] = WIDTHS,
+    repeats: int = REPEATS,
+    recorded: bool | None = None,
+) -> dict[int, float]:
+    """Return the median seconds of a target pass (with the logits of all rows) by its width, behind `context` cached
+    rows, which are random. The widths take turns. recorded: as `graphs` of the Engine; None: as decoding's passes."""
+    device, generator = model.embed_tokens.weight.device, torch.Generator().manual_seed(0)
+    cache = model.new_cache(1, context + max(widths))
+    cache.keys.normal_()
+    cache.values.normal_()
+    cache.commit(None, torch.tensor([context], device=device))
+    rows_1N = torch.randint(model.config.vocab_size, (1, max(widths)), generator=generator).to(device)
+    graphs = graphs_for(recorded, model)
+
+    def logits(rows_BN: Tensor) -> Tensor:
+        found = model(Pass(rows_BN, cache=cache, needs={"logits"})).logits
+        assert found is not None
+        return found
+
+    def run(width: int) -> None:
+        with decoding(device.type == "cpu"):
+            graphs.run(("width",), (model, cache), logits, rows_1N[:, :width], widest=width)
+
+    runs = {width: partial(run, width) for width in widths}
+    take_turns(runs, 2 if graphs.recording else 1)  # the first turn warms up; in the second one, passes are recorded
+    seconds = take_turns(runs, repeats, partial(seconds_of, device=device))
+    return {width: statistics.median(of) for width, of in seconds.items()}
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_mib` count from here on, on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_mib(device: torch.device) -> int:
+    """Peak memory of the GPU since `forget_peak_memory`, or of this process since it began."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:

@@ -14,33 +14,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longdraft.benchmarks.kernels.candidates import OURS, Build, Run, Unavailable, race, too_far
-from longdraft.benchmarks.kernels.profiles import Profile
-from longdraft.benchmarks.kernels.timing import Bench
+from longdraft.benchmarks.kernels.profiles import PROFILES, attention_work
+from longdraft.benchmarks.kernels.race import OURS, Bench, Build, NotTimed, Run, check_error, race
 from longdraft.kernels import tree_attention as ours
 from longdraft.kernels.backend import has_flash_attn
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 
-SMALL = 1037  # committed rows of the compared case, if the timed case's reference does not fit into memory
 SPARE = 23  # rows of capacity after the pass
 
 
 @dataclass
 class Case:
     """One slot's queries, keys and values. `exact` is the output of the fp32 reference, `plain` that of PyTorch's
-    attention in the same precision; both are None if nothing is compared. `tree_mask_1NN` is None for a single row."""
+    attention in the same precision. `tree_1NN`: bool; a single row is a tree, too."""
 
     q_1NHd: Tensor
     keys_1CKd: Tensor
     values_1CKd: Tensor
     length: int
-    tree_mask_1NN: Tensor | None
-    exact: Tensor | None = None
-    plain: Tensor | None = None
-
-    @property
-    def n_query_tokens(self) -> int:
-        return self.q_1NHd.shape[1]
+    tree_1NN: Tensor
+    exact: Tensor
+    plain: Tensor
 
     @property
     def groups(self) -> int:
@@ -50,23 +44,6 @@ class Case:
     def lengths_1(self) -> Tensor:
         return torch.tensor([self.length], device=self.q_1NHd.device)
 
-    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Views q [1, H, N, d], k and v [1, K, S + N, d] of the rows that were written."""
-        stop = self.length + self.n_query_tokens
-        q, k, v = self.q_1NHd, self.keys_1CKd[:, :stop], self.values_1CKd[:, :stop]
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-    def own_mask(self) -> Tensor:
-        """Bool [N, N]: which of the pass's own rows each of them attends to."""
-        if self.tree_mask_1NN is not None:
-            return self.tree_mask_1NN[0]
-        return torch.ones(1, 1, dtype=torch.bool, device=self.q_1NHd.device)
-
-    def full_mask(self) -> Tensor:
-        """Bool [N, S + N]: all committed rows, and the tree."""
-        own_NN = self.own_mask()
-        return torch.cat((own_NN.new_ones(self.n_query_tokens, self.length), own_NN), 1)
-
     def folded(self) -> Tensor:
         """Queries [1, K, Q, d]: row g * N + n of key head k is row n of query head k * G + g."""
         q_1NKGd = self.q_1NHd.unflatten(2, (-1, self.groups))
@@ -74,8 +51,19 @@ class Case:
 
     def unfolded(self, x_1KQd: Tensor) -> Tensor:
         """Undo `folded`, for any last dimension: [1, N, H, d]."""
-        x_1KGNd = x_1KQd.unflatten(2, (self.groups, self.n_query_tokens))
+        x_1KGNd = x_1KQd.unflatten(2, (self.groups, self.q_1NHd.shape[1]))
         return x_1KGNd.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def heads_first(*rows: Tensor) -> list[Tensor]:
+    """[1, N, H, d] -> [1, H, N, d]."""
+    return [x.transpose(1, 2) for x in rows]
+
+
+def full_mask(tree_1NN: Tensor, length: int) -> Tensor:
+    """Bool [N, S + N]: all committed rows, and the tree."""
+    own_NN = tree_1NN[0]
+    return torch.cat((own_NN.new_ones(len(own_NN), length), own_NN), 1)
 
 
 def random_tree(n_nodes: int) -> Tensor:
@@ -87,29 +75,27 @@ def random_tree(n_nodes: int) -> Tensor:
     return mask
 
 
-def make_case(bench: Bench, profile: Profile, context: int, nodes: int, compared: bool) -> Case:
-    """Random rows with NaN in the capacity after them, and with `exact` and `plain` if the case is to be compared."""
-    generator = torch.Generator(bench.device).manual_seed(context + nodes)
+def make_case(bench: Bench, profile: str, context: int, nodes: int) -> Case:
+    """Random rows with NaN in the capacity after them."""
+    config, generator = PROFILES[profile], torch.Generator(bench.device).manual_seed(context + nodes)
 
     def draw(n_tokens: int, heads: int) -> Tensor:
-        shape = 1, n_tokens, heads, profile.head_dim
+        shape = 1, n_tokens, heads, config.head_dim
         return torch.randn(shape, generator=generator, device=bench.device, dtype=bench.dtype)
 
-    capacity = context + nodes + SPARE
-    keys, values = draw(capacity, profile.n_kv_heads), draw(capacity, profile.n_kv_heads)
-    keys[:, context + nodes :] = values[:, context + nodes :] = float("nan")
-    tree = None if nodes == 1 else random_tree(nodes).to(bench.device)[None]
-    case = Case(draw(nodes, profile.n_heads), keys, values, context, tree)
-    if compared:
-        case.exact = reference(case.q_1NHd.float(), keys, values, case.lengths_1, tree)[0]
-        plain = scaled_dot_product_attention(*case.heads_first(), attn_mask=case.full_mask(), enable_gqa=True)
-        case.plain = plain.transpose(1, 2)
-    return case
+    stop = context + nodes
+    q, keys, values = draw(nodes, config.n_heads), *(draw(stop + SPARE, config.n_kv_heads) for _ in range(2))
+    keys[:, stop:] = values[:, stop:] = float("nan")
+    tree = random_tree(nodes).to(bench.device)[None]
+    exact = reference(q.float(), keys, values, torch.tensor([context], device=bench.device), tree)[0]
+    rows = heads_first(q, keys[:, :stop], values[:, :stop])
+    plain = scaled_dot_product_attention(*rows, attn_mask=full_mask(tree, context), enable_gqa=True)
+    return Case(q, keys, values, context, tree, exact, plain.transpose(1, 2))
 
 
 def _ours(case: Case) -> Run:
-    lengths, tree = case.lengths_1, case.tree_mask_1NN
-    plan = ours.PassPlan(lengths, case.n_query_tokens, tree)
+    lengths, tree = case.lengths_1, case.tree_1NN if case.tree_1NN.shape[1] > 1 else None
+    plan = ours.PassPlan(lengths, case.q_1NHd.shape[1], tree)
     return lambda: ours.tree_attention(case.q_1NHd, case.keys_1CKd, case.values_1CKd, lengths, tree, None, plan)
 
 
@@ -118,33 +104,40 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
+def _rows(case: Case) -> tuple[Tensor, Tensor]:
+    """Views k and v [1, K, S + N, d] of the rows that were written."""
+    stop = case.length + case.q_1NHd.shape[1]
+    k, v = heads_first(case.keys_1CKd[:, :stop], case.values_1CKd[:, :stop])
+    return k, v
+
+
 def _sdpa(case: Case) -> Run:
-    _, k, v = case.heads_first()
+    k, v = _rows(case)
+    mask = full_mask(case.tree_1NN, case.length)
     # A single row attends to everything, and the call without a mask is faster.
-    mask = None if case.n_query_tokens == 1 else _additive(case.full_mask(), k.dtype).repeat(case.groups, 1)
-    return lambda: case.unfolded(scaled_dot_product_attention(case.folded(), k, v, attn_mask=mask))
+    bias = None if len(mask) == 1 else _additive(mask, k.dtype).repeat(case.groups, 1)
+    return lambda: case.unfolded(scaled_dot_product_attention(case.folded(), k, v, attn_mask=bias))
 
 
 def _flex(case: Case) -> Run:
     if not case.q_1NHd.is_cuda:
-        raise Unavailable("left out on a CPU, where compiling it takes longer than all else")
+        raise NotTimed("not available", "left out on a CPU, where compiling it takes longer than all else")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    q, k, v = case.heads_first()
-    own, length, last = case.own_mask(), case.length, case.n_query_tokens - 1
+    (q,), (k, v) = heads_first(case.q_1NHd), _rows(case)
+    own, length, last = case.tree_1NN[0], case.length, case.q_1NHd.shape[1] - 1
 
     def opened(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         del batch, head
         return (key < length) | own[row.clamp(max=last), (key - length).clamp(0, last)]
 
     torch._dynamo.reset()  # otherwise PyTorch stops compiling after several shapes
-    blocks = create_block_mask(opened, 1, 1, case.n_query_tokens, k.shape[2], device=q.device.type)
+    blocks = create_block_mask(opened, 1, 1, last + 1, k.shape[2], device=q.device.type)
     compiled = torch.compile(flex_attention, dynamic=False)
 
+    @torch.no_grad()
     def run() -> Tensor:
-        with torch.no_grad():
-            out = compiled(q, k, v, block_mask=blocks, enable_gqa=case.groups > 1)
-        assert isinstance(out, Tensor)
+        out: Any = compiled(q, k, v, block_mask=blocks, enable_gqa=case.groups > 1)
         return out.transpose(1, 2)
 
     return run
@@ -162,28 +155,25 @@ def _with_own_rows(
 
 def _flash(case: Case) -> Run:
     """A flash kernel over the prefix (flash-attn's, else PyTorch's), merged with attention over the tree."""
-    _, k, v = case.heads_first()
+    k, v = _rows(case)
     if k.is_cuda and k.dtype == torch.float32:
-        raise Unavailable("flash kernels take fp16 and bf16 on a GPU")
+        raise NotTimed("not available", "flash kernels take fp16 and bf16 on a GPU")
     (old_k, k), (old_v, v) = ((x[:, :, : case.length], x[0, :, case.length :]) for x in (k, v))
-    bias = _additive(case.own_mask(), torch.float32).repeat(case.groups, 1)
+    bias = _additive(case.tree_1NN[0], torch.float32).repeat(case.groups, 1)
     merge = torch.compile(_with_own_rows, dynamic=False) if k.is_cuda else _with_own_rows
-    if has_flash_attn() and k.is_cuda:
+    lengths, aten = case.lengths_1.int(), torch.ops.aten
+    on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+    kernel = aten._scaled_dot_product_flash_attention if k.is_cuda else on_cpu
+
+    def prefix(q_1KQd: Tensor) -> tuple[Tensor, Tensor]:
+        if not (has_flash_attn() and k.is_cuda):
+            return kernel(q_1KQd, old_k, old_v)[:2]
         from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
 
-        lengths = case.lengths_1.int()
-
-        def prefix(q_1KQd: Tensor) -> tuple[Tensor, Tensor]:
-            q_1QKd, cache = q_1KQd.transpose(1, 2), (case.keys_1CKd, case.values_1CKd)
-            out, lse_1KQ = flash_attn_with_kvcache(q_1QKd, *cache, cache_seqlens=lengths, return_softmax_lse=True)
-            return out.transpose(1, 2), lse_1KQ
-    else:
-        aten = torch.ops.aten
-        on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
-        kernel = aten._scaled_dot_product_flash_attention if k.is_cuda else on_cpu
-
-        def prefix(q_1KQd: Tensor) -> tuple[Tensor, Tensor]:
-            return kernel(q_1KQd, old_k, old_v)[:2]
+        cache = case.keys_1CKd, case.values_1CKd
+        q_1QKd = q_1KQd.transpose(1, 2)
+        out, lse_1KQ = flash_attn_with_kvcache(q_1QKd, *cache, cache_seqlens=lengths, return_softmax_lse=True)
+        return out.transpose(1, 2), lse_1KQ
 
     def run() -> Tensor:
         q_1KQd = case.folded()
@@ -201,27 +191,20 @@ IMPLEMENTATIONS: dict[str, Build] = {
 }
 
 
-def verdict(name: str, case: Any, out: Tensor) -> str | None:
-    """Apply the rule of candidates.py, to the largest error for ours and to the norm for peers: those that round before
-    they merge sometimes double the largest error, but never the norm."""
-    return too_far(out, case.exact, case.plain, largest=name.startswith(OURS))
+def check(name: str, case: Any, out: Tensor) -> None:
+    """Apply the rule of race.py, to the largest error for ours and to the norm for peers: those that round before they
+    merge sometimes double the largest error, but never the norm."""
+    check_error(out, case.exact, case.plain, largest=name.startswith(OURS))
 
 
 def measure(
-    bench: Bench, profile: Profile, contexts: list[int], nodes: list[int], builds: dict[str, Build] = IMPLEMENTATIONS
+    bench: Bench, profile: str, contexts: list[int], nodes: list[int], builds: dict[str, Build] = IMPLEMENTATIONS
 ) -> list[dict]:
     """Return a row of every implementation for each context and number of rows of a pass."""
     found = []
     for context in contexts:
         for n in nodes:
-            work = profile.attention_work(context, n, bench.dtype.itemsize, int(random_tree(n).sum()))
-            # The reference holds scores, masked scores and weights of all pairs, and K and V, in fp32.
-            compared = 4 * 4 * profile.n_heads * n * context + 6 * work.bytes < bench.free_bytes
-
-            def cases(context=context, n=n, compared=compared) -> list[Case]:
-                small = [] if compared else [make_case(bench, profile, SMALL, n, True)]
-                return [*small, make_case(bench, profile, context, n, compared)]
-
-            shape = {"benchmark": "attention", "profile": profile.name, "context": context, "nodes": n}
-            found += race(bench, shape, builds, cases, verdict, work)
+            work = attention_work(PROFILES[profile], context, n, bench.dtype.itemsize, int(random_tree(n).sum()))
+            shape = {"benchmark": "attention", "profile": profile, "context": context, "nodes": n}
+            found += race(bench, shape, builds, lambda at=context, n=n: [make_case(bench, profile, at, n)], check, work)
     return found

@@ -17,13 +17,16 @@ import torch
 from longdraft.benchmarks.drafters.metrics import lay_out
 from longdraft.benchmarks.drafters.provenance import hardware, provenance
 from longdraft.benchmarks.kernels import attention, loss, step
-from longdraft.benchmarks.kernels.candidates import OURS
-from longdraft.benchmarks.kernels.profiles import PROFILES
-from longdraft.benchmarks.kernels.timing import DTYPES, Bench, Ceilings
+from longdraft.benchmarks.kernels.profiles import POSITIONS, PROFILES
+from longdraft.benchmarks.kernels.race import DTYPES, OURS, Bench, Ceilings
 from longdraft.models.device import check_device, default_device
 
 # In this order; once the budget is spent, the rest is reported as not measured.
-BENCHMARKS = ("attention", "step", "loss")
+TITLES = {
+    "attention": "Tree attention of one layer, one sequence",
+    "step": "A target pass of several rows, one sequence",
+    "loss": "Loss and hidden gradients of heads that share one LM head",
+}
 PACKAGES = ("torch", "triton", "transformers", "flash_attn", "liger_kernel")
 # Default values: (on a GPU, quick on a GPU, on a CPU, quick on a CPU).
 DEFAULTS = {
@@ -44,48 +47,29 @@ COLUMNS = {
     "peak_bytes": ("peak MiB", ",.0f", 2**-20),
     "over_one_row": ("over 1 row", ".2f", 1), "over_longdraft": ("over ours", ".2f", 1),
 }  # fmt: skip
-TITLES = {
-    "attention": "Tree attention of one layer, one sequence",
-    "step": "A target pass of several rows, one sequence",
-    "loss": "Loss and hidden gradients of heads that share one LM head",
-}
 
 
-def _parser() -> argparse.ArgumentParser:
+def read(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments and fill in every default."""
     parser = argparse.ArgumentParser(description="Kernels and target passes against the machine's ceilings.")
     add = parser.add_argument
     help = "any of attention, step, loss; ceilings alone: only those (default: all)"
     add("what", nargs="*", metavar="WHAT", help=help)
     add("--profile", nargs="+", choices=PROFILES, help="whose shapes (default: llama3.1-8b, on a CPU smollm2-135m)")
-    add("--contexts", nargs="+", type=_from(1, 2**20), help="committed rows, of attention and step")
-    add("--nodes", nargs="+", type=_from(1, 128), help="rows of a pass, 1 to 128, of attention and step")
-    add("--rows", type=_from(2, 2**20), help="of each head's loss")
+    add("--contexts", nargs="+", type=_up_to(POSITIONS), help="committed rows, of attention and step")
+    add("--nodes", nargs="+", type=_up_to(128), help="rows of a pass, 1 to 128, of attention and step")
+    add("--rows", type=_up_to(2**20), help="of each head's loss")
     add("--dtype", choices=DTYPES, default="bf16")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--turns", type=_from(1, 1000), help="of the implementations, at most")
+    add("--turns", type=_up_to(1000), help="of the implementations")
     add("--budget", type=float, help="seconds, after which nothing new begins")
     add("--quick", action="store_true", help="fewer shapes and turns, within 150 s")
     add("--out", type=Path, metavar="FOLDER", help="also write NAME.json and NAME.txt there")
     add("--name", help="of these files (default: DATE-COMMIT-HARDWARE)")
-    return parser
-
-
-def _from(least: int, most: int):
-    def number(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most}")
-        return int(text)
-
-    return number
-
-
-def read(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments and fill in every default."""
-    parser = _parser()
     args = parser.parse_args(argv)
-    if unknown := sorted(set(args.what) - {*BENCHMARKS, "ceilings"}):
-        parser.error(f"{', '.join(unknown)}: no benchmark; give any of {', '.join(BENCHMARKS)}, ceilings")
-    args.what = args.what or list(BENCHMARKS)
+    if unknown := sorted(set(args.what) - {*TITLES, "ceilings"}):
+        parser.error(f"{', '.join(unknown)}: no benchmark; give any of {', '.join(TITLES)}, ceilings")
+    args.what = args.what or list(TITLES)
     name, otherwise = "--device", "give --device cpu"
     try:
         device = default_device(name, otherwise) if args.device == "auto" else check_device(args.device, name)
@@ -98,10 +82,19 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _up_to(most: int):
+    def number(text: str) -> int:
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not from 1 to {most}")
+        return int(text)
+
+    return number
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = read(argv)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    bench = Bench(torch.device(args.device), DTYPES[args.dtype], args.turns, args.budget, args.quick)
+    bench = Bench(torch.device(args.device), DTYPES[args.dtype], args.turns, args.budget)
     result = provenance(bench.dtype, PACKAGES) | {"hardware": hardware(bench.device), "device": args.device}
     result["settings"] = {name: value for name, value in vars(args).items() if name not in ("out", "name")}
     result |= {"ceilings": bench.ceilings._asdict(), "results": []}
@@ -114,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, measure in measures.items():
         for profile in args.profile:
             if name in args.what:
-                result["results"] += measure(PROFILES[profile])
+                result["results"] += measure(profile)
                 result["seconds"] = round(args.budget - bench.left, 1)
                 _write(result, args)  # so that a run that is killed leaves what it has
     print("\n" + table(result))
@@ -155,9 +148,8 @@ def _lines(rows: Sequence[dict]) -> list[str]:
     lines = ["  ".join(header).rstrip()]
     lines.append("-" * len(lines[0]))
     for cells, row in zip(padded, rows, strict=True):
-        timed = row["status"] == "ok"
-        reason = [] if timed else [f"{row['status']}: {row['reason']}"]
-        lines.append("  ".join((cells if timed else cells[: what + 1]) + reason).rstrip())
+        shown = cells if "ms" in row else [*cells[: what + 1], f"{row['status']}: {row['reason']}"]
+        lines.append("  ".join(shown).rstrip())
     return lines
 
 

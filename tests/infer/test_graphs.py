@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longdraft.benchmarks.drafters import measurements as measure_module
+from longdraft.benchmarks.drafters import timing as timing_module
 from longdraft.infer import graphs as graphs_module
 from longdraft.infer import runner as runner_module
 from longdraft.infer.drafters.combine import Combined
@@ -255,10 +255,10 @@ def test_every_pass_of_a_sharded_target_is_announced_and_gathers_its_layers(
 
 def test_the_width_curve_times_passes_as_they_will_run(made, as_on_a_gpu, monkeypatch):
     """Each width is launched once, recorded once, and replayed in every turn that counts."""
-    monkeypatch.setattr(measure_module, "graphs_for", lambda *_: Graphs(record))
+    monkeypatch.setattr(timing_module, "graphs_for", lambda *_: Graphs(record))
     target, _ = made("plain")
     launched = []
     target.model.embed_tokens.register_forward_hook(lambda module, given, out: launched.append(out.shape[1]))
-    curve = measure_module.width_curve(target, context=9, widths=(1, 5), repeats=3)
-    assert launched == [9, 1, 5, 1, 5] and len(RECORDED) == 2
+    curve = timing_module.width_curve(target.model, context=9, widths=(1, 5), repeats=3)
+    assert launched == [1, 5, 1, 5] and len(RECORDED) == 2
     assert set(curve) == {1, 5} and min(curve.values()) > 0

@@ -1,7 +1,6 @@
 """Every Triton kernel compiles for GPUs that are not there. That checks what the interpreter ignores: types, shapes of
 blocks, and a program's shared memory, registers and stack. Its results are tested elsewhere, in the interpreter and on
-GPUs. benchmarks/kernels/limits.py compiles in a process without the interpreter; with `--all` it compiles every kernel
-for all architectures, dtypes and shapes.
+GPUs. benchmarks/kernels/limits.py compiles in a process without the interpreter.
 """
 
 import json
@@ -13,9 +12,6 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks/kernels/limits.py"
-# Instructions for 64 keys in the loop over committed keys, with 64 nodes, 32 heads of width 128, 8 key heads, bf16,
-# sm_90 and Triton 3.7.1. `python benchmarks/kernels/limits.py --kernel tree_attention --arch 90` counts them.
-MAIN_LOOP = 359
 
 pytestmark = pytest.mark.nightly
 
@@ -42,10 +38,3 @@ def test_all_kernels_compile_within_the_limits_of_every_gpu(compiled):
     shapes = {(kernel["variant"]["dtype"], kernel["variant"]["width"]) for kernel in trees}
     assert shapes == {(dtype, width) for dtype in ("bf16", "fp32") for width in (64, 128, 256)}
     assert not any(kernel["stack"] for kernel in trees)
-
-
-@pytest.mark.timeout(600)
-def test_the_loop_over_committed_keys_stays_short(compiled):
-    """At most a fifth more instructions than when it was written. Masks are in another loop."""
-    ((main, masked),) = [kernel["loops"] for kernel in compiled if kernel["loops"]]
-    assert main <= 1.2 * MAIN_LOOP and main < masked

@@ -132,7 +132,7 @@ def test_bench_writes_table_picture_and_json(folder, capsys):
     assert set(result["noise"]["tokenswift"]["0.7"]) == {"with", "without", "first_place"}
     assert set(result["width_curves_ms"]) == {"8", "24"}
     assert set(result["width_curves_ms"]["8"]) == {"1", "2", "3", "4", "6", "8", "12", "16", "24", "40"}
-    assert result["flips"]["positions"] > 16 and result["tokens_equal_to_transformers"][1] == 48
+    assert result["tokens_equal_to_transformers"][1] == 48
     assert json.loads((folder / "run" / "bench.json").read_text()) == result
     assert (folder / "run" / "report.txt").read_text().strip() in out
     assert (folder / "run" / "report.png").read_bytes().startswith(b"\x89PNG")
