@@ -178,8 +178,8 @@ def prove(
     sampled = replace(greedy, temperature=1.0, top_p=1.0 if serving else 0.95)
     found, tokens = {}, 0
     for name, build in builders.items():
-        log(f"proof in {NAMES[dtype] if serving else 'fp32'} that {name} is exact")
         engine = Engine(target, build(target), nodes=None)
+        log(f"proof in {NAMES[dtype] if serving else 'fp32'} that {name} is exact")
         counted = [count_differences(plain, engine, name, some, one, exactly=not serving) for one in (greedy, sampled)]
         found[name], tokens = asdict(sum(counted, Differences())), sum(one.tokens for one in counted)
     if serving:
