@@ -31,6 +31,9 @@ CEILING_SIZES = {"cuda": (2**29, 8192), "cpu": (2**26, 512)}
 # In fp32 the error of plain PyTorch may happen to be zero; this fraction of the largest value is always allowed.
 FLOOR = 2e-5
 
+# What PyTorch, compilers and other libraries raise for what they do not support; Triton's errors derive from Exception.
+UNSUPPORTED = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, AttributeError, LookupError)
+
 Run = Callable[[], Any]
 # Prepares a candidate for a case; masks, layouts and whatever else the layers of a pass share are not timed.
 Build = Callable[[Any], Run]
@@ -129,7 +132,9 @@ class Bench:
             return work(), {"status": "ok"}
         except NotTimed as error:
             return None, {"status": error.status, "reason": str(error)}
-        except Exception as error:  # whatever PyTorch, compilers and other libraries raise for what they do not support
+        except Exception as error:
+            if not isinstance(error, UNSUPPORTED) and not type(error).__module__.startswith("triton"):
+                raise
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
             return None, {"status": "failed" if name.startswith(OURS) else "not available", "reason": reason}
 
