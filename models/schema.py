@@ -143,7 +143,7 @@ def one_line(error: ValidationError, where: str = "") -> str:
     unknown = ("unknown", "extra_forbidden", "unexpected_keyword_argument")
     first = min(error.errors(include_url=False), key=lambda detail: detail["type"] not in unknown)
     # The parts in brackets are pydantic's names for members of a union.
-    path = [where] * bool(where) + [str(part) for part in first["loc"] if "[" not in str(part)]
+    path = [where] * bool(where) + [" ".join(str(part).split()) for part in first["loc"] if "[" not in str(part)]
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "unknown":
         path.append(first["ctx"]["field"])  # pyright: ignore[reportTypedDictNotRequiredAccess]

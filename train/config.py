@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from omegaconf import OmegaConf
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.drafts.longspec import LongSpecConfig
@@ -30,12 +30,6 @@ MAX_NUMBER = 2**31 - 1
 _ANY_TARGET = DecoderConfig(1 << 40, 2, 2, 1, 1, 1, 2, 1e-6, 1 << 40, RopeConfig(2, 1 << 40))
 
 
-def _named(text: str) -> str:
-    if not text.strip() or "\0" in text:
-        raise ValueError("names nothing; give a name or path, or leave the field out")
-    return text
-
-
 def _greedy_or_sampled(temperature: float) -> float:
     if 0 < temperature < 1e-6:  # the sampler's own limit (infer/sampling.py)
         raise ValueError(f"{temperature:g}; give 0 (greedy) or a number from 1e-06 on")
@@ -48,7 +42,7 @@ Share = Annotated[Float, Field(gt=0, le=1)]
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 Weight = Annotated[Float, Field(ge=0, le=MAX_NUMBER)]
 Temperature = Annotated[Weight, AfterValidator(_greedy_or_sampled)]
-Name = Annotated[Str, AfterValidator(_named)]
+Name = Annotated[Str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$")]
 PathName = Annotated[Name, AfterValidator(from_home)]
 
 
@@ -130,7 +124,7 @@ class DataSection(Schema):
     the prepared folder's own.
 
     `positions`: plain, or anchor_offset (LongSpec, 3.2), where the first `sinks` positions of each document piece stay
-    (4 by default) and the others move on by a random offset, to at most `max_position`.
+    and the others move on by a random offset, to at most `max_position`.
     `query_share`: the share of each piece's tokens, in blocks, that the draft runs for, which bounds its memory at any
     length. The target always reads all tokens.
     `max_dropped_share`: the largest share of documents that the preparation may have left out as bad or unfit (those
@@ -141,20 +135,14 @@ class DataSection(Schema):
     seq_len: Count
     positions: Literal["plain", "anchor_offset"] = "plain"
     max_position: Count | None = None
-    sinks: Natural | None = None
+    sinks: Natural = SINKS
     query_share: Share = 1.0
     max_dropped_share: Annotated[Float, Field(ge=0, le=1)] = 0.5
 
-    @model_validator(mode="before")
+    @field_validator("sinks", mode="before")
     @classmethod
-    def _default_sinks(cls, values: Any) -> Any:
-        """4 where positions move, none where they do not, as the configs of shipped drafts are meant."""
-        if not isinstance(values, Mapping):
-            return values
-        moves, sinks = values.get("positions") == "anchor_offset", values.get("sinks")
-        if (moves and sinks is None) or (not moves and sinks == SINKS):
-            return {**values, "sinks": SINKS if moves else None}
-        return values
+    def _default_sinks(cls, value: Any) -> Any:
+        return SINKS if value is None else value  # saved configs of plain positions have none
 
     def check_positions(self, target: str, limit: int) -> None:
         """Raises ValueError where rows or moved positions go beyond the target's `limit`."""
@@ -225,8 +213,7 @@ class TrainSection(Schema):
         return "kl" if is_kl else self.loss, self.text_weight or 0.0
 
     def n_passes(self, world_size: int) -> int:
-        """The number of passes that a rank makes in a step. Where a step's passes do not divide among the ranks, the
-        last one is empty on some.
+        """The number of passes that a rank makes in a step; the last one is empty on some where they do not divide.
 
         Raises ValueError where the ranks do not divide into groups that share a row.
         """
@@ -236,11 +223,6 @@ class TrainSection(Schema):
                 "divisor, or start another number of ranks"
             )
         return -(-self.global_batch // (self.micro_batch * (world_size // self.sequence_parallel)))
-
-    def n_empty_passes(self, world_size: int) -> int:
-        """The number of passes without rows in a step, over all ranks (or groups of ranks that share a row)."""
-        readers = world_size // self.sequence_parallel
-        return self.n_passes(world_size) * readers - -(-self.global_batch // self.micro_batch)
 
 
 class OptimizerSection(Schema):
@@ -292,7 +274,7 @@ class LogSection(Schema):
     every: Count = 1
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     # W&B's own rules for the name of a project.
-    wandb_project: Annotated[Name, Field(max_length=128, pattern=r"^[^/\\#?%:]*$")] = "longdraft"
+    wandb_project: Annotated[Str, Field(max_length=128, pattern=r"^[^\s/\\#?%:\x00][^/\\#?%:\x00]*$")] = "longdraft"
 
 
 class Config(Schema):
@@ -311,9 +293,10 @@ class Config(Schema):
             self.draft.network(_ANY_TARGET)
         except ValueError as error:
             raise ValueError(f"draft.{str(error).removeprefix('draft.')}") from None
-        for is_met, message in _rules(self):
+        for name, is_met, message in _rules(self):
             if not is_met:
-                raise ValueError(message)
+                section, field = name.split(".")
+                raise ValueError(f"{name}: {getattr(getattr(self, section), field)} {message}")
         return self
 
     def changed(self, **sections: Mapping[str, Any]) -> "Config":
@@ -341,44 +324,39 @@ class Config(Schema):
         )
 
 
-def _rules(config: Config) -> Iterator[tuple[bool, str]]:
-    """What fields must be to each other: whether it is so, and what is said otherwise."""
+def _rules(config: Config) -> Iterator[tuple[str, bool, str]]:
+    """What fields must be to each other: a field, whether its value is valid beside the others, and what is said after
+    the value otherwise."""
     data, train, optimizer, decoding = config.data, config.train, config.optimizer, config.decoding
     draft: Any = config.draft
     for section, pair in EITHER.items():
-        n_set = sum(getattr(getattr(config, section), name) is not None for name in pair)
-        names = ", ".join(f"{section}.{name}" for name in pair)
-        yield n_set == 1, f"{names}: {'both are' if n_set else 'neither is'} given; set one of them"
+        values = [getattr(getattr(config, section), name) for name in pair]
+        yield f"{section}.{pair[0]}", values.count(None) == 1, f"beside {pair[1]} = {values[1]}; set one of them"
     for name, losses in (("text_weight", ("mix",)), ("kl_steps", ("overlap", "acceptance"))):
-        given = f"train.{name}: {getattr(train, name)} with train.loss = {train.loss}"
-        yield (
-            (getattr(train, name) is not None) == (train.loss in losses),
-            f"{given}; give it with {' or '.join(losses)} alone",
-        )
+        is_met = (getattr(train, name) is not None) == (train.loss in losses)
+        yield f"train.{name}", is_met, f"with train.loss = {train.loss}; give it with {' or '.join(losses)} alone"
     for name, value in (("optimizer.warmup_steps", optimizer.warmup_steps), ("train.kl_steps", train.kl_steps)):
-        below = train.steps is None or value is None or value < train.steps
-        yield below, f"{name}: {value} must be below the {train.steps} steps of the run"
+        is_below = train.steps is None or value is None or value < train.steps
+        yield name, is_below, f"must be below the {train.steps} steps of the run"
     whole = train.zero_stage < 3 and not train.offload_optimizer
-    remedy = "set train.zero_stage to 1 or 2 and train.offload_optimizer to false"
-    yield optimizer.name != "adamuon" or whole, f"optimizer.name: adamuon takes whole matrices on the device; {remedy}"
+    remedy = "takes whole matrices on the device: set train.zero_stage to 1 or 2, train.offload_optimizer to false"
+    yield "optimizer.name", optimizer.name != "adamuon" or whole, remedy
     if train.level_weights is not None:
-        weights, noise = train.level_weights, getattr(draft, "noise", 0)
-        fitting = len(weights) == noise > 0 and weights[0] > 0
-        remedy = f"give {noise} numbers, draft.noise, the first above 0" if noise else "leave it out, no noise is drawn"
-        yield fitting, f"train.level_weights: {list(weights)} with draft.method = {draft.method}; {remedy}"
+        n_levels = getattr(draft, "noise", 0)
+        is_met = len(train.level_weights) == n_levels > 0 and train.level_weights[0] > 0
+        remedy = f"with {draft.method}; give as many numbers as draft.noise, {n_levels}, the first above 0"
+        yield "train.level_weights", is_met, remedy
     n_heads = getattr(draft, "n_heads", -1)
-    yield data.seq_len > n_heads + 1, f"data.seq_len: {data.seq_len} leaves no label for draft.n_heads = {n_heads}"
-    if data.positions == "anchor_offset":
-        remedy = f"give at least data.seq_len = {data.seq_len}, at most the target's own; 30000 in the paper"
-        far = (data.max_position or 0) >= data.seq_len
-        yield far, f"data.max_position: {data.max_position} with anchor_offset; {remedy}"
-    else:
-        for name in ("max_position", "sinks"):
-            yield getattr(data, name) is None, f"data.{name}: plain positions do not move; leave it out"
-    given = bool(decoding.contexts) or not decoding.every
-    yield given, f"decoding.contexts: empty, but decoding.every = {decoding.every}; give lengths, as [512, 2048]"
-    for name, values in (("contexts", decoding.contexts), ("temperatures", decoding.temperatures)):
-        yield len(set(values)) == len(values), f"decoding.{name}: {list(values)} has one twice; give each once"
+    yield "data.seq_len", data.seq_len > n_heads + 1, f"leaves no label for draft.n_heads = {n_heads}"
+    moves = data.positions == "anchor_offset"
+    is_met = (data.max_position or 0) >= data.seq_len if moves else data.max_position is None
+    remedy = f"with {data.positions}: anchor_offset takes a number from data.seq_len = {data.seq_len} on, plain none"
+    yield "data.max_position", is_met, remedy
+    is_met = bool(decoding.contexts) or not decoding.every
+    yield "decoding.contexts", is_met, f"with decoding.every = {decoding.every}; give lengths, as [512, 2048]"
+    for name in ("contexts", "temperatures"):
+        values = getattr(decoding, name)
+        yield f"decoding.{name}", len(set(values)) == len(values), "has a value twice; give each once"
 
 
 def config_from_dict(values: Any) -> Config:

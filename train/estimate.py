@@ -20,7 +20,7 @@ from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.hf import read_target_config
 from longdraft.train.config import DataSection, DraftSection, TrainSection
 from longdraft.train.config_file import Stage
-from longdraft.train.memory import MIB, Estimate, estimate
+from longdraft.train.memory import Estimate, estimate
 from longdraft.train.tracking import read_metrics
 
 # Operations of a backward pass over those of its forward pass. A product: the gradients of its input and its weight.
@@ -100,13 +100,6 @@ def report(
     Raises ValueError where a target cannot be read, is not for our decoder or has too few positions, or that number of
     ranks cannot share rows.
     """
-    targets = [stage.config.target for stage in stages]
-    for target in targets:
-        if target.loader != "longdraft":
-            raise ValueError(
-                f"target.loader: {target.loader}, but --estimate counts what our decoder allocates; set it to "
-                "longdraft where that knows the model, or train without an estimate"
-            )
     gpu = torch.cuda.is_available() if gpu is None else gpu
     gpu = gpu and all(stage.config.train.device != "cpu" for stage in stages)
     n_ranks = (torch.cuda.device_count() if gpu else 1) if n_ranks is None else n_ranks
@@ -115,60 +108,44 @@ def report(
             raise ValueError(f"{name}: {given}; give a number above 0")
     read = cache(read_target_config)  # reading the metadata of a .gguf file takes seconds
     parts = []
-    for stage, section in zip(stages, targets, strict=True):
-        config, target = stage.config, read(section.path, section.gguf_file, section.max_positions)
+    for stage in stages:
+        config, section, train = stage.config, stage.config.target, stage.config.train
+        if section.loader != "longdraft":
+            raise ValueError(f"target.loader: {section.loader}, but --estimate counts what our decoder allocates")
+        target = read(section.path, section.gguf_file, section.max_positions)
         config.data.check_positions(section.path, target.max_positions)
-        found = operations(config.draft, config.data, config.train.loss, target)
-        title = f"{'' if stage.name is None else f'Stage {stage.name}: '}{config.draft.method} for {section.path} in "
+        title = "" if stage.name is None else f"Stage {stage.name}: "
+        shared = f", {train.sequence_parallel} ranks a row" if train.sequence_parallel > 1 else ""
+        found = operations(config.draft, config.data, train.loss, target)
         parts += [
-            title + _passes(config.train, config.data.seq_len, n_ranks, gpu),
+            f"{title}{config.draft.method} for {section.path} in {train.precision} on {n_ranks} "
+            f"{'GPUs' if gpu else 'CPU processes'}{shared}; a pass of {train.pass_rows} x {config.data.seq_len:,} "
+            f"tokens, {train.n_passes(n_ranks)} a step",
             memory_table(estimate(config, target, n_ranks, gpu)),
-            _operations(found) + _hours(found, config.train, config.data, n_ranks, tflops),
+            f"Millions of operations a token: target {found.target / 1e6:,.1f}, draft {found.forward / 1e6:,.1f} "
+            f"forward and {found.backward / 1e6:,.1f} backward, LM head and loss {found.labels * found.head / 1e6:,.1f}"
+            f"\nr, a step over the target's pass: {found.r:.3f}" + _hours(found, train, config.data, n_ranks, tflops),
         ]
     return "\n\n".join(parts)
 
 
-def _passes(train: TrainSection, seq_len: int, n_ranks: int, gpu: bool) -> str:
-    devices = f"{n_ranks} {'GPU' if gpu else 'CPU process'}{'' if n_ranks == 1 else 's' if gpu else 'es'}"
-    shared = f", {train.sequence_parallel} ranks a row" if train.sequence_parallel > 1 else ""
-    n_passes, empty = train.n_passes(n_ranks), train.n_empty_passes(n_ranks)
-    of_all = n_passes * n_ranks // train.sequence_parallel
-    idle = f"; {empty} of {of_all} passes are empty, as {train.global_batch} rows a step do not fill them"
-    return (
-        f"{train.precision} on {devices}{shared}; a pass of {train.pass_rows} x {seq_len:,} tokens, {n_passes} a step, "
-        f"on each{idle if empty else ''}"
-    )
-
-
 def memory_table(found: Estimate) -> str:
-    """A table for people: one line for what is there all the time and for each moment, in MiB or GiB."""
+    """A table for people, in GiB: what is there all the time, and what each moment of a step adds."""
     name, peak = found.peak
-    unit, word, digits = (2**30, "GiB", 2) if peak >= 2**33 else (MIB, "MiB", 0)
     lines = {**found.kept, "the process itself": found.process}
     lines |= {f"+ {moment}": n_bytes for moment, n_bytes in found.moments.items()}
     lines |= {f"at most, in: {name}": peak} | ({"and on the host": found.host} if found.host else {})
-    rows = [f"{title:44}{n_bytes / unit:10,.{digits}f}" for title, n_bytes in lines.items()]
-    return "\n".join([f"{'':44}{word:>10}", *rows])
-
-
-def _operations(found: Operations) -> str:
-    head = found.labels * found.head
-    return (
-        f"Millions of operations a token: target {found.target / 1e6:,.1f}, draft {found.forward / 1e6:,.1f} forward "
-        f"and {found.backward / 1e6:,.1f} backward, LM head and loss {head / 1e6:,.1f}\n"
-        f"r, a step over the target's pass: {found.r:.3f}"
-    )
+    return "\n".join([f"{'':50}       GiB", *(f"{title:50}{n / 2**30:10,.2f}" for title, n in lines.items())])
 
 
 def _hours(found: Operations, train: TrainSection, data: DataSection, n_ranks: int, tflops: float | None) -> str:
     """The time of all steps, or of a thousand where their number is not known before the data."""
-    rate, source = tflops or 0.0, "as given"
+    source = "as given"
     if tflops is None:
         measured = [record["tflops_per_rank"] for record in read_metrics(train.run_dir) if "tflops_per_rank" in record]
         if not measured:
             return ""
-        rate, source = median(measured), f"as the run in {train.run_dir} measured"
+        tflops, source = median(measured), f"as the run in {train.run_dir} measured"
     n_tokens, n_steps = train.global_batch * data.seq_len, train.steps or 1000
-    of_all = n_steps * found.of_step(n_tokens, n_tokens * found.labels)
-    hours = of_all / (rate * 1e12 * n_ranks) / 3600
-    return f"\n{hours:,.2f} hours for {n_steps:,} steps at {rate:g} TFLOP/s a rank, {source}"
+    hours = n_steps * found.of_step(n_tokens, n_tokens * found.labels) / (tflops * 1e12 * n_ranks) / 3600
+    return f"\n{hours:,.2f} hours for {n_steps:,} steps at {tflops:g} TFLOP/s a rank, {source}"

