@@ -102,7 +102,9 @@ def target_entry(target: Target, weights_sha256: str | None = None) -> TargetEnt
 
     weights_sha256: `weights_hash` of the weights that it was trained with; None: the target's own.
     """
-    weights = weights_sha256 or target.fingerprint.get("weights") or weights_hash(target.model)
+    weights = weights_sha256 or target.fingerprint.get("weights")
+    if weights is None and target.loader == "longdraft":  # transformers' weights have other names and forms
+        weights = weights_hash(target.model)
     entry: TargetEntry = {
         "name": target.name,
         "config_sha256": target.fingerprint["config"],

@@ -99,8 +99,8 @@ def load_through_transformers(
 ) -> Target:
     """Like `load_target`, but transformers' own classes compute: any causal family whose layers give keys and values.
 
-    A short pass is compared with transformers' own attention and, if our decoder knows the family, with our decoder;
-    the fingerprint is then the same as `load_target`'s.
+    A short pass is compared with transformers' own attention. For a family that our decoder knows, the fingerprint is
+    the same as `load_target`'s, without the hash of the weights.
 
     Args:
         wrap: takes a function that reads the model, and its configuration; returns the model on its device and further
@@ -108,8 +108,7 @@ def load_through_transformers(
     Raises: ValueError as `load_target`, for a model that TransformersModel refuses, and if a comparison differs.
     """
     # Here, because what these import of transformers takes half a second.
-    from longdraft.models.transformers_check import check_against
-    from longdraft.models.transformers_model import TransformersModel
+    from longdraft.models.transformers_model import TransformersModel, check_against
 
     device = check_device(device)
     name, location = _locate(path, gguf_file)

@@ -13,17 +13,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 
 from longdraft.kernels.rotate import rotate
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.fingerprint import json_hash, shape_hash, weights_hash
 from longdraft.models.layer import AttentionContext, Layer, Linear, attend
 from longdraft.models.passes import Pass, TargetOutput, take_at, take_one, take_spans
 from longdraft.models.rope import Rope
@@ -40,13 +40,12 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 class _Running(AttentionContext):
     """A pass, and what it has shown so far.
 
-    queries, windows, attentions: of each layer that has run its wanted queries [B, H, d], sliding window and module.
-    heads: H, K and d of the last of these layers; last_kv: its K and V [B, T, K, d]. pre_norm: the final norm's input.
+    queries, windows: of each layer that has run its wanted queries [B, H, d] and its sliding window. heads: H, K and d
+    of the last of these layers; last_kv: its K and V [B, T, K, d]. pre_norm: the final norm's input.
     """
 
     queries: list[Tensor] = field(default_factory=list)
     windows: list[int | None] = field(default_factory=list)
-    attentions: list[nn.Module] = field(default_factory=list)
     heads: tuple[int, int, int] = (0, 0, 0)
     last_kv: tuple[Tensor, Tensor] | None = None
     pre_norm: Tensor | None = None
@@ -83,7 +82,6 @@ def attention(
         qkv_BTNd = torch.cat([q_BTHd, k_BTKd, v_BTKd], 2)
         inputs.cache.append(layer, qkv_BTNd, no_turn, torch.cat([torch.zeros_like(no_turn)] * 2, 3))
     running.windows.append(sliding_window)
-    running.attentions.append(module)
     running.heads, running.last_kv = (q_BTHd.shape[2], k_BTKd.shape[2], width), (k_BTKd, v_BTKd)
     if "queries" in inputs.needs:
         running.queries.append(take_one(q_BTHd, inputs.queries_at_B))
@@ -109,9 +107,10 @@ AttentionInterface.register(ATTENTION, attention)
 class TransformersModel(Decoder):
     """A frozen model of transformers as a target, with the interface of `Decoder`.
 
-    A pass always runs all layers to the end. nn.Linear modules become our `Linear`, so that on a CPU a token's result
-    does not depend on the width of its pass while decoding. Logits are the LM head's product: if transformers scales
-    them afterwards, the factor is multiplied into a copy of the head's weights.
+    A pass always runs all layers to the end, and all tokens at once (`Pass.chunk` has no effect). nn.Linear modules
+    become our `Linear`, so that on a CPU a token's result does not depend on the width of its pass while decoding.
+    Logits are the LM head's product: if transformers scales them afterwards, the factor is multiplied into a copy of
+    the head's weights.
 
     Args:
         model: a `...ForCausalLM` with its weights; changed in place.
@@ -154,7 +153,6 @@ class TransformersModel(Decoder):
         self.config = known or foreign_config(model, probed.heads, probed.windows, max_positions)
         if max_positions is not None:
             self.config = replace(self.config, max_positions=max_positions)
-        self._chunk_feed_forward(probed.attentions)
         self.rope = Rope(self.config.rope)
         self.rotates = known is not None or self._rotates()
 
@@ -285,13 +283,55 @@ class TransformersModel(Decoder):
         rotated = rotate(k_12Kd[:, :1].contiguous(), cos / self.rope.scaling, sin / self.rope.scaling)
         return distance(rotated, k_12Kd[:, 1:]) < TOLERANCES[output.last_kv[0].dtype]
 
-    def _chunk_feed_forward(self, attentions: Collection[nn.Module]) -> None:
-        """Let the layers' feed-forwards (parts with matrices and no attention) take `Pass.chunk` tokens at a time."""
-        with_attention = set(attentions)
-        for part in (part for layer in self.layers for part in layer.children()):
-            has_matrices = any(weight.dim() > 1 for weight in part.parameters())
-            if has_matrices and not with_attention.intersection(part.modules()):
-                part.forward = partial(_in_chunks, part.forward)
+
+def check_against(model: TransformersModel) -> dict[str, str]:
+    """The target's fingerprint of configuration and, for a family that our decoder does not know, weights
+    (models/fingerprint.py), once a probe pass agrees with transformers' own attention.
+
+    Raises ValueError, with the largest difference, where it does not.
+    """
+    probe = model.probe_pass(needs=frozenset({"post_norm", "last_kv"}))
+    output, expected = model(probe), _by_hf_attention(model, probe)
+    pairs = {"post_norm": (output.post_norm, expected.post_norm)}
+    pairs |= zip(("last keys", "values"), zip(output.last_kv, expected.last_kv, strict=True), strict=True)
+    distances = {name: distance(*pair) for name, pair in pairs.items()}
+    worst = max(distances, key=lambda name: distances[name])
+    # The layers' roundings add up like the steps of a random walk.
+    if not distances[worst] < TOLERANCES[model.embed_tokens.weight.dtype] * len(model.layers) ** 0.5:
+        raise ValueError(
+            f"target.loader: a pass of {type(model.hf_model).__name__} differs from transformers' own attention, most "
+            f"in its {worst}, by {distances[worst]:.3g} of their norm; take another target"
+        )
+    if model.known is not None:
+        return {"config": shape_hash(model.known)}
+    config = json_hash({"model_type": model.hf_model.config.model_type, "shape": shape_hash(model.config)})
+    weights = weights_hash(model, cast(Any, model.around_layer))
+    return {"config": config} | ({} if weights is None else {"weights": weights})
+
+
+@torch.no_grad()
+def _by_hf_attention(model: TransformersModel, probe: Pass) -> TargetOutput:
+    """The probe as transformers computes it, piece by piece."""
+    outputs, positions_BT = [], probe.positions()
+    model.hf_model.set_attn_implementation(model.hf_attention)
+    try:
+        for start, stop in pairwise(PROBE_BORDERS):
+            tokens = slice(start, stop)
+            outputs.append(
+                model.hf_model.get_decoder()(
+                    input_ids=probe.tokens_BT[:, tokens],
+                    position_ids=positions_BT[:, tokens],
+                    past_key_values=DynamicCache(),  # the configuration's own would drop what is outside a window
+                )
+            )
+    finally:
+        model.hf_model.set_attn_implementation(ATTENTION)
+    layers = [output.past_key_values.layers[-1] for output in outputs]
+    k_BTKd, v_BTKd = (
+        torch.cat([getattr(layer, name).transpose(1, 2) for layer in layers], 1) for name in ("keys", "values")
+    )
+    post_norm_BTD = torch.cat([output.last_hidden_state for output in outputs], 1)
+    return TargetOutput(post_norm=post_norm_BTD, last_kv=(k_BTKd, v_BTKd))
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -303,15 +343,3 @@ def _keep_pre_norm(_: nn.Module, arguments: tuple[Any, ...]) -> None:
     running = _RUNNING.get(None)
     if running is not None:
         running.pre_norm = arguments[0]
-
-
-def _in_chunks(forward: Callable[..., Any], hidden: Tensor, *others: Any, **options: Any) -> Any:
-    running = _RUNNING.get(None)
-    size = None if running is None else running.inputs.chunk
-    if size is None or others or options or hidden.dim() != 3 or hidden.shape[1] <= size:
-        return forward(hidden, *others, **options)
-    first, *rest = hidden.split(size, 1)
-    first_output = forward(first)
-    if not isinstance(first_output, Tensor):  # experts that return their choice too
-        return forward(hidden)
-    return torch.cat([first_output, *(forward(chunk) for chunk in rest)], 1)

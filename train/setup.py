@@ -118,7 +118,7 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
 
 def note_weights(target: Target) -> None:
     """Put the hash of the target's weights into its fingerprint. All ranks call it, because a sharded target is
-    gathered layer by layer. A target loaded through transformers has its hash already."""
+    gathered layer by layer. A target loaded through transformers has its hash already, or none."""
     if target.loader == "transformers":
         return
     layers = list(target.model.layers)

@@ -33,8 +33,7 @@ from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.models.target import Target
-from longdraft.models.transformers_check import check_against
-from longdraft.models.transformers_model import TransformersModel
+from longdraft.models.transformers_model import TransformersModel, check_against
 
 VOCAB, POSITIONS = 61, 90
 SAMPLINGS = {

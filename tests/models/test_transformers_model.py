@@ -11,8 +11,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.models import transformers_model
 from longdraft.models.hf import load_target, load_through_transformers, load_transformers
 from longdraft.models.passes import Pass
-from longdraft.models.transformers_check import check_against
-from longdraft.models.transformers_model import TransformersModel, attend
+from longdraft.models.transformers_model import TransformersModel, attend, check_against
 
 VOCAB = 97
 SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -98,13 +97,11 @@ def test_packed_pieces_are_what_the_model_gives_for_each_alone(folder, kind):
     )
     given = {"positions_BT": POSITIONS, "borders": BORDERS}
     output = target.model(Pass(TOKENS, needs=ALL, **given))
-    chunked = target.model(Pass(TOKENS, needs=ALL, chunk=3, **given))
     spans = [(2, 5), (12, 13)]
     of_spans = target.model(Pass(TOKENS, needs={"of_spans"}, spans=spans, **given)).of_spans
     assert output.pre_norm is not None and output.post_norm is not None and of_spans is not None
     torch.testing.assert_close(target.model.norm(output.pre_norm), output.post_norm, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(of_spans, output.post_norm[:, [2, 3, 4, 12]], rtol=0, atol=0)
-    torch.testing.assert_close(vars(chunked), vars(output), rtol=1e-5, atol=1e-5)
     for start, stop in pairwise(BORDERS):
         piece = slice(start, stop)
         alone = model(input_ids=TOKENS[:, piece], position_ids=POSITIONS[:, piece])
@@ -121,7 +118,7 @@ def test_our_decoder_gives_the_same_where_it_knows_the_family(folder, kind):
     theirs, ours = load_through_transformers(folder(kind), torch.float32), load_target(folder(kind), torch.float32)
     given = Pass(TOKENS, positions_BT=POSITIONS, borders=BORDERS, needs=ALL)
     torch.testing.assert_close(vars(theirs.model(given)), vars(ours.model(given)), rtol=1e-5, atol=1e-5)
-    assert theirs.model.config == ours.model.config and ours.fingerprint.items() <= theirs.fingerprint.items()
+    assert theirs.model.config == ours.model.config and theirs.fingerprint == ours.fingerprint
 
 
 @torch.no_grad()
@@ -151,15 +148,8 @@ def test_a_checkpoint_that_lacks_weights_is_refused(folder, tmp_path):
         load_through_transformers(tmp_path, torch.float32)
 
 
-def test_a_model_that_computes_something_else_is_refused(folder, monkeypatch):
-    """The message names the largest difference: from our decoder if a layer computes something else, from
-    transformers' own attention if our attention is wrong.
-    """
+def test_attention_that_is_not_transformers_own_is_refused(folder, monkeypatch):
     target = load_through_transformers(folder("llama"), torch.float32)
-    hook = target.model.layers[1].mlp.register_forward_hook(lambda module, arguments, output: output * 1.01)
-    with pytest.raises(ValueError, match=r"differs from our decoder, most in its p.+_norm, by 0.0"):
-        check_against(target.model)
-    hook.remove()
     monkeypatch.setattr(transformers_model, "attend", lambda q, *others: attend(q * 1.1, *others))
     with pytest.raises(ValueError, match="differs from transformers' own attention"):
         check_against(target.model)

@@ -14,7 +14,6 @@ from longdraft.launch import arguments
 from longdraft.launch.bench import main as bench
 from longdraft.launch.runtime import Drafting
 from longdraft.models.draft_folder import read_info
-from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import load_through_transformers
 from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.estimate import report
@@ -141,8 +140,8 @@ def test_a_draft_says_who_computes_its_target(trained, folders, tmp_path):
         assert opened[loader].loader == loader
         engine = asked.open_engines(opened[loader])["tokenswift"]  # warns of other weights than the draft's
         assert engine.generate([[1, 5, 9, 13]], SamplingParams(max_new_tokens=8))[0].tokens
-    assert opened["longdraft"].fingerprint.items() <= opened["transformers"].fingerprint.items()
-    assert read_info(draft).target["weights_sha256"] == weights_hash(opened["longdraft"].model)
+    assert opened["longdraft"].fingerprint == opened["transformers"].fingerprint
+    assert "weights_sha256" not in read_info(draft).target
 
 
 def test_bench_measures_such_a_target(trained, data_folder, tmp_path, capsys):
