@@ -103,11 +103,11 @@ class Drafting:
         building = {"build": build} if loader == "longdraft" else {}
         target = LOADERS[loader](path, DTYPES[dtype or "fp32"], self.device, gguf_file, most, **building)
         if self.template is not None and (end := chat_end(target.tokenizer, self.template)) is not None:
-            target.end_tokens.setdefault(end, "--chat-template")
+            target.eos_token_ids = tuple({*target.eos_token_ids, end})
         if self.args.verbose:
-            for token, sources in target.end_tokens.items():
+            for token in target.eos_token_ids:
                 spelled = "" if target.tokenizer is None else f" {target.tokenizer.convert_ids_to_tokens(token)}"
-                note(f"End token {token}{spelled}: named by {sources}")
+                note(f"End token {token}{spelled}")
         return target
 
     def of(self, name: str) -> dict[str, Any]:

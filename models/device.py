@@ -11,22 +11,17 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def check_device(device: torch.device | str, name: str = "device") -> torch.device:
-    """`device` as a torch.device.
-
-    Raises ValueError, which begins with `name`, for one that is not supported or that this machine does not have.
-    """
+    """`device` as a torch.device. Raises ValueError, which begins with `name`, for one that is not on this machine."""
     count = n_gpus()
-    here = ", ".join(["cpu", *(["cuda"] if count else []), *(f"cuda:{i}" for i in range(count))])
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         found = None
-    if found is None or found.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name}: {str(device)!r} is no device for a target; this machine has {here}")
-    if found.type == "cuda" and (found.index or 0) >= count:
-        why = f" ({_unusable()})" if _nodes() and not count else ""
-        raise ValueError(f"{name}: {str(device)!r} is not here{why}; this machine has {here}")
-    return found
+    if found is not None and (found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < count)):
+        return found
+    here = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
+    why = f" ({_unusable()})" if _has_gpu() and not count else ""
+    raise ValueError(f"{name}: {str(device)!r} is no device for a target{why}; this machine has {here}")
 
 
 def default_device(name: str, otherwise: str) -> torch.device:
@@ -39,7 +34,8 @@ def default_device(name: str, otherwise: str) -> torch.device:
     """
     if n_gpus():
         return torch.device("cuda")
-    if _nodes() and not hidden():
+    is_hidden = os.environ.get(VISIBLE, "0").split(",")[0].strip() in ("", "-1")
+    if _has_gpu() and not is_hidden:
         raise ValueError(f"{name}: {_unusable()}; if the CPU is meant, {otherwise}")
     return torch.device("cpu")
 
@@ -49,26 +45,14 @@ def n_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides all GPUs on purpose."""
-    first = os.environ.get(VISIBLE, "0").split(",")[0].strip()
-    return first in ("", "-1")
-
-
 def start(device: torch.device, name: str) -> None:
-    """Start CUDA on a GPU, which takes some of its memory. Does nothing for a CPU.
-
-    Raises ValueError, which begins with `name`, if CUDA does not start: another process has the GPU for itself, it is
-    out of order, or the machine is not up yet.
-    """
-    if device.type != "cuda":
-        return
+    """Start CUDA on a GPU, which takes some of its memory; nothing for a CPU. Raises ValueError, which begins with
+    `name`, if CUDA does not start, as where another process has the GPU for itself."""
     try:
-        torch.cuda.mem_get_info(device)
+        if device.type == "cuda":
+            torch.cuda.mem_get_info(device)
     except RuntimeError as error:
-        raise ValueError(
-            f"{name}: CUDA does not start on {device}: {_first_line(error)}; look at nvidia-smi, or name another device"
-        ) from error
+        raise ValueError(f"{name}: CUDA does not start on {device}: {_first_line(error)}; see nvidia-smi") from error
 
 
 def free_bytes(device: torch.device) -> int:
@@ -81,10 +65,8 @@ def available_bytes(device: torch.device) -> int | None:
     """Free memory of a GPU or of this machine; None where the system does not tell."""
     if device.type == "cuda":
         return free_bytes(device)
-    if not MEMORY.exists():
-        return None
-    fields = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+    lines = MEMORY.read_text().splitlines() if MEMORY.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -92,9 +74,9 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _nodes() -> list[Path]:
-    """The device files of the GPUs that the driver has found."""
-    return sorted(node for node in NODES.glob("nvidia[0-9]*") if node.name.removeprefix("nvidia").isdigit())
+def _has_gpu() -> bool:
+    """Whether the driver has found a GPU."""
+    return any(NODES.glob("nvidia[0-9]*"))
 
 
 def _unusable() -> str:
@@ -104,11 +86,9 @@ def _unusable() -> str:
         why = "it gives no reason"
     except (RuntimeError, AssertionError) as error:
         why = _first_line(error)
-    return (
-        f"this machine has a GPU ({_nodes()[0]}) that PyTorch cannot use: {why} ({VISIBLE}="
-        f"{os.environ.get(VISIBLE, 'unset')}); look at nvidia-smi"
-    )
+    visible = os.environ.get(VISIBLE, "unset")
+    return f"this machine has a GPU that PyTorch cannot use: {why} ({VISIBLE}={visible}); see nvidia-smi"
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return str(error).strip().splitlines()[0].rstrip(".")

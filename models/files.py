@@ -64,9 +64,9 @@ def damage_named(*files: Path, remedy: str = "fetch it again") -> Iterator[None]
 
     A missing package (ImportError) and a lack of memory (MemoryError) are raised as they are, and the remedy is left
     out if the system does not let the file be read. An empty file and a pointer of Git LFS are refused before anything
-    is read. Of several files, those that are no JSON and should be are named, or all if there are none.
+    is read.
     """
-    named: tuple[Path, ...] = ()
+    named = files
     try:
         for file in files:
             named = (file,)
@@ -77,25 +77,15 @@ def damage_named(*files: Path, remedy: str = "fetch it again") -> Iterator[None]
                 raise ValueError("it is a pointer of Git LFS, not the file itself")
             if not start:
                 raise ValueError("it is empty")
-        named = ()
+        named = files
         yield
     except (ImportError, MemoryError):
         raise
     except Exception as error:
-        of_system = error.strerror if isinstance(error, OSError) else None
-        if not of_system:
-            named = named or tuple(file for file in files if file.suffix == ".json" and not _is_json(file))
-        reason = of_system or " ".join(str(error).split()) or type(error).__name__
-        advice = "" if of_system and not isinstance(error, FileNotFoundError) else f"; {remedy}"
-        raise ValueError(f"{', '.join(map(str, named or files))}: cannot be read ({reason}){advice}") from error
-
-
-def _is_json(file: Path) -> bool:
-    try:
-        json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
-        return False
-    return True
+        reason = " ".join(str(error).split()) or type(error).__name__
+        is_damage = not isinstance(error, OSError) or error.errno in (None, errno.ENOENT)
+        advice = f"; {remedy}" if is_damage else ""
+        raise ValueError(f"{', '.join(map(str, named))}: cannot be read ({reason}){advice}") from error
 
 
 def sync(path: Path) -> None:
@@ -139,13 +129,8 @@ def locked(path: Path, field: str, busy: str, wait: float = 0) -> Iterator[None]
         raise ValueError(f"{field}: {busy}") from None
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
-            reason = error.strerror or error
-            raise ValueError(f"{field}: {path.parent} cannot be written: {reason}; give another folder") from error
-        print(
-            f"{field}: {path.parent} lies on a file system without locks ({error.strerror}); the work goes on, but "
-            "nothing keeps another process from doing the same there",
-            flush=True,
-        )
+            raise ValueError(f"{field}: {path.parent} cannot be written: {error}; give another folder") from error
+        print(f"{field}: {path.parent} has no locks ({error}), so another process could work there too", flush=True)
     try:
         yield
     finally:
@@ -234,10 +219,9 @@ class WorkFolder:
         if not (self.path / PLAN).exists():
             write_json(self.path / PLAN, {"address": self.address, **self.plan})
         if found := _differences(read_plan(self.path), json.loads(json.dumps(self.plan))):
-            more = f"; {len(found) - SHOWN_DIFFERENCES} more" if len(found) > SHOWN_DIFFERENCES else ""
             raise ValueError(
-                f"{self.path} was begun with other settings: {'; '.join(found[:SHOWN_DIFFERENCES])}{more}; choose "
-                "another folder, or overwrite it"
+                f"{self.path} was begun with other settings: {'; '.join(found[:SHOWN_DIFFERENCES])}; choose another "
+                "folder, or overwrite it"
             )
 
     def read(self, task: str) -> dict[str, Any] | None:
@@ -257,8 +241,8 @@ class WorkFolder:
         found = {task: self.read(task) for task in tasks}
         if missing := [task for task, record in found.items() if record is None]:
             raise ValueError(
-                f"{len(missing)} of {len(tasks)} shards of {self.path} are not there, or of another plan (first: "
-                f"{missing[0]}); put the folders of all --shard calls together, or call again without --shard"
+                f"{self.path} lacks {len(missing)} of {len(tasks)} tasks, such as {missing[0]}; put the folders of all "
+                "--shard calls together, or call again without --shard"
             )
         return [record for record in found.values() if record is not None]
 
@@ -312,14 +296,8 @@ class WorkFolder:
     def _clear(self) -> None:
         """Remove all files of ours; the plan is the last, so that a kill leaves a folder that can be cleared again."""
         read_plan(self.path)
-        names = self._files()
-        if foreign := [name for name in names if not self._is_own(name)]:
-            raise ValueError(
-                f"{self.path} holds {foreign[0]} ({len(foreign)} such files), which was not made here, so nothing is "
-                "removed; move that away, or choose another folder"
-            )
-        for name in sorted(names, key=lambda name: (name == PLAN, "manifest" not in name)):
-            if not name.endswith(".lock"):
+        for name in sorted(self._files(), key=lambda name: name == PLAN):
+            if self._is_own(name) and not name.endswith(".lock"):
                 (self.path / name).unlink()
 
 

@@ -5,7 +5,7 @@ what a configuration means, hf_weights.py the tensors' names.
 """
 
 import json
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from longdraft.models.device import check_device
 from longdraft.models.files import damage_named
 from longdraft.models.fingerprint import fingerprint
 from longdraft.models.gguf_file import GGUFFile
-from longdraft.models.hf_config import SUPPORTED, decoder_config, not_supported
+from longdraft.models.hf_config import SUPPORTED, decoder_config
 from longdraft.models.hf_weights import canonical, file_tensors, fill, folder_tensors, places, weight_files
 from longdraft.models.hub import hub_folder
 from longdraft.models.quantised import Quantisation, read_quantisation
@@ -259,7 +259,7 @@ def _open(location: Path) -> tuple[PretrainedConfig, Tensors]:
     if location.suffix == ".gguf":
         opened = GGUFFile(location)
         return opened.config(), opened.tensors
-    hf_config = _hf_config(location, SUPPORTED)
+    hf_config = _hf_config(location)
     try:
         quantisation = read_quantisation(hf_config)
     except ValueError as error:
@@ -269,20 +269,8 @@ def _open(location: Path) -> tuple[PretrainedConfig, Tensors]:
     return hf_config, partial(_dequantised, location, hf_config, quantisation)
 
 
-def _hf_config(folder: Path, supported: Container[str] | None = None) -> PretrainedConfig:
-    """The configuration of a folder, of one of the `supported` architectures (None: any).
-
-    Raises ValueError, before transformers reads it, for another architecture.
-    """
-    path = folder / "config.json"
-    with damage_named(path):
-        model_type = json.loads(path.read_text()).get("model_type")
-    if supported is not None and model_type not in supported:
-        raise ValueError(
-            f"{folder}: {not_supported(model_type)}; others may work through transformers (in training "
-            "target.loader=transformers, in generate and serve --loader transformers)"
-        )
-    with damage_named(path, remedy=NO_CODE):
+def _hf_config(folder: Path) -> PretrainedConfig:
+    with damage_named(folder / "config.json", remedy=NO_CODE):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -294,9 +282,9 @@ def _dequantised(folder: Path, hf_config: PretrainedConfig, quantisation: Quanti
             yield name, tensor
 
 
-def _ends(location: Path, hf_config: PretrainedConfig, tokenizer: Any) -> dict[int, str]:
+def _ends(location: Path, hf_config: PretrainedConfig, tokenizer: Any) -> tuple[int, ...]:
     generation, ids = location / "generation_config.json", None
     if generation.exists():
         with damage_named(generation):
             ids = json.loads(generation.read_text()).get("eos_token_id")
-    return end_tokens(hf_config, ids, tokenizer, "config.json" if location.is_dir() else location.name)
+    return end_tokens(hf_config, ids, tokenizer)

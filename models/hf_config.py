@@ -1,12 +1,16 @@
 """Reads a Hugging Face configuration: the DecoderConfig that it stands for."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from transformers import PretrainedConfig
 
 from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 from longdraft.models.rope import RopeConfig
+from longdraft.models.schema import Float, validate
+
+Factor = Annotated[Float, Field(ge=1)]
 
 SUPPORTED = {
     "llama": "Llama 2/3/3.1, Vicuna, LongChat, YaRN-Llama, SmolLM2",
@@ -21,12 +25,6 @@ SUPPORTED = {
 }
 
 
-def not_supported(model_type: Any) -> str:
-    """The message about a `model_type` that is not in SUPPORTED."""
-    supported = "; ".join(f"{name} ({models})" for name, models in SUPPORTED.items())
-    return f"model_type {model_type!r} is not supported; supported: {supported}"
-
-
 def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None) -> DecoderConfig:
     """Our configuration for a Hugging Face one.
 
@@ -37,7 +35,11 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
     """
     model_type = hf_config.model_type
     if model_type not in SUPPORTED:
-        raise ValueError(not_supported(model_type))
+        supported = "; ".join(f"{name} ({models})" for name, models in SUPPORTED.items())
+        raise ValueError(
+            f"model_type {model_type!r} is not supported; supported: {supported}; others may work through transformers "
+            "(in training target.loader=transformers, in generate and serve --loader transformers)"
+        )
     if model_type == "gemma3":
         return decoder_config(hf_config.get_text_config(), max_positions)
     heads = hf_config.num_attention_heads
@@ -130,11 +132,8 @@ def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> RopeConfig:
     """RoPE of all layers. LongChat's first releases have `rope_condense_ratio` for linear scaling."""
     parameters = dict(hf_config.rope_parameters)
     ratio = getattr(hf_config, "rope_condense_ratio", None) or 1
-    if ratio != 1:
-        if parameters["rope_type"] == "default":
-            parameters |= {"rope_type": "linear", "factor": float(ratio)}
-        elif parameters["rope_type"] != "linear" or parameters["factor"] != ratio:
-            raise ValueError(f"rope_condense_ratio is {ratio}, but rope_parameters say {parameters}; remove one")
+    if ratio != 1 and parameters["rope_type"] == "default":
+        parameters |= {"rope_type": "linear", "factor": float(ratio)}
     return RopeConfig(head_dim, hf_config.max_position_embeddings, parameters)
 
 
@@ -155,9 +154,7 @@ def _positions(hf_config: PretrainedConfig, rope: RopeConfig) -> int:
     factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings") or length
     if factor is None:  # then YaRN's is max_position_embeddings / original
         return length
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor < float("inf"):
-        raise ValueError(f"rope_parameters: factor is {factor!r}; config.json must give a number of at least 1")
-    return max(length, int(original * factor))
+    return max(length, int(original * validate(Factor, factor, "rope_parameters.factor")))
 
 
 def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | None:

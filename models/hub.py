@@ -5,8 +5,6 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from longdraft.models.files import DISK_FULL
-
 
 def hub_folder(
     name: str,
@@ -23,8 +21,7 @@ def hub_folder(
         files: patterns of the files to download; `ignored`: of those to leave out although they match.
         weights: groups of patterns, the preferred one first. The first group that the repository has is downloaded too.
         refusal: the beginning of the error that then quotes the hub.
-    Raises: ValueError if there is no such repository or revision, or it cannot be reached; another one if the files
-        cannot be stored on this machine.
+    Raises: ValueError if there is no such repository or revision, it cannot be reached, or its files cannot be stored.
     """
     options = {"revision": revision, "ignore_patterns": list(ignored)}
     try:
@@ -33,9 +30,5 @@ def hub_folder(
             if any(any(folder.glob(pattern)) for pattern in group):
                 break
     except (OSError, ValueError) as error:  # the hub's own errors are of these two kinds
-        # An error of this machine's disk names a file or is about room; none of the hub's does.
-        if isinstance(error, OSError) and (error.filename is not None or error.errno in DISK_FULL):
-            remedy = "make room, or set HF_HOME to a folder that can be written"
-            raise ValueError(f"{name}: the hub's cache cannot be used: {error}; {remedy}") from error
         raise ValueError(f"{refusal}, and could not be had from the hub: {error}") from error
     return folder

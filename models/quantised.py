@@ -32,13 +32,12 @@ class Quantisation:
     """How a checkpoint's weights are stored.
 
     description: in words, for the record in a draft. parts: the names of the tensors that make a weight, in the order
-    of the arguments of `value`, which dequantises it. ignored: names of tensors that are skipped.
+    of the arguments of `value`, which dequantises it.
     """
 
     description: str
     parts: tuple[str, ...]
     value: Callable[..., Tensor]
-    ignored: tuple[str, ...] = ()
 
     def dequantised(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the checkpoint that was quantised, by their names there.
@@ -48,7 +47,7 @@ class Quantisation:
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors:
             weight, part = _split(name)
-            if part in self.ignored:
+            if part == "weight_shape":  # of packed integers: the weight's shape says it
                 continue
             if part not in self.parts or (part == "weight" and tensor.dtype not in FP8):
                 yield name, tensor
@@ -127,7 +126,7 @@ def _compressed(fields: Mapping[str, Any]) -> Quantisation | None:
             numbers = _unpacked(words, bits).flatten(1) - (1 << (bits - 1))
             return numbers * _expand_scale(scale, numbers, None)
 
-        return Quantisation(f"integers of {bits} bits", ("weight_packed", "weight_scale"), packed, ("weight_shape",))
+        return Quantisation(f"integers of {bits} bits", ("weight_packed", "weight_scale"), packed)
     _one_of(weights[0], "type", "float")
     _one_of(weights[0], "num_bits", 8)
     return _fp8_in_blocks(weights[0].get("block_structure"))
@@ -151,19 +150,14 @@ def _gptq(fields: Mapping[str, Any]) -> Quantisation:
     bits = _one_of(fields, "bits", 4, 8, 2)
     _one_of(fields, "dynamic", None, {})
     z_is_less = _one_of(fields, "checkpoint_format", "gptq", "gptq_v2") == "gptq"  # stored is z - 1
-    in_order = not _one_of(fields, "desc_act", False, True)
 
-    def value(words_WN: Tensor, zeros_GW: Tensor, scales_GN: Tensor, group_K: Tensor | None = None) -> Tensor:
+    def value(words_WN: Tensor, zeros_GW: Tensor, scales_GN: Tensor, group_K: Tensor) -> Tensor:
         q_KN = _unpacked(words_WN.T, bits).flatten(1).T
         z_GN = (_unpacked(zeros_GW, bits).flatten(1) + z_is_less) & ((1 << bits) - 1)
-        if group_K is None:
-            group_K = torch.arange(len(q_KN), device=q_KN.device) // (len(q_KN) // len(z_GN))
         group_K = group_K.long()
         return ((q_KN - z_GN[group_K]) * scales_GN.float()[group_K]).T
 
-    parts, index = ("qweight", "qzeros", "scales"), ("g_idx",)
-    parts, ignored = (parts, index) if in_order else ((*parts, *index), ())
-    return Quantisation(f"gptq of {bits} bits", parts, value, ignored)
+    return Quantisation(f"gptq of {bits} bits", ("qweight", "qzeros", "scales", "g_idx"), value)
 
 
 def _mxfp4(fields: Mapping[str, Any]) -> Quantisation:

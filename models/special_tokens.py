@@ -36,29 +36,27 @@ def chat_end(tokenizer: Any, template: str | None = None) -> int | None:
     return first if found else None
 
 
-def end_tokens(
-    hf_config: PretrainedConfig, generation: Any, tokenizer: Any, config_source: str = "config.json"
-) -> dict[int, str]:
-    """The ids of the tokens that end a text, each with the sources that name it.
+def end_tokens(hf_config: PretrainedConfig, generation: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids of the tokens that end a text, in order.
 
     As in vLLM they are those of the generation configuration and the tokenizer, and those of the model's configuration
     if these name none. Beside these, an id that only the model's configuration names counts if it is a special token of
     the tokenizer, because a configuration class has defaults, which may be words here. The token that ends an answer in
     a chat is added.
 
-    generation: `eos_token_id` of the generation configuration: an id, several or None. config_source: how the source of
-    `hf_config` is called.
+    generation: `eos_token_id` of the generation configuration: an id, several or None.
     """
     text_config = hf_config.get_text_config()
     of_config = getattr(hf_config, "eos_token_id", None)
-    named = {"generation_config.json": generation}
-    named[config_source] = getattr(text_config, "eos_token_id", None) if of_config is None else of_config
+    named = _ids(getattr(text_config, "eos_token_id", None) if of_config is None else of_config)
+    found = _ids(generation) | (set() if tokenizer is None else _ids(tokenizer.eos_token_id))
+    if found:
+        named &= set() if tokenizer is None else special_tokens(tokenizer).keys()
     if tokenizer is not None:
-        named |= {"tokenizer": tokenizer.eos_token_id, "chat template": chat_end(tokenizer)}
-    ids = {source: [] if ids is None else [ids] if isinstance(ids, int) else ids for source, ids in named.items()}
-    if ids["generation_config.json"] or ids.get("tokenizer"):
-        special = {} if tokenizer is None else special_tokens(tokenizer)
-        ids[config_source] = [token for token in ids[config_source] if token in special]
-    found = {token for tokens in ids.values() for token in tokens if 0 <= token < text_config.vocab_size}
-    sources = {token: [source for source, tokens in ids.items() if token in tokens] for token in sorted(found)}
-    return {token: ", ".join(names) for token, names in sources.items()}
+        named |= _ids(chat_end(tokenizer))
+    return tuple(sorted(token for token in found | named if 0 <= token < text_config.vocab_size))
+
+
+def _ids(given: Any) -> set[int]:
+    """An id, several or None as a set."""
+    return set() if given is None else {given} if isinstance(given, int) else set(given)

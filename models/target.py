@@ -18,9 +18,8 @@ class Target:
     """A frozen model with all that drafting against it needs.
 
     tokenizer is None for a folder without tokenizer files. fingerprint holds SHA-256 hex strings under "config" and
-    "tokenizer" ("none" without one), and in training under "weights" (models/fingerprint.py). end_tokens: the ids that
-    end a text, with the sources that name them (models/special_tokens.py). loader: whose classes compute the passes,
-    "longdraft" or "transformers".
+    "tokenizer" ("none" without one), and in training under "weights" (models/fingerprint.py). eos_token_ids: the ids
+    that end a text (models/special_tokens.py). loader: whose classes compute the passes, "longdraft" or "transformers".
     """
 
     model: Decoder
@@ -28,10 +27,5 @@ class Target:
     name: str
     hf_config: PretrainedConfig
     fingerprint: dict[str, str]
-    end_tokens: dict[int, str]
+    eos_token_ids: tuple[int, ...]
     loader: str = "longdraft"
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text."""
-        return tuple(self.end_tokens)

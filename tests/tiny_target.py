@@ -39,5 +39,4 @@ def make_tiny_target(
     hf_config = LlamaConfig(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_attention_heads=config.n_heads
     )
-    ends = dict.fromkeys(eos_token_ids, "test")
-    return Target(decoder.to(dtype), None, f"tiny-{seed}", hf_config, fingerprint(config, None), ends)
+    return Target(decoder.to(dtype), None, f"tiny-{seed}", hf_config, fingerprint(config, None), eos_token_ids)

@@ -195,7 +195,7 @@ def olmo2(dtype):
     for name, parameter in sorted(model.named_parameters()):
         parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.25, generator=generator)
     wrapped = TransformersModel(model.to(dtype))
-    return Target(wrapped, None, "olmo2", model.config, check_against(wrapped), {}, "transformers")
+    return Target(wrapped, None, "olmo2", model.config, check_against(wrapped), (), "transformers")
 
 
 PLAIN = {}  # plain decoding's tokens by target, prompts and sampling, one list a prompt; filled when first needed

@@ -44,14 +44,10 @@ def chat_model(folder, eos: str, template: str | None):
 
 
 @pytest.mark.parametrize(
-    ("eos", "template", "given", "named"),
-    [
-        ("<|im_end|>", TEMPLATE, None, "tokenizer, chat template"),
-        ("<|endoftext|>", TEMPLATE, None, "chat template"),
-        ("<|endoftext|>", None, TEMPLATE, "--chat-template"),
-    ],
+    ("eos", "template", "given"),
+    [("<|im_end|>", TEMPLATE, None), ("<|endoftext|>", TEMPLATE, None), ("<|endoftext|>", None, TEMPLATE)],
 )
-def test_an_answer_ends_with_its_chats_end_token(tmp_path, capsys, eos, template, given, named):
+def test_an_answer_ends_with_its_chats_end_token(tmp_path, capsys, eos, template, given):
     chat_model(tmp_path / "target", eos, template)
     target = ["--target", str(tmp_path / "target"), "--dtype", "fp32", "--device", "cpu", "--verbose"]
     if template is not None:
@@ -59,13 +55,13 @@ def test_an_answer_ends_with_its_chats_end_token(tmp_path, capsys, eos, template
         shown = capsys.readouterr()
         answer = json.loads(shown.out)
         assert (answer["text"], len(answer["tokens"]), answer["finish_reason"]) == (" so it is", 4, "stop")
-        assert f"2 <|im_end|>: named by {named}\n" in shown.err and "0 <|endoftext|>: named by" in shown.err
+        assert "2 <|im_end|>\n" in shown.err and "0 <|endoftext|>\n" in shown.err
     if given is not None:
         (tmp_path / "template.jinja").write_text(given)
         target += ["--chat-template", str(tmp_path / "template.jinja")]
     (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "well?"}]}))
     asked = ["--source", str(tmp_path / "asked.jsonl"), "--out", str(tmp_path / "out")]
     assert regenerate([*target, *asked, "--max-new-tokens", "20"]) == 0
-    assert f"2 <|im_end|>: named by {named}\n" in capsys.readouterr().err
+    assert "2 <|im_end|>\n" in capsys.readouterr().err
     (part,) = (tmp_path / "out").rglob("*.jsonl")
     assert json.loads(part.read_text())["messages"][-1] == {"role": "assistant", "content": " so it is"}

@@ -58,9 +58,9 @@ def test_positions_are_what_the_scaling_gives(sizes, length, scaling, others, po
     [
         ({"max_sequence_length": "16k"}, "max_positions: '16k'"),
         ({"max_sequence_length": 0}, "max_positions: 0"),
-        ({"rope_scaling": LINEAR | {"factor": 0.5}}, "factor is 0.5"),
-        ({"rope_scaling": LINEAR | {"factor": float("nan")}}, "factor is nan"),
-        ({"rope_scaling": LINEAR | {"factor": "four"}}, "factor is 'four'"),
+        ({"rope_scaling": LINEAR | {"factor": 0.5}}, "factor: 0.5"),
+        ({"rope_scaling": LINEAR | {"factor": float("nan")}}, "factor: nan"),
+        ({"rope_scaling": LINEAR | {"factor": "four"}}, "factor: 'four'"),
     ],
 )
 def test_a_scaling_without_a_number_is_refused(sizes, values, message):

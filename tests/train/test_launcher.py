@@ -217,7 +217,7 @@ def unusable(tmp_path, monkeypatch, gpus) -> str:
     gpus(0, None)
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(device, "NODES", tmp_path)
-    return f"this machine has a GPU ({tmp_path / 'nvidia0'}) that PyTorch cannot use: "
+    return "this machine has a GPU that PyTorch cannot use: "
 
 
 def test_training_does_not_fall_back_to_the_cpu(unusable, config_file, tmp_path, capsys, monkeypatch):
@@ -228,7 +228,9 @@ def test_training_does_not_fall_back_to_the_cpu(unusable, config_file, tmp_path,
         assert said.startswith(f"{prog}: error: train.device: {unusable}") and said.count("\n") == 1
         assert said.endswith("if the CPU is meant, set train.device=cpu\n")
         assert command([*overrides, "train.device=cuda"]) == 2
-        assert capsys.readouterr().err.startswith(f"{prog}: error: train.device: 'cuda' is not here ({unusable}")
+        assert capsys.readouterr().err.startswith(
+            f"{prog}: error: train.device: 'cuda' is no device for a target ({unusable}"
+        )
         assert command([*overrides, "train.device=gpu"]) == 2
         capsys.readouterr()
     monkeypatch.setattr(quickstart, "ROOT", tmp_path)  # a quickstart that is done needs no device
