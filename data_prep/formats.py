@@ -1,8 +1,8 @@
 """Record formats: a record holds a text, a conversation, a question and its answer, or ids of another tokenizer.
 
 A format's `documents` turns the record `name`, a mapping from field names to values, into documents, and raises
-`Unusable` for a record that it cannot use. `fields` are the fields that it reads if a record has them. `named_by` says,
-for messages, which settings name these fields. records.py reads the records.
+`Unusable` for a record that it cannot use. `fields` are the fields that it reads if a record has them. records.py reads
+the records.
 """
 
 import hashlib
@@ -28,7 +28,6 @@ class TextFormat:
     """One field holds the text."""
 
     text_field: str = TEXT_FIELD
-    named_by = "--text-field (in a recipe text_field) names the field of the text"
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -47,7 +46,6 @@ class ChatFormat:
 
     chat_field: str
     answered: bool = True
-    named_by = "--chat-field (in a recipe chat_field) names the field of the messages"
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -65,7 +63,6 @@ class QuestionAnswerFormat:
 
     prompt: str
     answer: str
-    named_by = "prompt and answer of the recipe name the fields in braces"
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -90,7 +87,6 @@ class TokenIdsFormat:
     tokens_field: str
     spans_field: str | None
     serialised: str = field(repr=False)
-    named_by = "tokens_field and spans_field of the recipe name the fields of the ids"
 
     @property
     def fields(self) -> tuple[str, ...]:

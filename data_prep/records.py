@@ -36,6 +36,7 @@ COMPRESSION = 4  # bytes of text in a byte of a compressed file, about
 ARRAY_BYTES = 1 << 30  # a JSON array is parsed as a whole, into several times its bytes
 CSV_FIELD_BYTES = 1 << 28  # a longer field is a quote that was never closed
 FIELDS_SHOWN = 20  # names of fields in a message
+FIELDS_NAMED_BY = "name the right one (--text-field or --chat-field; in a recipe text_field, chat_field, prompt, ...)"
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def _documents(
         if error.field is not None:
             names = list(table_fields(file.path) if file.kind == "table" else values)
             shown = ", ".join(map(repr, names[:FIELDS_SHOWN])) + (" ..." if len(names) > FIELDS_SHOWN else "")
-            detail = f"has no field {error.field!r} but {shown or 'none'}; {record_format.named_by}"
+            detail = f"has no field {error.field!r} but {shown or 'none'}; {FIELDS_NAMED_BY}"
         content = record if isinstance(record, bytes) else name.encode()
         yield BadDocument(name, hashlib.sha256(content).digest(), error.why, detail)
 

@@ -145,15 +145,15 @@ def _merge(given: dict[str, Any]) -> None:
 def _inspect(given: dict[str, Any]) -> None:
     from longdraft.data_prep.inspection import as_text, inspect
 
-    folder, known = given["inspect"], ()
-    with failures_described(folder):
-        if "target" in given:
-            from longdraft.models.fingerprint import tokenizer_hash
-            from longdraft.models.hf import load_tokenizer
+    folder, tokenizer, digest = given["inspect"], None, ""
+    if "target" in given:
+        from longdraft.models.fingerprint import tokenizer_hash
+        from longdraft.models.hf import load_tokenizer
 
-            tokenizer = load_tokenizer(given["target"])
-            known = (tokenizer, tokenizer_hash(tokenizer))
-        report = inspect(folder, *known)
+        tokenizer = load_tokenizer(given["target"])
+        digest = tokenizer_hash(tokenizer)
+    with failures_described(folder):
+        report = inspect(folder, tokenizer, digest)
     _log(json.dumps(report, ensure_ascii=False, indent=1) if "json" in given else as_text(folder, report))
 
 

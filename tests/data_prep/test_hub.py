@@ -13,43 +13,21 @@ from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.shards import ShardSet
 from longdraft.data_prep.sources import list_files
 
+# Prepares or lists, as each call says, and prints a line.
 SCRIPT = """
 import json, sys
-from pathlib import Path
-from longdraft.data_prep.recipe import PrepareConfig
 from longdraft.data_prep.prepare import prepare
-from longdraft.data_prep.recipe import Source
-
-sources, out, tokenizer, settings = sys.argv[1:]
-sources = {name: Source(**{**how, "files": tuple(how.get("files", ()))}) for name, how in json.loads(sources).items()}
-try:
-    settings = {"seq_len": 64, "heldout_share": 0.2, **json.loads(settings)}
-    prepare(PrepareConfig(sources=sources, out=out, **settings), Light(tokenizer), "hash")
-except ValueError as error:
-    sys.exit(f"error: {error}")
-"""
-LISTING = """
-import json, sys
-from longdraft.data_prep.recipe import Source
+from longdraft.data_prep.recipe import PrepareConfig, Source
 from longdraft.data_prep.sources import list_files
 
-for name, streaming in json.loads(sys.argv[1]):
+for call in json.loads(sys.argv[2]):
     try:
-        files = ("none/*",) if name == "me/set" else ()
-        list_files([Source(path=name, files=files, streaming=streaming)])
+        if "out" in call:
+            prepare(PrepareConfig(**call, seq_len=64, heldout_share=0.2), Light(sys.argv[1]), "hash")
+        else:
+            print(*(file.name for file in list_files([Source(**call)])))
     except ValueError as error:
         print(str(error).replace("\\n", " "))
-"""
-SPLITS = """
-import json, sys
-from longdraft.data_prep.recipe import Source
-from longdraft.data_prep.sources import list_files
-
-for case in json.loads(sys.argv[1]):
-    try:
-        print(*(file.name for file in list_files([Source(**case)])))
-    except ValueError as error:
-        print(error)
 """
 README = """---
 configs:
@@ -62,6 +40,7 @@ configs:
 ---
 """
 TEXTS = {f"part {part} text {i} " + "word " * (i % 9) for part in range(4) for i in range(60)}
+WANTED = {"path": "me/set", "files": ["data/train-*"]}
 
 
 @pytest.fixture(scope="module")
@@ -84,67 +63,57 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def run(tmp_path, tiny_tokenizer, light):
-    """run(address, out, sources, **settings) prepares in a process of its own, and returns the finished process."""
+    """run(address, calls) makes the calls in a process of its own, and returns the lines that it prints."""
     tiny_tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
 
-    def run(address, out, sources, offline=False, **settings):
-        env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
-        env |= {"HF_HUB_OFFLINE": "1"} if offline else {}
-        arguments = [json.dumps(sources), str(out), str(tmp_path / "tokenizer.json"), json.dumps(settings)]
-        command = [sys.executable, "-c", light + SCRIPT, *arguments]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    def run(address, calls, **env):
+        env |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-c", light + SCRIPT, str(tmp_path / "tokenizer.json"), json.dumps(calls)]
+        done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
 
     return run
 
 
-def texts(out, read_back, tokenizer):
-    train, heldout = (read_back(ShardSet(out / split), tokenizer) for split in ("train", "heldout"))
-    return train | heldout
-
-
 def given(requests, path):
     """How many bytes of a file the hub has sent."""
-    return sum(
-        size for method, name, size in requests if method == "GET" and name.endswith(path) and "/resolve/" in name
-    )
+    gets = [(name, size) for method, name, size in requests if method == "GET" and "/resolve/" in name]
+    return sum(size for name, size in gets if name.endswith(path))
 
 
 def test_fetched_and_streamed_sets_are_the_same_documents(root, run, tmp_path, read_back, tiny_tokenizer, serving):
-    fetched, streamed = tmp_path / "fetched", tmp_path / "streamed"
-    wanted = {"path": "me/set", "files": ["data/train-*"]}
+    outs = [tmp_path / name for name in ("fetched", "streamed", "offline")]
+    fetched, streamed, offline = ({"sources": {"set": WANTED}, "out": str(out)} for out in outs)
+    streamed = {**streamed, "sources": {"set": {**WANTED, "streaming": True}}, "workers": 2}
     with serving(root) as (address, requests):
-        done = run(address, fetched, {"set": wanted})
-        assert done.returncode == 0, done.stderr
-        assert given(requests, "train-0.jsonl") > 0 and not given(requests, "test-0.jsonl")
+        first, second = run(address, [fetched, fetched])
+        assert first.startswith("Prepared") and second.startswith("Already prepared")
+        assert not given(requests, "test-0.jsonl")
+        size = (root / "me/set/data/train-0.jsonl").stat().st_size
+        assert given(requests, "train-0.jsonl") == size, "what is in the cache was fetched again"
         requests.clear()
-        assert "Already prepared" in run(address, fetched, {"set": wanted}).stdout
-        assert not [name for _, name, _ in requests if "/resolve/" in name], "what is in the cache was fetched again"
         cached = sorted((tmp_path / "cache").rglob("*"))
-        done = run(address, streamed, {"set": {**wanted, "streaming": True}}, workers=2)
-        assert done.returncode == 0, done.stderr
+        assert run(address, [streamed])[0].startswith("Prepared")
         assert given(requests, "train-0.jsonl") > 0 and sorted((tmp_path / "cache").rglob("*")) == cached
-        requests.clear()
-        assert "Already prepared" in run(address, streamed, {"set": {**wanted, "streaming": True}}).stdout
-        assert not given(requests, "train-0.jsonl"), "a finished set was read again"
-    found = texts(fetched, read_back, tiny_tokenizer)
-    assert {text.decode() for text in found.values()} == TEXTS
-    assert texts(streamed, read_back, tiny_tokenizer) == found
-    assert {name.partition(":")[0] for name in found} == {
+    # Without a network, the cache is used.
+    assert run("http://127.0.0.1:9", [offline], HF_HUB_OFFLINE="1")[0].startswith("Prepared")
+    texts = [
+        read_back(ShardSet(out / "train"), tiny_tokenizer) | read_back(ShardSet(out / "heldout"), tiny_tokenizer)
+        for out in outs
+    ]
+    assert texts[0] == texts[1] == texts[2] and {text.decode() for text in texts[0].values()} == TEXTS
+    assert {name.partition(":")[0] for name in texts[0]} == {
         f"me/set/data/train-{part}" for part in ("0.jsonl", "1.jsonl.zst", "2.parquet", "3.parquet")
     }
-    plans = [json.loads((out / "plan.json").read_text()) for out in (fetched, streamed)]
+    plans = [json.loads((out / "plan.json").read_text()) for out in outs]
     assert plans[0]["sources"] == plans[1]["sources"], "the hub's hashes are those of the content"
-    # Without a network, the cache is used.
-    done = run("http://127.0.0.1:9", tmp_path / "offline", {"set": {"path": "me/set", "files": ["data/train-*"]}}, True)
-    assert done.returncode == 0, done.stderr
-    assert texts(tmp_path / "offline", read_back, tiny_tokenizer) == found
 
 
-def test_streaming_reads_what_the_share_and_the_budget_ask_for(root, run, tmp_path, serving):
+def test_streaming_reads_what_the_share_asks_for(root, run, tmp_path, serving):
     source = {"path": "me/set", "files": ["data/*.parquet", "data/*.jsonl"], "streaming": True, "share": 0.3}
     with serving(root) as (address, requests):
-        done = run(address, tmp_path / "out", {"set": source})
-        assert done.returncode == 0, done.stderr
+        run(address, [{"sources": {"set": source}, "out": str(tmp_path / "out")}])
         read = {name.rpartition("/")[2] for method, name, _ in requests if method == "GET" and "/resolve/" in name}
     assert len(read) < 4, "files beyond the share were read"
     mix = json.loads((tmp_path / "out" / "manifest.json").read_text())["splits"]
@@ -153,30 +122,18 @@ def test_streaming_reads_what_the_share_and_the_budget_ask_for(root, run, tmp_pa
     assert 0.15 * n_all < n < 0.45 * n_all
 
 
-def test_what_is_not_to_be_had_is_named(root, tmp_path, serving):
-    said = {
-        "no/set": "Repository Not Found",
-        "gated/set": "gated",
-        "me/set@nope": "nope",
-        "me/set": "holds no file none/*",
-    }
-    cases = [(name, streaming) for name in said for streaming in (False, True)]
-
-    def errors(address, cases):
-        env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache")}
-        command = [sys.executable, "-c", LISTING, json.dumps(cases)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
-
+def test_what_is_not_to_be_had_is_named(root, run, serving):
+    said = {"no/set": "Repository Not Found", "gated/set": "gated repo", "me/set@nope": "nope", "me/set": "none/*"}
+    cases = [(path, streaming) for path in said for streaming in (False, True)]
+    calls = [{"path": path, "streaming": streaming, "files": ["none/*"]} for path, streaming in cases]
     with serving(root) as (address, _):
-        for (name, _), line in zip(cases, errors(address, cases), strict=True):
-            assert line.startswith(f"source '{name}' ") and said[name] in line, line
-    for line in errors("http://127.0.0.1:9", [("me/set", False), ("me/set", True)]):
+        for (path, _), line in zip(cases, run(address, calls), strict=True):
+            assert line.startswith(f"source '{path}' ") and said[path] in line, line
+    for line in run("http://127.0.0.1:9", calls[-2:]):
         assert line.startswith("source 'me/set' ") and "hub" in line
 
 
-def test_a_configuration_and_a_split_are_the_files_that_datasets_says(tmp_path, serving):
+def test_a_configuration_and_a_split_are_the_files_that_datasets_says(run, tmp_path, serving):
     """Of a data set by name, fetched or streamed, and of a folder. Pattern signs in a name match only themselves."""
     folder = tmp_path / "hub" / "me" / "parts"
     (folder / "data").mkdir(parents=True)
@@ -184,9 +141,8 @@ def test_a_configuration_and_a_split_are_the_files_that_datasets_says(tmp_path, 
     for name in ("train-[0].jsonl", "train-0.jsonl", "train-1.jsonl", "test-0.jsonl"):
         (folder / "data" / name).write_text(json.dumps({"text": name}))
     pq.write_table(pa.table({"text": ["b"]}), folder / "data" / "other.parquet")
-    train = ["data/train-0.jsonl", "data/train-1.jsonl", "data/train-[0].jsonl"]
     cases = [
-        ({"split": "train"}, train),
+        ({"split": "train"}, ["data/train-0.jsonl", "data/train-1.jsonl", "data/train-[0].jsonl"]),
         ({"split": "test"}, ["data/test-0.jsonl"]),
         ({"config": "tables"}, ["data/other.parquet"]),
         ({"config": "tables", "split": "test"}, "has no split 'test'; it has 'train'"),
@@ -195,20 +151,15 @@ def test_a_configuration_and_a_split_are_the_files_that_datasets_says(tmp_path, 
     places = [("me/parts", {}), ("me/parts@main", {"streaming": True}), (str(folder), {})]
     asked = [({"path": path, **how, **more}, wanted) for how, wanted in cases for path, more in places]
     with serving(tmp_path / "hub") as (address, _):
-        env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-c", SPLITS, json.dumps([case for case, _ in asked])]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for (case, wanted), line in zip(asked, done.stdout.splitlines(), strict=True):
+        lines = run(address, [case for case, _ in asked])
+    for (case, wanted), line in zip(asked, lines, strict=True):
         if isinstance(wanted, str):
             assert line.startswith(f"source '{case['path']}'") and line.endswith(wanted)
         else:
             name = "parts" if case["path"] == str(folder) else case["path"]
             assert line.split(" ") == [f"{name}/{file}" for file in wanted]
     (folder / "parts.py").write_text("import datasets")
-    with pytest.raises(ValueError, match=r"config None: Dataset scripts are no longer supported"):
+    with pytest.raises(ValueError, match=r"parts.*Dataset scripts are no longer supported"):
         list_files([Source(path=str(folder), split="train")])
-    with pytest.raises(ValueError, match=r"files and config or split are given for me/parts; .* leave one"):
-        Source(path="me/parts", files=("*",), split="train")
-    with pytest.raises(ValueError, match=r"'stdlib' is neither a folder nor a data set of the hub; leave out"):
+    with pytest.raises(ValueError, match=r"'stdlib' .*split"):
         list_files([Source(path="stdlib", split="train")])

@@ -52,19 +52,10 @@ def test_every_column_comes_back(kind, part_bytes):
             assert getattr(sample[name], "dtype", None) == getattr(value, "dtype", None), name
 
 
-def test_more_rows_than_there_are_are_all_of_them():
-    files = list_files([Source(path=str(WRITTEN / next(iter(ENDING))))])
-    for n_rows in (1 << 62, None):
-        texts = [row["text"] for file in files for row in table_rows(file.path, 0, n_rows, ("text",))]
-        assert texts == [sample["text"] for sample in samples()]
-
-
 def test_only_what_is_asked_for_is_decoded():
     path = str(WRITTEN / "pickled" / "shard.00000.mds")
-    assert list(table_rows(path, 0, 1, ("text", "none"))) == [{"text": b"a"}]
-    with pytest.raises(
-        ValueError, match=r"shard\.00000\.mds cannot be read \(a column is encoded as 'pkl', which is not"
-    ):
+    assert list(table_rows(path, 0, None, ("text", "none"))) == [{"text": b"a"}]
+    with pytest.raises(ValueError, match=r"shard\.00000\.mds cannot be read .*'pkl'"):
         list(table_rows(path, 0, 1, ("x",)))
 
 
@@ -88,18 +79,13 @@ def test_ids_of_another_tokenizer_become_a_document_a_span(kind, tiny_tokenizer)
 
 
 def test_texts_and_damage(tmp_path):
-    files = list_files([Source(path=str(WRITTEN / "plain"))])
+    (file, *_) = files = list_files([Source(path=str(WRITTEN / "plain"))])
     found = [d for segment in scan(files, 2000)[1] for d in read_documents(segment, TextFormat())]
     assert [document.text for document in found] == [f"text {i}\n" for i in range(40)]
-    whole = Path(files[0].path).read_bytes()
-    for cut, why in ((2, "ends"), (30, "ends"), (1000, "ends"), (len(whole) - 3, "ends")):
-        (tmp_path / "cut.mds").write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match=rf"cut\.mds cannot be read \(.*{why}"):
-            for n_rows, _ in table_parts(str(tmp_path / "cut.mds"), 1 << 20, 1 << 20):
-                list(table_rows(str(tmp_path / "cut.mds"), 0, n_rows, ("text",)))
-    (tmp_path / "no.mds").write_bytes(b"text that is no shard" * 50)
-    with pytest.raises(ValueError, match=r"no\.mds cannot be read"):
-        table_parts(str(tmp_path / "no.mds"), 1 << 20, 1 << 20)
-    (tmp_path / "far.mds").write_bytes(np.array([1, 12, 4], dtype=np.uint32).tobytes())
-    with pytest.raises(ValueError, match="no MDS shard: its samples overlap"):
-        table_parts(str(tmp_path / "far.mds"), 1 << 20, 1 << 20)
+    whole, path = Path(file.path).read_bytes(), tmp_path / "cut.mds"
+    overlapping = np.array([1, 12, 4], dtype=np.uint32).tobytes()
+    for content in (*(whole[:cut] for cut in (2, 30, 1000, len(whole) - 3)), b"text, no shard" * 50, overlapping):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"cut\.mds cannot be read"):
+            for n_rows, _ in table_parts(str(path), 1 << 20, 1 << 20):
+                list(table_rows(str(path), 0, n_rows, ("text",)))

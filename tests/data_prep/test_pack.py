@@ -66,12 +66,6 @@ def test_pack_by_hand():
     ]
 
 
-def test_pack_wastes_little_on_short_documents():
-    lengths = [1 + (i * 7919) % 700 for i in range(3000)]
-    rows = pack(lengths, 512)
-    assert 1 - sum(lengths) / (512 * len(rows)) < 0.01
-
-
 def documents_of_a_shard(rng, median: int, sigma: float, n_bytes: int, bytes_a_token: float) -> list[int]:
     """Lognormal lengths in tokens, as many as make up the text of a shard."""
     lengths: list[int] = []
@@ -84,22 +78,15 @@ def filler(lengths: list[int], seq_len: int) -> float:
     return 1 - sum(lengths) / (seq_len * len(pack(lengths, seq_len)))
 
 
-@pytest.mark.parametrize("seq_len", [8192, 32768])
-def test_filler_of_books_is_under_one_percent(seq_len):
-    """Roughly PG-19's lengths, in shards as data sets beyond 256 MB have them: some 40 books each."""
+# Roughly PG-19's lengths in shards as data sets beyond 256 MB have them, some 40 books each, and chats.
+@pytest.mark.parametrize(("median", "sigma", "seq_len", "n_bytes", "most"), [
+    (90_000, 0.6, 8192, SHARD_TEXT_BYTES[1], 0.01), (90_000, 0.9, 32768, SHARD_TEXT_BYTES[1], 0.01),
+    (600, 1.0, 2048, SHARD_TEXT_BYTES[0], 0.05), (600, 1.0, 4096, SHARD_TEXT_BYTES[0], 0.05),
+])  # fmt: skip
+def test_little_filler(median, sigma, seq_len, n_bytes, most):
     rng = np.random.default_rng(0)
-    for sigma in (0.6, 0.9):
-        shards = [documents_of_a_shard(rng, 90_000, sigma, SHARD_TEXT_BYTES[1], 4.2) for _ in range(12)]
-        assert max(len(lengths) for lengths in shards) < 100
-        assert max(filler(lengths, seq_len) for lengths in shards) < 0.01
-
-
-@pytest.mark.parametrize("seq_len", [2048, 4096])
-@pytest.mark.parametrize("n_bytes", SHARD_TEXT_BYTES)
-def test_filler_of_chats_is_under_five_percent(seq_len, n_bytes):
-    rng = np.random.default_rng(1)
-    shards = [documents_of_a_shard(rng, 600, 1.0, n_bytes, 4.0) for _ in range(4)]
-    assert max(filler(lengths, seq_len) for lengths in shards) < 0.05
+    shards = [documents_of_a_shard(rng, median, sigma, n_bytes, 4.2) for _ in range(4)]
+    assert max(filler(lengths, seq_len) for lengths in shards) < most
 
 
 def test_a_rest_fills_what_others_leave():

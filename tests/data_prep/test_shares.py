@@ -8,15 +8,17 @@ import pytest
 
 from longdraft.data_prep.prepare import merge, prepare
 from longdraft.data_prep.recipe import PrepareConfig, changed, same_way
+from longdraft.data_prep.shards import ShardSet
 from longdraft.data_prep.tasks import Machine
 from longdraft.launch.prepare import main
+from longdraft.models.fingerprint import tokenizer_hash
 
 
 @pytest.fixture
 def config(tmp_path, make_corpus):
-    make_corpus(tmp_path / "corpus", 100)
+    make_corpus(tmp_path / "corpus", 30)
     sources = same_way([str(tmp_path / "corpus")])
-    return PrepareConfig(sources=sources, out=tmp_path / "whole", seq_len=64, heldout_share=0.2, shard_bytes=4000)
+    return PrepareConfig(sources=sources, out=tmp_path / "whole", seq_len=64, heldout_share=0.2, shard_bytes=8000)
 
 
 def files_of(out: Path) -> dict[str, bytes]:
@@ -73,23 +75,29 @@ def test_a_share_that_was_lost_is_made_by_a_call_for_all(config, tiny_tokenizer)
     assert files_of(config.out) == found
 
 
-def test_on_the_command_line(config, tmp_path, capsys):
-    argv = f"--source {tmp_path}/corpus --target smollm2-135m --out {tmp_path}/out --seq-len 64 --workers 1".split()
-    for i in (1, 2):
-        main([*argv, "--shard", f"{i}/2"])
-    main(["--merge", "--out", f"{tmp_path}/out"])
-    assert capsys.readouterr().out.splitlines()[-1].startswith("Merged: ")
-    for wrong, said in (("3/2", "--shard"), ("1", "--shard"), ("a/b", "--shard")):
-        with pytest.raises(SystemExit):
-            main([*argv, "--shard", wrong])
-        assert said in capsys.readouterr().err
-    for argv, said in (
-        (["--merge"], "required: --out"),
-        (["--merge", "--out", str(tmp_path / "corpus")], "plan.json"),
-    ):
-        with pytest.raises(SystemExit):
-            main(argv)
-        assert said in capsys.readouterr().err
+def test_on_the_command_line(tmp_path, make_corpus, read_back, smollm2, capsys):
+    """For a real target: by machines, then found finished, and with other settings refused."""
+    corpus, out = make_corpus(tmp_path / "corpus", 20), tmp_path / "new" / "out"
+    argv = f"--source {tmp_path}/corpus --target smollm2-135m --out {out} --seq-len 128 --heldout-share 0.2 --workers 1"
+    for more in (["--shard", "1/2"], ["--shard", "2/2"], []):
+        main([*argv.split(), *more])
+    assert f"documents) -> {out}\n" in capsys.readouterr().out
+    train, heldout = ShardSet(out / "train"), ShardSet(out / "heldout")
+    assert read_back(train, smollm2) | read_back(heldout, smollm2) == corpus
+    assert train.manifest["tokenizer_sha256"] == tokenizer_hash(smollm2)
+    assert train.manifest["vocab_size"] == 49152
+    main(["--merge", "--out", str(out), "--max-bad-share", "0"])
+    assert capsys.readouterr().out.startswith("Already merged: ")
+    mistakes = [
+        ([*argv.split(), "--seed", "1"], "seed is 0"),
+        (["--merge", "--out", f"{tmp_path}/corpus"], "plan.json"),
+    ]
+    mistakes += [([*argv.split(), "--shard", wrong], "--shard") for wrong in ("3/2", "1", "a/b")]
+    mistakes.append((["--source", "stdlib", "--target", "none", "--out", "x", "--seq-len", "1"], "error: seq_len: "))
+    for wrong, named in mistakes:
+        with pytest.raises(SystemExit) as stop:
+            main(wrong)
+        assert stop.value.code == 2 and named in capsys.readouterr().err
 
 
 def test_the_address_tells_content_from_content(config, tiny_tokenizer, bos_tokenizer, tmp_path, capsys):

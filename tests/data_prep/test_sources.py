@@ -19,7 +19,9 @@ def test_lists_by_suffix_sorted_and_without_hidden_files(tmp_path):
         (root / name).write_text("x")
     assert names([root]) == ["corpus/a.PY", "corpus/b.txt", "corpus/sub/c.jsonl"]
     assert names([root], files=("*.PNG",)) == ["corpus/image.png"]
-    assert names([root / "image.png"]) == ["image.png"]
+    assert names([root / "image.png"]) == names([root / "image.png"], files=("*.PNG", "*.md")) == ["image.png"]
+    with pytest.raises(ValueError, match=r"image\.png.*\*\.jsonl"):
+        names([root / "image.png"], files=("*.jsonl",))
     assert [file.kind for file in list_files([Source(path=str(root))])] == ["text", "text", "jsonl"]
 
 
@@ -146,10 +148,3 @@ def test_a_folder_that_is_still_being_made_is_no_source(tmp_path):
         list_files([Source(path=str(tmp_path))])
     (tmp_path / "manifest.json").write_text("{}")
     assert [file.name.partition("/")[2] for file in list_files([Source(path=str(tmp_path))])] == ["part-00000.jsonl"]
-
-
-def test_patterns_hold_for_a_file_too(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    assert names([tmp_path / "a.txt"], files=("*.TXT", "*.md")) == ["a.txt"]
-    with pytest.raises(ValueError, match=r"a\.txt.*\*\.jsonl"):
-        names([tmp_path / "a.txt"], files=("*.jsonl",))
