@@ -284,24 +284,11 @@ def test_a_drafter_gives_plain_decodings_tokens_in_every_way(models, plain, row,
     check_in_turn(models, plain, row, SAMPLINGS, batch, nodes)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_gives_the_tokens_of_a_target_with_experts(models, plain, name):
-    target, small = models("moe")
-    engine = Engine(target, DRAFTERS[name](target, small), slots=3)
-    check(engine, plain("moe", "overflow"), "moe", "overflow", every(("greedy", "T1_min_p"), (0, 1, 3)))
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_drafter_gives_the_tokens_of_a_model_of_transformers(models, plain, name):
-    target, small = models("olmo2")
-    engine = Engine(target, DRAFTERS[name](target, small), slots=3)
-    check(engine, plain("olmo2", "overflow"), "olmo2", "overflow", every(("greedy", "T1_min_p"), (0, 1, 3)))
-
-
-@pytest.mark.parametrize(("name", "kind"), in_turn(("gemma3", "gpt_oss")))
+@pytest.mark.parametrize(("name", "kind"), in_turn(("moe", "gemma3", "olmo2", "gpt_oss")))
 def test_a_drafter_gives_the_tokens_of_another_family_or_refuses_its_windows(c_kernels, models, plain, name, kind):
     target, small = models(kind)
-    if name in ("tokenswift_silu", "few_words") or "triforce" in name or "draft_pass" in name:  # selected rows
+    selects = name in ("tokenswift_silu", "few_words") or "triforce" in name or "draft_pass" in name
+    if selects and target.model.config.sliding_windows:
         with pytest.raises(ValueError, match="sliding windows"):
             DRAFTERS[name](target, small)
         return
@@ -333,28 +320,10 @@ def test_a_drafter_inside_triforce_gives_plain_decodings_tokens(models, plain, n
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_bf16_needs_no_margin(c_kernels, models, plain, name):
-    check_in_bf16("gqa", name, models, plain)
-
-
-@pytest.mark.parametrize("name", ["tokenswift_draft_pass", "longspec", "token_recycling"])
-def test_bf16_of_a_model_of_transformers_needs_none_either(c_kernels, models, plain, name):
-    check_in_bf16("olmo2", name, models, plain)
-
-
-def check_in_bf16(kind, name, models, plain):
-    target, small = models(kind, torch.bfloat16)
+    target, small = models("gqa", torch.bfloat16)
     engine = Engine(target, DRAFTERS[name](target, small), slots=3, nodes=None)
-    want = plain(kind, "overflow", torch.bfloat16)
-    check(engine, want, kind, "overflow", every(("greedy", "T0.7", "T1_penalty")))
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_tokens_read_one_step_late_are_the_same(models, plain, name):
-    """On a GPU the host reads a step while the next one runs. This takes the same code path on the CPU."""
-    target, small = models("mha")
-    engine = Engine(target, DRAFTERS[name](target, small), slots=3, nodes=None)
-    engine.runner.lag = 1
-    check(engine, plain("mha", "overflow"), "mha", "overflow", every(("greedy", "T1_penalty"), (0, 1, 3)))
+    want = plain("gqa", "overflow", torch.bfloat16)
+    check(engine, want, "gqa", "overflow", every(("greedy", "T0.7", "T1_penalty")))
 
 
 @pytest.mark.parametrize(("name", "lag"), in_turn((1, 0)))
