@@ -5,14 +5,14 @@ No request can name a file: a body has only text, token ids and numbers. The com
 
 import asyncio
 import json
-import logging
 import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +33,22 @@ from longdraft.infer.server.engine_thread import EngineThread, Job
 from longdraft.infer.server.protocol import ApiError, Body, Chat, Completion, parse, requests_of
 
 PAGE = Path(__file__).with_name("page.html")
+# Limits of a request's body.
+BODY_BYTES, BODY_SECONDS = 4 << 20, 30.0
 # Seconds that a client may leave the end of its answer unread while the server ends. Then uvicorn cuts it off.
 UNREAD_SECONDS = 10
 GONE = 499  # proxies' status for a client that has hung up; nobody reads it
-MOST_NAMES, MOST_CHARACTERS = 100, 64  # of ignored fields that /metrics names
-# Their names without our prefix, descriptions and labels.
-COUNTERS = {
-    "requests": ("Requests that ended, by reason", "finish_reason"),
-    "errors": ("Answers with an error, by status", "status"),
-    "ignored_fields": ("Requests with a field that is not read, by its name", "field"),
-    "prompt_tokens": ("Tokens of prompts",),
-    "generation_tokens": ("Tokens that were generated",),
-    "steps": ("Steps, counted once for each request in them",),
-    "speculative_steps": ("Steps that verified drafted tokens",),
-    "draft_tokens": ("Drafted tokens that were verified",),
-    "accepted_draft_tokens": ("Drafted tokens that were accepted",),
-}
+MOST_NAMES, MOST_CHARACTERS = 100, 64  # of ignored fields that /metrics names: clients choose them
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
-LOGGER = logging.getLogger("longdraft")
+# Counters of finished requests: their names without our prefix, descriptions, and what is counted.
+FIGURES = {
+    "prompt_tokens": ("Tokens of prompts", lambda one: len(one.prompt)),
+    "generation_tokens": ("Tokens that were generated", lambda one: len(one.tokens)),
+    "steps": ("Steps, counted once for each request in them", lambda one: one.stats.steps),
+    "speculative_steps": ("Steps that verified drafted tokens", lambda one: one.stats.speculative_steps),
+    "draft_tokens": ("Drafted tokens that were verified", lambda one: one.stats.drafted),
+    "accepted_draft_tokens": ("Drafted tokens that were accepted", lambda one: sum(one.stats.accepted_at_depth)),
+}
 
 
 @dataclass(frozen=True)
@@ -61,15 +59,12 @@ class Settings:
         model: the model's name in requests.
         api_key: the bearer token that /v1 requires; empty if it requires none.
         queue: requests that may wait for a slot; more are answered with 429.
-        body_bytes, body_seconds: limits of a request body's size, and of the time that it takes to arrive.
         cors: origins of web pages that may read answers, "*" for all.
     """
 
     model: str
     api_key: str = ""
     queue: int = 256
-    body_bytes: int = 4 << 20
-    body_seconds: float = 30
     cors: Sequence[str] = ()
 
 
@@ -78,48 +73,35 @@ class Meters:
 
     def __init__(self):
         self.registry = CollectorRegistry()
-        named = {f"longdraft_{name}": (text, labels) for name, (text, *labels) in COUNTERS.items()}
-        counters = (Counter(name, *described, registry=self.registry) for name, described in named.items())
-        self.counters = dict(zip(COUNTERS, counters, strict=True))
-        self.first_token, self.duration = (
-            Histogram(f"longdraft_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
-            for name, text in (
-                ("time_to_first_token", "From a request's arrival to its first token"),
-                ("request", "From a request's arrival to its end"),
-            )
+        counter = partial(Counter, namespace="longdraft", registry=self.registry)
+        seconds = partial(Histogram, namespace="longdraft", registry=self.registry, buckets=SECONDS)
+        self.requests = counter("requests", "Requests that ended, by reason", ["finish_reason"])
+        self.errors = counter("errors", "Answers with an error, by status", ["status"])
+        self.ignored_fields = counter(
+            "ignored_fields", "Requests with a field that is not read, by its name", ["field"]
         )
-        self.ignored = set[str]()
+        self.figures = {name: counter(name, text) for name, (text, _) in FIGURES.items()}
+        self.first_token = seconds("time_to_first_token_seconds", "From a request's arrival to its first token")
+        self.duration = seconds("request_seconds", "From a request's arrival to its end")
+        self._names = set[str]()  # of ignored fields
 
     def watch(self, thread: EngineThread) -> None:
         """Add gauges of the thread's requests, which are read on demand."""
         for name, read in (("waiting", lambda: thread.waiting), ("running", lambda: thread.in_flight - thread.waiting)):
             Gauge(f"longdraft_requests_{name}", f"Requests {name}", registry=self.registry).set_function(read)
 
-    def ignore(self, names: Set[str]) -> None:
-        """Count a request's fields that are not read, and log each name once. Clients choose the names, so only so
-        many are told apart."""
-        for name in sorted(names):
-            name = name if name in self.ignored or len(self.ignored) < MOST_NAMES else "others"
-            name = name[:MOST_CHARACTERS]
-            if name not in self.ignored:
-                LOGGER.warning("the field %r of a request is not read", name)
-            self.ignored.add(name)
-            self.counters["ignored_fields"].labels(name).inc()
-
     def finish(self, generation: Generation, taken: float) -> None:
         """Count a finished request, which took `taken` seconds."""
-        stats = generation.stats
         self.duration.observe(taken)
-        self.counters["requests"].labels(generation.finish_reason).inc()
-        for name, count in (
-            ("prompt_tokens", len(generation.prompt)),
-            ("generation_tokens", len(generation.tokens)),
-            ("steps", stats.steps),
-            ("speculative_steps", stats.speculative_steps),
-            ("draft_tokens", stats.drafted),
-            ("accepted_draft_tokens", sum(stats.accepted_at_depth)),
-        ):
-            self.counters[name].inc(count)
+        self.requests.labels(generation.finish_reason).inc()
+        for name, (_, count) in FIGURES.items():
+            self.figures[name].inc(count(generation))
+
+    def ignore(self, names: set[str]) -> None:
+        """Count a request's fields that are not read."""
+        for name in sorted(name[:MOST_CHARACTERS] for name in names):
+            self._names |= {name} if len(self._names) < MOST_NAMES else set()
+            self.ignored_fields.labels(name if name in self._names else "others").inc()
 
 
 class Events(StreamingResponse):
@@ -142,8 +124,7 @@ class Service:
     def __init__(self, engine: Engine, settings: Settings):
         self.engine, self.settings, self.meters = engine, settings, Meters()
         self.server: uvicorn.Server | None = None
-        self._created = int(time.time())
-        meters = self.meters
+        self._created, meters = int(time.time()), self.meters
         self.thread = EngineThread(engine, settings.queue, meters.first_token.observe, meters.finish, self._stop)
         meters.watch(self.thread)
 
@@ -178,55 +159,22 @@ class Service:
 
     async def _answer(self, body_type: type[Body], request: Request) -> Response:
         """Answer a chat or a completion, whole or streamed."""
-        settings, engine = self.settings, self.engine
+        engine = self.engine
         self._check_key(request)
-        body = parse(body_type, await _read(request, settings.body_bytes, settings.body_seconds))
+        body = parse(body_type, await _read(request))
         self._check_model(body.model)
         requests = await asyncio.to_thread(requests_of, body, engine.target, engine.max_length)
         identity, max_depth = secrets.token_hex(12), engine.drafter.max_depth
-        answers = Answers(body, requests, engine.target, identity, settings.model, max_depth)
+        answers = Answers(body, requests, engine.target, identity, self.settings.model, max_depth)
         self.meters.ignore(body.ignored)
-        job = self.thread.submit(requests, bool(body.stream))
+        job = self.thread.submit(requests, body.stream)
         if body.stream:
-            return Events(self._events(job, answers), self.thread, job)
-        generations = await self._finished(request, job)
-        return JSONResponse(
-            await asyncio.to_thread(answers.response, generations)
-        )  # many log-probabilities take a while
-
-    async def _finished(self, request: Request, job: Job) -> list[Generation]:
-        """All generations. Raises ClientDisconnect if the client hangs up before they are finished."""
-        done, gone = asyncio.ensure_future(job.generations()), asyncio.ensure_future(_hang_up(request))
+            return Events(_events(job, answers), self.thread, job)
         try:
-            await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
-                raise ClientDisconnect
-            return done.result()
+            generations = await _unless_gone(request, job)
         finally:
-            done.cancel()
-            gone.cancel()
             self.thread.cancel(job)
-
-    async def _events(self, job: Job, answers: Answers) -> AsyncIterator[bytes]:
-        """A stream's chunks and its end."""
-        done = dict[int, Generation]()
-        for index in range(len(job.requests)):
-            if (first := answers.first(index)) is not None:
-                yield _event(first)
-        try:
-            async for index, piece in job.pieces():
-                if piece.generation is None:
-                    if piece.text or answers.tells_tokens:
-                        yield _event(answers.chunk(index, piece))
-                    continue
-                done[index] = piece.generation
-                last = answers.chunk(index, piece)
-                ended = len(done) == len(job.requests)
-                for chunk in answers.end(last, [done[i] for i in sorted(done)]) if ended else [last]:
-                    yield _event(chunk)
-            yield b"data: [DONE]\n\n"
-        except ApiError as error:  # the status is sent already, so the error becomes an event
-            yield _event(error.body)
+        return JSONResponse(await asyncio.to_thread(answers.response, generations))  # log-probabilities take a while
 
     def _check_model(self, name: str | None) -> None:
         served = self.settings.model
@@ -248,7 +196,7 @@ class Service:
             error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         elif not isinstance(error, ApiError):
             error = ApiError(500, "the server failed at this request; see its log")
-        self.meters.counters["errors"].labels(error.status).inc()
+        self.meters.errors.labels(error.status).inc()
         return JSONResponse(error.body, error.status, error.headers)
 
 
@@ -283,12 +231,8 @@ class Server(uvicorn.Server):
     it then ends as soon as it has started."""
 
     def __init__(self, service: Service, drain_seconds: int, ended: threading.Event | None = None):
-        patience = drain_seconds + UNREAD_SECONDS
-        super().__init__(
-            uvicorn.Config(
-                create_app(service), log_level="warning", access_log=False, timeout_graceful_shutdown=patience
-            )
-        )
+        patience, app = drain_seconds + UNREAD_SECONDS, create_app(service)
+        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience))
         self._thread, self._drain_seconds, self._ended = service.thread, drain_seconds, ended
         service.server = self
 
@@ -314,27 +258,54 @@ def serve(
     return not service.thread.failed
 
 
-async def _read(request: Request, most: int, seconds: float) -> bytes:
+async def _read(request: Request) -> bytes:
     """Read a JSON body. Raises ApiError if it has another type, is too large or too slow, and ClientDisconnect."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "give the body as Content-Type: application/json")
     data = bytearray()
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 data += part
-                if len(data) > most:
-                    text = f"the body has more than {most} bytes; shorten the prompt"
+                if len(data) > BODY_BYTES:
+                    text = f"the body has more than {BODY_BYTES} bytes; shorten the prompt"
                     raise ApiError(413, text, code="context_length_exceeded")
     except TimeoutError as error:
-        raise ApiError(408, f"the body did not come within {seconds:g} s; send it again") from error
+        raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s; send it again") from error
     return bytes(data)
 
 
-async def _hang_up(request: Request) -> None:
-    """Wait until the client is gone. Its body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def _unless_gone(request: Request, job: Job) -> list[Generation]:
+    """The job's generations. Raises ClientDisconnect if the client, whose body was read, hangs up before that."""
+    done, gone = asyncio.ensure_future(job.generations()), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise ClientDisconnect
+        return done.result()
+    finally:
+        done.cancel()
+        gone.cancel()
+
+
+async def _events(job: Job, answers: Answers) -> AsyncIterator[bytes]:
+    """A stream's chunks and its end."""
+    done = dict[int, Generation]()
+    for index in range(len(job.requests)):
+        if (first := answers.first(index)) is not None:
+            yield _event(first)
+    try:
+        async for index, piece in job.pieces():
+            chunks = [answers.chunk(index, piece)] if piece.text or piece.generation or answers.tells_tokens else []
+            if piece.generation is not None:
+                done[index] = piece.generation
+            if len(done) == len(job.requests):
+                chunks = answers.end(chunks[0], [done[i] for i in sorted(done)])
+            for chunk in chunks:
+                yield _event(chunk)
+        yield b"data: [DONE]\n\n"
+    except ApiError as error:  # the status is sent already, so the error becomes an event
+        yield _event(error.body)
 
 
 def _event(value: Mapping[str, Any]) -> bytes:

@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
-from longdraft.infer.drafters.base import Request
 from longdraft.infer.engine import MOST_SLOTS, Engine
 from longdraft.infer.generation import Generation, Piece
+from longdraft.infer.requests import Request
 from longdraft.infer.server.protocol import ApiError
 
-DECAY = 0.9  # of the running average of a request's duration
-LONGEST_RETRY = 60  # seconds
+RETRY_SECONDS = 5  # what a client is told to wait while the queue is full
 
 
 @dataclass
@@ -80,7 +79,6 @@ class EngineThread:
         self._outbox: list[Piece] = []  # pieces of the current step; used only by the thread
         self._jobs: dict[int, Job] = {}
         self._indices = itertools.count()
-        self._seconds = 0.0  # running average of the time that a request takes on its slot
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._ending = False  # used only by the thread
         self.failed = self._closed = False
@@ -114,10 +112,8 @@ class EngineThread:
         if count > self._capacity:
             raise ApiError(400, f"n: {count} answers in one request, and this server holds {self._capacity}", "n")
         if self.in_flight + count > self._capacity:
-            seconds = (1 + (self.waiting + count) / self.slots) * self._seconds
-            seconds = min(LONGEST_RETRY, max(1, round(seconds)))
-            text, headers = f"all slots and the queue are full; try again in {seconds} s", {"Retry-After": str(seconds)}
-            raise ApiError(429, text, code="queue_full", headers=headers)
+            headers = {"Retry-After": str(RETRY_SECONDS)}
+            raise ApiError(429, "all slots and the queue are full; try again", code="queue_full", headers=headers)
         job = Job([replace(one, index=next(self._indices)) for one in requests], streamed)
         for request in job.requests:
             self._jobs[request.index] = job
@@ -193,9 +189,6 @@ class EngineThread:
             if generation is not None:
                 del self._jobs[piece.index]
                 job.unfinished.discard(piece.index)
-                if generation.finish_reason != "cancelled":  # whose time says nothing about others
-                    seconds = generation.stats.prefill_seconds + generation.stats.decode_seconds
-                    self._seconds = DECAY * (self._seconds or seconds) + (1 - DECAY) * seconds
                 self._on_finish(generation, now - job.submitted)
             if job.streamed or generation is not None:
                 job.inbox.put_nowait(piece)

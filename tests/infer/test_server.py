@@ -252,10 +252,7 @@ def test_models_health_metrics_and_the_page(client, service):
         ("max_tokens", {"prompt": "x " * 95}),
         ("max_completion_tokens", {"max_tokens": None, "max_completion_tokens": 0}),
         ("max_completion_tokens", {"max_tokens": None, "max_completion_tokens": 999}),
-        ("max_completion_tokens", {"max_completion_tokens": 3}),
-        ("max_completion_tokens", {"max_tokens": -7, "max_completion_tokens": 3}),
         ("max_completion_tokens", {"prompt": "the", "max_completion_tokens": 30}),
-        ("stream_options", {"stream_options": {"include_usage": True}}),
         ("temperature", {"temperature": -1}),
         ("top_p", {"top_p": 0}),
         ("n", {"n": 0}),
@@ -268,13 +265,10 @@ def test_models_health_metrics_and_the_page(client, service):
         ("logprobs", {"prompt": "the", "logprobs": True}),
         ("logprobs", {"prompt": "the", "logprobs": 21}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
-        ("top_logprobs", {"top_logprobs": 3}),
         ("echo", {"prompt": "the", "echo": True, "logprobs": 1, "stream": True}),
         ("best_of", {"prompt": "a", "best_of": 3}),
-        ("skip_special_tokens", {"prompt": "a", "skip_special_tokens": False, "stream": True}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "x"}}),
         ("min_tokens", {"min_tokens": -1}),
-        ("logit_bias", {"logit_bias": {"3": 101}}),
         ("logit_bias", {"logit_bias": {"9" * 5000: -100}}),
         ("logit_bias", {"logit_bias": {"-1": 5}}),
         ("logit_bias", {"logit_bias": {"999": 5}}),
@@ -287,7 +281,7 @@ def test_models_health_metrics_and_the_page(client, service):
         *((next(iter(body)), body) for body in (  # not served
             {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}},
             {"modalities": ["text", "audio"]}, {"guided_choice": ["a", "b"]}, {"no_repeat_ngram_size": 3},
-            {"enable_thinking": False}, {"add_special_tokens": True}, {"suffix": "b", "prompt": "a"},
+            {"add_special_tokens": True}, {"suffix": "b", "prompt": "a"},
             {"chat_template": "/etc/passwd"},
         )),
     ],
@@ -408,7 +402,7 @@ def test_a_clients_body_is_answered_like_the_simple_one(service, asked, simply):
     assert answer(asked) == answer(simply) != ""
 
 
-def test_what_is_not_read_is_counted_and_logged_once(target, caplog):
+def test_what_is_not_read_is_counted(target):
     with served(target) as service:
         body = {"prompt": TEXT, "max_tokens": 2, "user": "u", "x" * 99: 1, "store": None}
         for _ in range(2):
@@ -423,7 +417,6 @@ def test_what_is_not_read_is_counted_and_logged_once(target, caplog):
     assert counts["user"] == counts["x" * 64] == "2.0" and "store" not in counts
     assert counts["messages.cache_control"] == counts["stream_options.include_obfuscation"] == "1.0"
     assert len(counts) == 101 and float(counts["others"]) == 120 - 96 and "messages.annotations" not in counts
-    assert sum("'user'" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
@@ -591,7 +584,7 @@ def test_a_full_queue_says_when_to_come_again(target, monkeypatch):
                 assert two.status_code == 200
                 refused = post(service, headers={})
                 assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
-                assert 1 <= int(refused.headers["retry-after"]) <= 60
+                assert int(refused.headers["retry-after"]) > 0
                 go_on.set()
                 assert [line for line in first if line][-1] == "data: [DONE]"
                 assert [line for line in two.iter_lines() if line][-1] == "data: [DONE]"
@@ -656,8 +649,9 @@ def test_clients_that_misbehave_take_nothing_from_the_others(target):
         assert post(service, headers={}).status_code == 200
 
 
-def test_a_body_that_does_not_come_is_given_up(target):
-    with served(target, body_seconds=0.2) as service, socket.socket() as connection:
+def test_a_body_that_does_not_come_is_given_up(target, monkeypatch):
+    monkeypatch.setattr("longdraft.infer.server.app.BODY_SECONDS", 0.2)
+    with served(target) as service, socket.socket() as connection:
         connection.settimeout(20)
         connection.connect(("127.0.0.1", int(service.url.rsplit(":", 1)[1])))
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
