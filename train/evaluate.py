@@ -12,15 +12,13 @@ from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.drafters.longspec import WIDTHS
 from longdraft.infer.engine import Engine
-from longdraft.infer.generation import Generation
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.decoder import Decoder
 from longdraft.models.draft_folder import Draft
@@ -101,12 +99,12 @@ class Evaluator:
         self._last_seconds, self._spent = 0.0, 0.0
         self._begun = clock()
 
-    def begin(self, saved: Mapping[str, Any] | None, resumed: bool, stop: Sequence[int] = ()) -> None:
+    def begin(self, saved: Mapping[str, Any] | None, resumed: bool) -> None:
         """Called before the first step of a new run, or of one that goes on from what `saved()` returned (None where it
         did not decode then).
 
-        The best weights so far are those in the run's folder. Where they were measured under other settings, they
-        decode again, so that later results can be compared with them.
+        The best weights so far are those in the run's folder, unless they were measured under other settings: then
+        later results cannot be compared with theirs, and the next ones take their place.
         """
         if saved is not None:
             self.last_step, self._last_seconds = saved["last_step"], saved["last_seconds"]
@@ -114,16 +112,10 @@ class Evaluator:
         run_dir, ranks = self.config.train.run_dir, self.ranks
         if not resumed:  # what lies there is from a run that ended before its first checkpoint
             ranks.from_first(lambda: saving.forget_best(run_dir))
-            return
-        found = ranks.from_first(lambda: checkpoint.best(run_dir))
-        if found is None:
-            return
-        folder, kept = found
-        then, now = checkpoint.saved_config(run_dir, kept).decoding, self.config.decoding
-        if all(getattr(then, name) == getattr(now, name) for name in MEASURED_BY):
-            self.best = kept["score"], kept["step"]
-        else:
-            self._measure(lambda: load_file(folder / checkpoint.WEIGHTS), kept["step"], kept["extra"]["heldout"], stop)
+        elif found := ranks.from_first(lambda: checkpoint.best(run_dir)):
+            then, now = checkpoint.saved_config(run_dir, found[1]).decoding, self.config.decoding
+            if all(getattr(then, name) == getattr(now, name) for name in MEASURED_BY):
+                self.best = found[1]["score"], found[1]["step"]
 
     def saved(self) -> dict[str, float]:
         """The state that `begin` takes in a run that goes on from here."""
@@ -155,29 +147,8 @@ class Evaluator:
                 f"more than decoding.share = {self.config.decoding.share:g} of the time so far"
             )
             return {"decode_put_off": True}
-        measured = self._measure(engine.weights, step, heldout, stop)
-        if measured is None:
-            return None
-        self.last_step = step
-        assert self.best is not None
-        if last and self.config.draft.method == "longspec":
-            shares = ",".join(f"{share:.2f}" for share in levels_reached(measured))
-            self.ranks.log(f"Serving reaches the levels this often: train.level_weights=[{shares}] draws them so")
-        return as_record(measured) | {"decode_best_step": self.best[1], "decode_s": self._last_seconds}
-
-    def _is_too_much(self) -> bool:
-        """Whether another decoding would exceed its share of the time; all ranks get the first one's answer."""
-        share = self.config.decoding.share
-        too_much = self._spent + self._last_seconds > share * (self.clock() - self._begun)
-        return bool(self.ranks.sum([float(too_much and self.ranks.first)])[0])
-
-    def _measure(
-        self, read: Callable[[], dict[str, Tensor]], step: int, heldout: Mapping[str, Any], stop: Sequence[int]
-    ) -> list[Measured] | None:
-        """Decode with the weights that `read` returns, record the time, and keep the weights if they are the best so
-        far."""
         begin, config = self.clock(), self.config
-        weights = read()
+        weights = engine.weights()
         drafter = open_drafter(config.draft.method, self.target, frozen_draft(config.draft, self.target, weights))
         measured = decode(self.target, drafter, self.tasks, config.decoding.new_tokens, self.ranks, stop)
         if measured is not None:
@@ -189,7 +160,19 @@ class Evaluator:
                 self.best = score, step
         self._last_seconds = self.clock() - begin
         self._spent += self._last_seconds
-        return measured
+        if measured is None or self.best is None:
+            return None
+        self.last_step = step
+        if last and config.draft.method == "longspec":
+            shares = ",".join(f"{share:.2f}" for share in levels_reached(measured))
+            self.ranks.log(f"Serving reaches the levels this often: train.level_weights=[{shares}] draws them so")
+        return as_record(measured) | {"decode_best_step": self.best[1], "decode_s": self._last_seconds}
+
+    def _is_too_much(self) -> bool:
+        """Whether another decoding would exceed its share of the time; all ranks get the first one's answer."""
+        share = self.config.decoding.share
+        too_much = self._spent + self._last_seconds > share * (self.clock() - self._begun)
+        return bool(self.ranks.sum([float(too_much and self.ranks.first)])[0])
 
 
 def open_drafter(method: str, target: Target, draft: Draft) -> Drafter:
@@ -231,8 +214,9 @@ def decode(
             if stop:
                 break
             if piece.generation is not None:
-                task = own_tasks[piece.index]
-                sums[settings.index((task.context, task.temperature))] += _counts(piece.generation, drafter.max_depth)
+                task, stats = own_tasks[piece.index], piece.generation.stats
+                counts = [len(piece.generation.tokens), stats.steps, *stats.accepted_at_depth]
+                sums[settings.index((task.context, task.temperature)), : len(counts)] += torch.tensor(counts)
     stopped, *totals = ranks.sum([float(bool(stop)), *sums.flatten().tolist()])
     if stopped:
         return None
@@ -241,13 +225,6 @@ def decode(
         Measured(*setting, tokens / steps, [count / steps for count in accepted])
         for setting, (tokens, steps, *accepted) in zip(settings, rows, strict=True)
     ]
-
-
-def _counts(generation: Generation, depth: int) -> Tensor:
-    """New tokens, steps, and the steps that accepted at least 1, 2, ... nodes: fp64 [2 + depth]."""
-    accepted = generation.stats.accepted_at_depth
-    padded = [*accepted, *[0] * (depth - len(accepted))]
-    return torch.tensor([len(generation.tokens), generation.stats.steps, *padded], dtype=torch.float64)
 
 
 @contextmanager
@@ -323,23 +300,18 @@ def held_out_prompts(rows: Rows, contexts: Sequence[int], n: int, path: str) -> 
 
 def _documents(rows: Rows) -> list[list[Span]]:
     """Each document's runs of tokens, in order. Where one is missing, each of the others counts as a document."""
-    pieces: dict[str, list[tuple[int, Span]]] = {}
+    pieces: dict[str, dict[int, Span]] = {}
     for i in range(len(rows)):
-        borders = [int(border) for border in rows[i]["borders"]]
-        for (name, number), (start, stop) in zip(rows.pieces(i), pairwise(borders), strict=True):
-            pieces.setdefault(name, []).append((number, (i, start, stop)))
-    documents = []
-    for found in pieces.values():
-        spans = [span for _, span in sorted(found)]
-        is_whole = sorted(number for number, _ in found) == list(range(len(found)))
-        documents += [spans] if is_whole else [[span] for span in spans]
+        for (name, number), (start, stop) in zip(rows.pieces(i), pairwise(rows[i]["borders"].tolist()), strict=True):
+            pieces.setdefault(name, {})[number] = i, start, stop
+    documents: list[list[Span]] = []
+    for by_number in pieces.values():
+        numbers = sorted(by_number)
+        spans = [by_number[number] for number in numbers]
+        documents += [spans] if numbers == list(range(len(numbers))) else [[span] for span in spans]
     return documents
 
 
 def _tokens(rows: Rows, spans: Sequence[Span], start: int, n: int) -> list[int]:
     """Tokens start to start + n of a document."""
-    tokens: list[int] = []
-    for row, first, last in spans:
-        if len(tokens) < start + n:
-            tokens += rows[row]["tokens"][first:last].tolist()
-    return tokens[start : start + n]
+    return np.concatenate([rows[row]["tokens"][first:last] for row, first, last in spans])[start : start + n].tolist()

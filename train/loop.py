@@ -155,7 +155,7 @@ def _restore(run: Run, found: checkpoint.Found | None, stop: Sequence[int], stag
         run.heldout = extra["heldout"]
     ranks.log(describe(run))
     if run.decoding is not None:
-        run.decoding.begin(extra.get("decoding"), found is not None, stop)
+        run.decoding.begin(extra.get("decoding"), found is not None)
     if ranks.first:
         run.tracker = Tracker(config, run.method.part_names, run.step, extra.get("wandb_id"), stage)
         run.bar = tqdm(total=config.train.n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)

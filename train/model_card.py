@@ -3,7 +3,6 @@
 The card says only what the run recorded.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from longdraft.train.tracking import read_metrics
 CARD, CURVES, GENERATE = "README.md", "curves.png", "custom_generate/generate.py"
 # OSError, and the error of the HTTP library that this version of the client uses.
 HUB_ERRORS: tuple[type[Exception], ...] = HfHubHTTPError.__bases__  # type: ignore[assignment]
-# The names of a record's numbers about decoding (evaluate.py, `as_record`).
-DECODED = re.compile(r"decode_(tokens_per_step|acceptance)/ctx(\d+)\.T([^/]+?)(?:\.depth\d+)?")
+# A record's names of decoding's results begin with these, and end with the length and temperature (evaluate.py).
+TOKENS_PER_STEP, ACCEPTANCE = "decode_tokens_per_step/", "decode_acceptance/"
 # transformers' `custom_generate` reads this file from a repository and calls its function `generate`.
 GENERATE_TEXT = '''"""Decoding with this draft, for `model.generate(custom_generate=..., trust_remote_code=True)`."""
 
@@ -53,13 +52,13 @@ model.generate(**inputs, custom_generate={where!r}, trust_remote_code=True)  # t
 
 ## Target
 
-{target_table}
+{target_entry}
 
 ## Training
 
 ![training and held-out loss, and decoding with the draft]({curves})
 
-{results}`longdraft train config.yaml`, with {versions}
+{decoding}`longdraft train config.yaml`, with {versions}
 
 ```yaml
 {config}```
@@ -92,9 +91,9 @@ def write_card(run_dir: str | Path, folder: Path, config: Config, step: int, nam
         length=info.train_length,
         where=name or "FOLDER",
         path=target,
-        target_table=_table(("", ""), [(key, f"`{value}`") for key, value in info.target.items()]),
+        target_entry="\n".join(f"- {key}: `{value}`" for key, value in info.target.items()),
         curves=CURVES,
-        results="".join(_results(info, records)),
+        decoding=_decoding_table(_evaluations(records)),
         versions=", ".join(f"{key} {value}" for key, value in info.versions.items()),
         config=to_yaml(config),
     )
@@ -139,80 +138,53 @@ def card_data(info: DraftInfo, method: str, target: str) -> ModelCardData:
     return ModelCardData(library_name="longdraft", pipeline_tag="text-generation", **about)
 
 
-def _results(info: DraftInfo, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Tokens/step and acceptance in the last evaluation, and how often the draft's candidates were right on held-out
-    text, by head or level."""
-    parts = []
-    evaluations = [record for record in records if "decode_tokens_per_step" in record]
-    if evaluations:
-        header = ("context", "temperature", "tokens a step", "share of steps that accepted depth 1, 2, ...")
-        rows = [
-            (f"{context:,}", f"{temperature:g}", f"{tokens:.2f}", ", ".join(f"{share:.2f}" for share in shares))
-            for (context, temperature), (tokens, shares) in decoded(evaluations[-1]).items()
-        ]
-        parts.append(f"Decoding after step {evaluations[-1]['step']}:\n\n{_table(header, rows)}\n\n")
-    for key, what in (("choice_rates", "the target's own choice"), ("rank_rates", "the text's token")):
-        if rates := info.tree.get(key):
-            rows = [(i, ", ".join(f"{rate:.3f}" for rate in level)) for i, level in enumerate(rates, start=1)]
-            header = ("head or level", f"share of held-out positions where candidate 1, 2, ... is {what}")
-            parts.append(f"{_table(header, rows)}\n\n")
-    return parts
+def _evaluations(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [record for record in records if "decode_tokens_per_step" in record]
 
 
-def decoded(record: Mapping[str, Any]) -> dict[tuple[int, float], tuple[float, list[float]]]:
-    """By context length and temperature: tokens/step, and the shares of steps that accepted depth 1, 2, ..."""
-    tokens: dict[tuple[int, float], float] = {}
-    shares: dict[tuple[int, float], list[float]] = {}
-    for key, value in record.items():
-        if found := DECODED.fullmatch(key):
-            setting = int(found[2]), float(found[3])
-            if found[1] == "acceptance":
-                shares.setdefault(setting, []).append(value)
-            else:
-                tokens[setting] = value
-    return {setting: (n, shares.get(setting, [])) for setting, n in tokens.items()}
+def _decoding_table(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Tokens/step and acceptance in the last evaluation; empty where there was none."""
+    if not evaluations:
+        return ""
+    last, lines = evaluations[-1], []
+    for name in _settings(last):
+        context, temperature = name.removeprefix("ctx").split(".T")
+        shares = [f"{share:.2f}" for key, share in last.items() if key.startswith(f"{ACCEPTANCE}{name}.depth")]
+        tokens = last[TOKENS_PER_STEP + name]
+        lines.append(f"| {int(context):,} | {temperature} | {tokens:.2f} | {', '.join(shares)} |\n")
+    return (
+        f"Decoding after step {last['step']}:\n\n"
+        "| context | temperature | tokens a step | share of steps that accepted depth 1, 2, ... |\n"
+        f"| --- | --- | --- | --- |\n{''.join(lines)}\n"
+    )
+
+
+def _settings(record: Mapping[str, Any]) -> list[str]:
+    """The names of an evaluation's lengths and temperatures, as ctx512.T0."""
+    return [key.removeprefix(TOKENS_PER_STEP) for key in record if key.startswith(TOKENS_PER_STEP)]
 
 
 def draw_curves(folder: str | Path, records: Sequence[Mapping[str, Any]]) -> Path:
-    """Draw folder/curves.png from the records of metrics.jsonl: the losses and, where the run decoded, tokens/step over
-    training steps and the acceptance by depth of the last evaluation. Each context length has a colour; lines are
-    dashed above temperature 0. The file is replaced atomically."""
+    """Draw folder/curves.png from the records of metrics.jsonl: the losses and, where the run decoded, tokens/step by
+    context length and temperature, over training steps. The file is replaced atomically."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
-    evaluations = [record for record in records if "decode_tokens_per_step" in record]
-    figure = Figure(figsize=(16 if evaluations else 6, 4.2), layout="constrained")
-    panels: list[Any] = list(figure.subplots(1, 3 if evaluations else 1, squeeze=False)[0])
-    for key, label in (("loss", "training, as minimised"), ("heldout_loss", "held out, cross-entropy")):
-        points = [(record["step"], record[key]) for record in records if isinstance(record.get(key), float)]
-        if points:
-            panels[0].plot(*zip(*points, strict=True), label=label)
-    panels[0].set(title="loss", xlabel="training step")
-    settings = list(decoded(evaluations[-1])) if evaluations else []
-    contexts = list(dict.fromkeys(context for context, _ in settings))
-    for setting in settings:
-        context, temperature = setting
-        label = f"{context:,} tokens, {f'T {temperature:g}' if temperature else 'greedy'}"
-        style = {"color": f"C{contexts.index(context)}", "linestyle": "--" if temperature else "-", "label": label}
-        points = [(record["step"], decoded(record)[setting][0]) for record in evaluations if setting in decoded(record)]
-        panels[1].plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
-        shares = decoded(evaluations[-1])[setting][1]
-        panels[2].plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, **style)
+    evaluations = _evaluations(records)
+    curves = {"loss": {"loss": "training, as minimised", "heldout_loss": "held out, cross-entropy"}}
     if evaluations:
-        last, best = evaluations[-1]["step"], evaluations[-1]["decode_best_step"]
-        panels[1].axvline(best, color="grey", linestyle=":", label=f"best: step {best}")
-        panels[1].set(title="tokens per step of the target", xlabel="training step", ylabel="tokens/step")
-        panels[2].set(title=f"acceptance by depth, step {last}", xlabel="depth", ylabel="share of steps", ylim=(0, 1))
-    for panel in panels:
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        names = _settings(evaluations[-1])
+        curves["tokens per step of the target"] = {TOKENS_PER_STEP + name: name for name in names}
+    figure = Figure(figsize=(6 * len(curves), 4.2), layout="constrained")
+    panels: list[Any] = list(figure.subplots(1, len(curves), squeeze=False)[0])
+    for panel, (title, labels) in zip(panels, curves.items(), strict=True):
+        for key, label in labels.items():
+            points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+            if points:
+                panel.plot(*zip(*points, strict=True), marker=".", label=label)
+        panel.set(title=title, xlabel="training step")
         panel.grid(alpha=0.3)
         if panel.lines:
             panel.legend(fontsize=8)
     write_atomically(Path(folder) / CURVES, FigureCanvasAgg(figure).print_png)
     return Path(folder) / CURVES
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -176,23 +176,6 @@ def test_training_outlives_the_service_of_wandb(config_file, tmp_path, monkeypat
     assert set(done.stderr.splitlines()) <= {"wandb: ERROR Problem finishing run"}
 
 
-JUNK = [b"half a line", b"\xff\x00\xfe", b"17", b'{"loss": 1.0}', b"[" * 100_000, b'{"step": "2"}', b""]
-
-
-def test_lines_that_are_no_records_are_left_out(config_file, tmp_path, capsys):
-    config = load_config(config_file, [f"train.run_dir={tmp_path}"])
-    records = [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
-    lines = [json.dumps(record).encode() for record in records]
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], *JUNK, *lines[1:], b'{"step": 4, "lo']))
-    assert read_metrics(tmp_path) == records
-    assert f"metrics.jsonl: {len(JUNK)} lines " in capsys.readouterr().out
-    for said in (f"metrics.jsonl: {len(JUNK)} lines ", ""):
-        Tracker(config, ["head1"], resume_step=2).close()
-        printed = capsys.readouterr().out
-        assert said in printed and bool(said) == bool(printed)
-    assert read_metrics(tmp_path) == records[:2]
-
-
 def test_wandb_auto_is_offline_without_a_key(monkeypatch, tmp_path):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)

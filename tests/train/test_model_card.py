@@ -108,7 +108,7 @@ def test_the_card_says_what_the_run_recorded(pushed):
     records = read_metrics(pushed[0] / "run")
     decoded = [record for record in records if "decode_tokens_per_step" in record][-1]
     tokens = decoded["decode_tokens_per_step/ctx32.T0"]
-    assert "(curves.png)" in card.text and "| 1 | 0." in card.text
+    assert "(curves.png)" in card.text
     assert f"| 32 | 0 | {tokens:.2f} | {decoded['decode_acceptance/ctx32.T0.depth1']:.2f}" in card.text
     assert "\n  method: medusa\n" in card.text and "\n  seq_len: 64\n" in card.text
 
