@@ -84,8 +84,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class BadDocument:
-    """A document that cannot be used. digest: the sha256 of its raw bytes. why: one of BAD_REASONS. detail: the cause
-    and the fix, printed after the document's name; "" if `why` says everything."""
+    """A document that cannot be used. digest: a sha256 that decides in which split it is counted. why: one of
+    BAD_REASONS. detail: the cause and the fix, printed after the document's name; "" if `why` says everything."""
 
     name: str
     digest: bytes

@@ -139,7 +139,7 @@ def read_documents(
 
 
 def numbered_records(segment: Segment, fields: Collection[str] | None = None) -> Iterator[tuple[int, Any]]:
-    """The segment's records with their numbers: a line of JSON as bytes, the values of the record's fields, or why it
+    """The segment's records with their numbers, each a mapping of fields to values, any other value of JSON, or why it
     cannot be used (`Unusable`). fields: the ones to read of tables and archives; None: all."""
     path, kind = segment.file.path, segment.file.kind
     if kind == "table":
@@ -150,7 +150,8 @@ def numbered_records(segment: Segment, fields: Collection[str] | None = None) ->
             if segment.start:
                 stream.seek(segment.start)
             lines = ((number, line) for number, line in enumerate(stream, segment.first_number) if not line.isspace())
-            yield from islice(lines, segment.n_documents)
+            for number, line in islice(lines, segment.n_documents):
+                yield number, _parse_json(line)
     elif kind == "archive":
         yield from enumerate(_archive_samples(path, fields), start=1)
     else:
@@ -225,36 +226,32 @@ def _archive_samples(path: str, fields: Collection[str] | None) -> Iterator[dict
 
 def _parsed(sample: dict[str, bytes | None]) -> dict[str, Any] | Unusable:
     """The values of an archive's sample. Fields named json hold JSON, all others bytes."""
-    try:
-        return {
-            field: parse_json(raw) if raw is not None and field.rpartition(".")[2] == "json" else raw
-            for field, raw in sample.items()
-        }
-    except Unusable as error:
-        return error
+    values: dict[str, Any] = {}
+    for field, raw in sample.items():
+        values[field] = _parse_json(raw) if raw is not None and field.rpartition(".")[2] == "json" else raw
+        if isinstance(values[field], Unusable):
+            return values[field]
+    return values
 
 
 def _documents(
     file: SourceFile, number: int, record: Any, record_format: RecordFormat
 ) -> Iterator[Document | Conversation | BadDocument]:
     """A record's documents, or the one bad document that it is."""
-    name, values = f"{file.name}:{number}", dict[str, Any]()
+    name = f"{file.name}:{number}"
     try:
         if isinstance(record, Unusable):
             raise record
-        parsed = parse_json(record) if isinstance(record, bytes) else record
-        if not isinstance(parsed, dict):
-            raise Unusable("missing_field", f"is no object with fields, but {type(parsed).__name__}")
-        values = parsed
-        yield from record_format.documents(name, values)
+        if not isinstance(record, dict):
+            raise Unusable("missing_field", f"is no object with fields, but {type(record).__name__}")
+        yield from record_format.documents(name, record)
     except Unusable as error:
         detail = error.detail
         if error.field is not None:
-            names = list(table_fields(file.path) if file.kind == "table" else values)
+            names = list(table_fields(file.path) if file.kind == "table" else record)
             shown = ", ".join(map(repr, names[:FIELDS_SHOWN])) + (" ..." if len(names) > FIELDS_SHOWN else "")
             detail = f"has no field {error.field!r} but {shown or 'none'}; {FIELDS_NAMED_BY}"
-        content = record if isinstance(record, bytes) else name.encode()
-        yield BadDocument(name, hashlib.sha256(content).digest(), error.why, detail)
+        yield BadDocument(name, hashlib.sha256(name.encode()).digest(), error.why, detail)
 
 
 def _read_text(name: str, raw: bytes) -> Document | BadDocument:
@@ -273,11 +270,11 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
     return f"is no UTF-8 (byte 0x{byte:02x} at {error.start}); convert the file, by iconv -t UTF-8 for one"
 
 
-def parse_json(raw: bytes) -> Any:
-    """The value of a line of JSON. Raises Unusable."""
+def _parse_json(raw: bytes) -> Any:
+    """The value of a JSON text, or why it has none (`Unusable`)."""
     try:
         return json.loads(raw.decode("utf-8-sig"))  # some files begin with a byte order mark
     except UnicodeDecodeError as error:
-        raise Unusable("bad_utf8", _not_utf8(error)) from None
+        return Unusable("bad_utf8", _not_utf8(error))
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
-        raise Unusable("bad_json", f"is no JSON with a record in each line ({error})") from None
+        return Unusable("bad_json", f"is no JSON with a record in each line ({error})")

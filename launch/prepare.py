@@ -20,15 +20,11 @@ from typing import Any
 
 from longdraft.data_prep.failures import failures_described
 from longdraft.data_prep.prepare import merge, prepare
-from longdraft.data_prep.recipe import PrepareConfig, same_way
+from longdraft.data_prep.recipe import PrepareConfig, Source, same_way
 from longdraft.data_prep.tasks import read_machine
 from longdraft.launch.console import flag, run_command, show
 from longdraft.models.schema import validate
 
-# Options that are fields of a recipe, and options that are fields of a recipe's source.
-SETTINGS = ("out", "seq_len", "documents", "chat_template", "heldout_share", "max_tokens", "seed")
-SETTINGS += ("max_bad_share", "workers", "overwrite")
-OF_A_SOURCE = ("files", "config", "split", "text_field", "chat_field")
 # What the modes that prepare nothing read, and what each mode needs; with a recipe, only the target.
 READ_BY = {"inspect": ("inspect", "target", "json"), "merge": ("merge", "out", "max_bad_share")}
 NEEDED_BY = {"inspect": (), "merge": ("out",), "prepare": ("source", "target", "out", "seq_len")}
@@ -122,7 +118,7 @@ def _prepare(given: dict[str, Any]) -> None:
 
 def _config(given: dict[str, Any]) -> PrepareConfig:
     """What the options ask for, laid over the recipe if there is one."""
-    reading = {name: given[name] for name in OF_A_SOURCE if name in given}
+    reading = {name: value for name, value in given.items() if name in Source.model_fields}
     if "recipe" in given:
         from longdraft.train.config_file import read_yaml, resolve
 
@@ -133,7 +129,7 @@ def _config(given: dict[str, Any]) -> PrepareConfig:
         values |= resolve(read_yaml(given["recipe"], given.get("overrides", [])))
     else:
         values = {"sources": same_way(given["source"], **reading)}
-    values |= {name: given[name] for name in SETTINGS if name in given}
+    values |= {name: value for name, value in given.items() if name in PrepareConfig.model_fields}
     return validate(PrepareConfig, {"workers": os.cpu_count() or 1, **values})
 
 

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, Strict
 
 from longdraft.data_prep.documents import Unusable
 from longdraft.data_prep.recipe import Source
-from longdraft.data_prep.records import all_records, parse_json
+from longdraft.data_prep.records import all_records
 from longdraft.data_prep.sources import SourceFile, list_files
 from longdraft.models.schema import Schema, Str, validate
 
@@ -89,14 +89,8 @@ def read_rows(data: str, files: Sequence[str], all_files: bool, source: str) -> 
 
 def _records(file: SourceFile) -> Iterator[Row]:
     place = PLACES.get(file.kind, "line")
-    for number, value in all_records(file):
-        try:
-            if isinstance(value, Unusable):
-                raise value
-            fields = parse_json(value) if isinstance(value, bytes) else value
-            if not isinstance(fields, dict):
-                raise Unusable("missing_field", f"is {type(fields).__name__}")
-        except Unusable as error:
-            why = error.detail or error.why
-            raise ValueError(f"--data: {file.name}, {place} {number} {why}; expected a JSON object of fields") from None
+    for number, fields in all_records(file):
+        if not isinstance(fields, dict):
+            why = (fields.detail or fields.why) if isinstance(fields, Unusable) else f"is {type(fields).__name__}"
+            raise ValueError(f"--data: {file.name}, {place} {number} {why}; expected a JSON object of fields")
         yield Row(file.name, place, number, fields)

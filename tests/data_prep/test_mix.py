@@ -81,38 +81,6 @@ def test_a_share_is_about_so_many_documents_and_of_whole_files_where_it_can_be(b
         assert len(json.loads((config.out / "plan.json").read_text())["sources"]) == n_files
 
 
-def test_pairs_become_conversations(tmp_path, tiny_tokenizer):
-    records = [{"report": f"long {i} {{not a field}}", "summary": f"short {i}", "id": i} for i in range(20)]
-    write(
-        tmp_path / "reports.jsonl",
-        [*records, {"report": "x"}, {"report": "x", "summary": 5}, {"report": "", "summary": ""}],
-    )
-    (tmp_path / "t.jinja").write_text(TEMPLATE)
-    pair = Source(path=str(tmp_path / "reports.jsonl"), prompt="Summarise {{briefly}}:\n{report}", answer="{summary}")
-    out = tmp_path / "out"
-    config = PrepareConfig(
-        sources={"reports": pair},
-        out=out,
-        seq_len=256,
-        heldout_share=0,
-        chat_template=tmp_path / "t.jinja",
-        max_bad_share=0.2,
-    )
-    manifest = prepare(config, tiny_tokenizer, "hash")
-    assert manifest["splits"]["train"]["bad"] == {"empty": 1, "field_not_text": 1, "missing_field": 1}
-    shards = ShardSet(out / "train")
-    learned, text = [], ""
-    for i in range(len(shards)):
-        row = shards[i]
-        learned.append(tiny_tokenizer.decode(row["tokens"][row["loss"]].tolist()))
-        text += tiny_tokenizer.decode(row["tokens"][: row["borders"][-1]].tolist())
-    assert sorted("".join(learned).split("<|end|>")[:-1]) == sorted(f"short {i}" for i in range(20))
-    for i in range(20):
-        asked = f"Summarise {{briefly}}:\nlong {i} {{not a field}}"
-        said = f"<|start|>user\n{asked}<|end|>\n<|start|>assistant\nshort {i}<|end|>"
-        assert said in text
-
-
 def test_text_beside_conversations_counts_whole(tmp_path, tiny_tokenizer):
     chats = [
         [{"role": "user", "content": f"ask {i}"}, {"role": "assistant", "content": f"answer {i}"}] for i in range(20)

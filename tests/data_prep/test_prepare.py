@@ -138,34 +138,6 @@ def test_copies_of_a_document_are_on_one_side(tmp_path, tiny_tokenizer):
         assert [len(copies & side) for side in sides] in ([3, 0], [0, 3])
 
 
-def test_split_follows_the_seed_and_can_be_left_out(config, tiny_tokenizer):
-    held = []
-    for seed in (0, 1):
-        seeded = changed(config, seed=seed, out=config.out / str(seed))
-        prepare(seeded, tiny_tokenizer, "hash")
-        held.append({name for i in range(len(splits(seeded)[1])) for name, _ in splits(seeded)[1].pieces(i)})
-    assert held[0] != held[1]
-    whole = changed(config, heldout_share=0.0, out=config.out / "whole")
-    assert prepare(whole, tiny_tokenizer, "hash")["splits"]["train"]["documents"] == 120
-    assert len(splits(whole)[1]) == 0
-
-
-def test_first_mode_is_the_head_of_each_long_document(config, corpus, bos_tokenizer):
-    first = changed(config, documents="first", seq_len=500)
-    manifest = prepare(first, bos_tokenizer, "hash")
-    assert manifest["documents_end_with_eos"] is False
-    long = {}
-    for name, text in corpus[1].items():
-        ids = bos_tokenizer(text.decode(), split_special_tokens=True)["input_ids"]
-        if len(ids) >= 500:
-            long[name] = ids[:500]
-    found = {split.pieces(i)[0][0]: split[i] for split in splits(first) for i in range(len(split))}
-    assert {name: row["tokens"].tolist() for name, row in found.items()} == long
-    assert all(row["borders"].tolist() == [0, 500] and row["loss"].all() for row in found.values())
-    dropped = [split["dropped"]["shorter_than_seq_len"] for split in manifest["splits"].values()]
-    assert 0 < sum(dropped) == len(corpus[1]) - len(long)
-
-
 @pytest.mark.parametrize(("mode", "max_tokens"), [("pack", 20_000), ("first", 5_000)])
 def test_max_tokens_bounds_both_splits_together(config, corpus, tiny_tokenizer, read_back, mode, max_tokens):
     limited = changed(config, max_tokens=max_tokens, documents=mode)

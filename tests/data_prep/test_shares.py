@@ -66,20 +66,11 @@ def test_another_cut_of_the_same_sources_is_another_plan(config, tiny_tokenizer,
         prepare(changed(config, shard_bytes=None), tiny_tokenizer, "hash")
 
 
-def test_a_share_that_was_lost_is_made_by_a_call_for_all(config, tiny_tokenizer):
-    prepare(config, tiny_tokenizer, "hash", machine=Machine(2, 2))
-    prepare(config, tiny_tokenizer, "hash")
-    found = files_of(config.out)
-    shutil.rmtree(config.out)
-    prepare(config, tiny_tokenizer, "hash")
-    assert files_of(config.out) == found
-
-
 def test_on_the_command_line(tmp_path, make_corpus, read_back, smollm2, capsys):
-    """For a real target: by machines, then found finished, and with other settings refused."""
+    """For a real target: a share, all that is left, found finished, and with other settings refused."""
     corpus, out = make_corpus(tmp_path / "corpus", 20), tmp_path / "new" / "out"
     argv = f"--source {tmp_path}/corpus --target smollm2-135m --out {out} --seq-len 128 --heldout-share 0.2 --workers 1"
-    for more in (["--shard", "1/2"], ["--shard", "2/2"], []):
+    for more in (["--shard", "2/2"], []):
         main([*argv.split(), *more])
     assert f"documents) -> {out}\n" in capsys.readouterr().out
     train, heldout = ShardSet(out / "train"), ShardSet(out / "heldout")
