@@ -7,7 +7,7 @@ root's choice and, for each verified node, the chance that it is reached: the pr
 stage is a pass of the draft that adds a level to the tree. In the order of a step:
 
 1. `Policy.rests` says whether there is a proposal at all.
-2. `Budget` goes with the proposal: how many nodes it may have, and whether a further stage pays.
+2. `Policy.budget` chooses how many stages the draft runs; `Budget` takes that to the drafter.
 3. `Policy.prune` keeps the nodes worth verifying, at the width that `decide` chooses. Where the host may not wait for
    the device, `decide` is called when the step is read, and chooses the width of a later step.
 4. `Policy.learn` and `Policy.record` take what the step taught, when it is read. Nodes that were not verified are
@@ -17,8 +17,8 @@ Only speed depends on this, never a token. Shapes: B slots, N nodes, W kept.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from operator import mul
 from statistics import fmean
@@ -32,9 +32,9 @@ from longdraft.kernels.transfer import HostCopy, from_host
 
 # Query tokens a slot that a pass may have, where the policy chooses; the widest is the drafter's own.
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# The stage of nodes that come from a drafter without stages.
-NO_STAGE = -1
-# A wider pass, or a stage behind several nodes, must promise this much more speed; less is noise of the measurements.
+# The stage of nodes that come from a drafter without stages, and more stages than any drafter has.
+NO_STAGE, ALL_STAGES = -1, 1000
+# A wider pass must promise this much more speed; less is noise of the measurements.
 HURDLE = 1.05
 # While proposals do not pay, they come so seldom that they take this fraction of plain decoding's time.
 TRYING = 0.01
@@ -42,6 +42,24 @@ TRYING = 0.01
 EXPLORE_EVERY = 32
 # Before it is measured, a further query token is taken to cost this fraction of a pass of one token.
 ROW_COST = 0.04
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one proposal may spend. The runner gives it to `Drafter.propose`.
+
+    Attributes:
+        max_nodes: the most nodes below each root.
+        stages: the most passes of the draft.
+        draft_pass: whether the draft pass that is being tried out is to be taken; None where there is no such trial.
+        stages_beside: chooses `stages` anew, beside the nodes of drafters without stages; None where the host would
+            have to wait for them.
+    """
+
+    max_nodes: int
+    stages: int = ALL_STAGES
+    draft_pass: bool | None = None
+    stages_beside: Callable[[Lists | None], int] | None = None
 
 
 def widths_up_to(max_nodes: int, automatic: bool) -> list[int]:
@@ -57,8 +75,6 @@ class Policy:
         widths: query tokens that a pass may have, 1 included.
         automatic: False verifies every proposal whole.
         stages: for each class, the stage of the proposal that it comes from (`Drafter.class_stages`).
-        fixed_depth: whether the number of stages is fixed before a proposal begins, because it is recorded or the host
-            may not wait for the device.
         on_host: whether the host reads results without waiting for a device. A query token in each of B slots is then
             taken to cost as much as B of one slot, before it is measured.
         draft_pass_budget: of a drafter whose draft pass is to be tried out (`Drafter.draft_pass_budget`).
@@ -76,13 +92,12 @@ class Policy:
         widths: Sequence[int],
         automatic: bool = True,
         stages: Sequence[int] = (),
-        fixed_depth: bool = False,
         on_host: bool = False,
         draft_pass_budget: int | None = None,
     ):
         self.draft_pass = None if draft_pass_budget is None else DraftPassTrial(draft_pass_budget)
         self.widths, self.automatic, self._on_host = tuple(sorted(set(widths))), automatic, on_host
-        self.stage_of_class, self.n_stages, self.fixed = tuple(stages), max((1, *stages)), fixed_depth
+        self.stage_of_class, self.n_stages = tuple(stages), max((1, *stages))
         # Behind the rates of the nodes' classes: those of the same classes in other drafters' nodes alone, where there
         # are such; of the first stage where those nodes are wrong; and of each stage where the one above is right.
         self._alone = n_classes
@@ -90,7 +105,7 @@ class Policy:
         zeros = [0.0] * (self._stages_from + 1 + self.n_stages)
         self._earlier = Rates(zeros, zeros.copy(), EARLIER_FADING)  # of all requests so far
         self._seconds: dict[int, tuple[Seconds, Seconds]] = {}  # by the number of slots
-        self._proposals, self.runs_all, self._one_more = 0, True, False
+        self._proposals = 0
         self.start(1)
 
     def start(self, batch: int) -> None:
@@ -100,6 +115,7 @@ class Policy:
         for slot in range(batch):
             self.start_request(slot)
         self.width, self.run = self.widths[-1], self.n_stages
+        self._working = list(range(batch))
         self.others: Lists | None = None  # nodes of drafters without stages in the current proposal
 
     def start_step(self, n_slots: int) -> None:
@@ -126,11 +142,12 @@ class Policy:
         """The narrowest pass that has room for `width` nodes."""
         return next(wider for wider in self.widths if wider >= width)
 
-    def _choose(self, expected: Sequence[float], drafting: float) -> tuple[float, int]:
+    def _choose(self, expected: Sequence[float], stages: int) -> tuple[float, int]:
         """The most tokens a second, and the number of nodes that brings them; HURDLE counts against more than the root.
 
-        expected: [w - 1], tokens of the w best nodes. drafting: seconds of the proposal.
+        expected: [w - 1], tokens of the w best nodes. stages: of the proposal.
         """
+        drafting = self.drafting.table[stages] if stages and self.drafting.medians else 0.0
         speed, nodes = expected[0] / (self.passes.table[1] + drafting), 1
         for width, seconds in self.passes.table.items():
             known = min(width, len(expected))
@@ -140,20 +157,9 @@ class Policy:
                 break
         return speed, nodes
 
-    def speed(self, worths: Iterable[Iterable[float]], stages: int) -> float:
-        """Tokens a second at the best width. worths: for each slot, its nodes' chances to be reached, the root's too.
-        stages: of the proposal."""
-        of_nodes = map(sum, zip_longest(*(sorted(worth, reverse=True) for worth in worths), fillvalue=0.0))
-        expected = list(accumulate(of_nodes))
-        return self._choose(expected, self._draft_seconds(stages))[0] if expected else 0.0
-
-    def _draft_seconds(self, stages: int) -> float:
-        """Seconds of a proposal of this depth; 0 before any is measured."""
-        return self.drafting.table[min(stages, self.n_stages)] if stages and self.drafting.medians else 0.0
-
     def decide(self, expected: list[float]) -> None:
         """Choose the width with the most expected tokens a second. expected: [w - 1], tokens of the w best nodes."""
-        speed, self.width = self._choose(expected, self._draft_seconds(self.run))
+        speed, self.width = self._choose(expected, self.run)
         self._expected.append(speed * (HURDLE if self.width > 1 else 1.0) * self.passes.table[1] / expected[0])
 
     def prune(self, tree: TokenTree, active_B: Tensor) -> tuple[TokenTree, HostCopy | None]:
@@ -187,49 +193,65 @@ class Policy:
         worth_BN = tree.ancestors.float().bmm(log_rates_BN[:, :, None])[:, :, 0].exp()
         return worth_BN.masked_fill(tree.parents == PAD, 0.0)
 
-    def budget(self, max_nodes: int, active_B: Tensor) -> "Budget":
-        """Begin a proposal of at most `max_nodes` nodes for the active slots, bool [B].
-
-        The first one runs all stages, so that their seconds are known. A depth that is fixed is the one with the most
-        tokens a second by the chances of its stages.
-        """
+    def budget(self, max_nodes: int, committed: Sequence[Sequence[int]]) -> Budget:
+        """Begin a proposal of at most `max_nodes` nodes. committed: each slot's tokens, none without a request."""
+        draft_pass = None
+        if self.draft_pass is not None:
+            draft_pass = self.draft_pass.start_step(max(map(len, committed), default=0))
         if not self.automatic:
-            return Budget(max_nodes, draft_pass=self.draft_pass)
+            return Budget(max_nodes, draft_pass=draft_pass)
         self._proposals += 1
-        self.runs_all, self._one_more = self._proposals == 1, self._proposals % EXPLORE_EVERY == 0
-        self.run, self.others = 1, None
-        if self.fixed:
-            slots, depths = range(len(self.rates)), range(1 + self.n_stages)
-            chances = [accumulate((self.chance(slot, depth) for depth in depths), mul) for slot in slots]
-            worths = [list(of_slot) for of_slot in chances]
-            paying = max(depths, key=lambda depth: self.speed((worth[: 1 + depth] for worth in worths), depth))
-            self.run = self.n_stages if self.runs_all else min(max(1, paying) + self._one_more, self.n_stages)
-        return Budget(max_nodes, self, active_B, draft_pass=self.draft_pass)
+        self._working = [slot for slot, tokens in enumerate(committed) if tokens]
+        if self._on_host and NO_STAGE in self.stage_of_class:
+            return Budget(max_nodes, draft_pass=draft_pass, stages_beside=self._choose_stages)
+        return Budget(max_nodes, self._choose_stages(), draft_pass)
+
+    def _choose_stages(self, others: Lists | None = None) -> int:
+        """How many stages have the most tokens a second. The first proposal runs all, so that their seconds are known.
+
+        others: nodes of drafters without stages, which have classes. A stage adds something where those are wrong: the
+            first one as often as it was right there before, later ones as often as by themselves. It may be that none
+            pays.
+        """
+        self.others, worths, added = others, list[list[float]](), list[list[float]]()
+        if self.n_stages == 1:
+            return 1
+        depths = range(1 + self.n_stages)
+        for slot in self._working:
+            chances, found = [self.chance(slot, stage) for stage in depths[1:]], [0.0] * self.n_stages
+            worths.append([1.0])
+            if others is not None and others.classes is not None:
+                chances[0] = self._of_slots[slot].rate(self._stages_from, chances[0])
+                kinds = [self._alone + kind for kind in others.classes[slot]]
+                worths[-1] = worth_of(others.parents[slot], kinds, self._of_slots[slot].values)
+                found = _found_at(others.parents[slot], worths[-1], self.n_stages)
+            reached = accumulate(chances, mul)
+            added.append([chance * max(0.0, 1.0 - other) for chance, other in zip(reached, found, strict=True)])
+        speeds = list[float]()
+        for depth in depths:
+            with_stages = [worth + more[:depth] for worth, more in zip(worths, added, strict=True)]
+            speeds.append(self._speed(with_stages, depth))
+        least = 1 if others is None else 0
+        paying = max(depths[least:], key=speeds.__getitem__)
+        if self._proposals % EXPLORE_EVERY == 0:
+            paying += 1
+        self.run = self.n_stages if self._proposals == 1 else min(paying, self.n_stages)
+        return self.run
+
+    def _speed(self, worths: Iterable[Iterable[float]], stages: int) -> float:
+        """Tokens a second at the best width. worths: for each slot, its nodes' chances to be reached, the root's too.
+        stages: of the proposal."""
+        of_nodes = map(sum, zip_longest(*(sorted(worth, reverse=True) for worth in worths), fillvalue=0.0))
+        expected = list(accumulate(of_nodes))
+        return self._choose(expected, stages)[0] if expected else 0.0
 
     def chance(self, slot: int, stage: int) -> float:
-        """How often this stage holds the right token where the one above does; 1 for stage 0, the root. A stage that
-        was never tried is taken to be as good as the one above it."""
-        chance = FIRST_RATE if stage else 1.0
+        """How often this stage holds the right token where the one above does. A stage that was never tried is taken to
+        be as good as the one above it."""
+        chance = FIRST_RATE
         for above in range(1, stage + 1):
             chance = self._of_slots[slot].rate(self._stages_from + above, chance)
         return chance
-
-    def chance_elsewhere(self, slot: int) -> float:
-        """How often the first stage holds the right token where no node of drafters without stages does."""
-        return self._of_slots[slot].rate(self._stages_from, self.chance(slot, 1))
-
-    def worth_alone(self, slot: int, others: Lists) -> list[float]:
-        """The chances to be reached of the nodes of drafters without stages, if there were no others."""
-        assert others.classes is not None
-        kinds = [self._alone + kind for kind in others.classes[slot]]
-        return worth_of(others.parents[slot], kinds, self._of_slots[slot].values)
-
-    def runs(self, speed: float, without: float) -> bool:
-        """Whether a stage is run: if it raises the tokens a second, and now and then one that does not."""
-        if self.runs_all or speed > without:
-            return True
-        one_more, self._one_more = self._one_more, False
-        return one_more
 
     def learn(self, slot: int, proposal: Lists, committed: Sequence[int]) -> None:
         """Learn which nodes of a slot's whole proposal were right. committed: the new tokens behind the root."""
@@ -281,93 +303,22 @@ class Policy:
         return passes | {"nodes": f"chosen step by step; a step by the rows of its pass: {times}"}
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What one proposal may spend. The runner gives it to `Drafter.propose`.
-
-    Attributes:
-        max_nodes: the most nodes below each root.
-        policy: decides whether further stages pay; None runs all of them.
-        active: bool [B], the slots that take part; there with a policy.
-        first_class: the first of the drafter's own classes among the policy's.
-        draft_pass: the trial of the draft pass, where there is one.
-    """
-
-    max_nodes: int
-    policy: Policy | None = None
-    active: Tensor | None = None
-    first_class: int = 0
-    draft_pass: DraftPassTrial | None = None
-
-    def part(self, max_nodes: int, first_class: int) -> "Budget":
-        """The budget of one of several drafters. first_class: its first class among theirs."""
-        return replace(self, max_nodes=min(max_nodes, self.max_nodes), first_class=self.first_class + first_class)
-
-    def stages(self, most: int) -> int:
-        """How many of `most` stages the proposal may have; all where `goes_on` is asked between them."""
-        return min(most, self.policy.run) if self.policy is not None and self.policy.fixed else most
-
-    @property
-    def asks_first(self) -> bool:
-        """Whether `begins` is to be asked before a drafter with stages runs the first one."""
-        return self.policy is not None and self.policy.n_stages > 1 and not self.policy.fixed
-
-    @property
-    def _slots(self) -> list[int]:
-        assert self.active is not None
-        return [slot for slot, active in enumerate(self.active.tolist()) if active]
-
-    def begins(self, others: Lists) -> bool:
-        """Whether a first stage pays, alone or with some behind it, beside the nodes of drafters without stages, which
-        have classes. A stage adds something where those are wrong: the first one as often as it was right there before,
-        later ones as often as by themselves."""
-        if (policy := self.policy) is None:
-            return True
-        policy.others, worths, added = others, list[list[float]](), list[list[float]]()
-        for slot in self._slots:
-            worths.append(policy.worth_alone(slot, others))
-            depths, found = [0], [0.0] * policy.n_stages  # by depth, the chance that they hold the right token there
-            for chance, parent in zip(worths[-1][1:], others.parents[slot][1:], strict=True):
-                depths.append(1 + depths[max(parent, 0)])
-                if depths[-1] <= policy.n_stages:
-                    found[depths[-1] - 1] += chance
-            deeper = (policy.chance(slot, stage) for stage in range(2, 1 + policy.n_stages))
-            reached = accumulate([policy.chance_elsewhere(slot), *deeper], mul)
-            added.append([chance * max(0.0, 1.0 - other) for chance, other in zip(reached, found, strict=True)])
-        without, *with_stages = (
-            policy.speed((worth + more[:depth] for worth, more in zip(worths, added, strict=True)), depth)
-            for depth in range(1 + policy.n_stages)
-        )
-        policy.run = int(policy.runs(max(with_stages), without))
-        return policy.run > 0
-
-    def goes_on(self, tree: TokenTree) -> bool:
-        """Whether one more stage pays after `tree`, which the drafter has proposed so far. The stage is taken to add a
-        child to every node of the last one, right as often as it was, whether it extends all of them or the best."""
-        if (policy := self.policy) is None or policy.fixed:
-            return True
-        proposal, now, then, hurdle = tree.lists, list[list[float]](), list[list[float]](), 1.0
-        for slot in self._slots:
-            classes = [0, *(self.first_class + kind for kind in proposal.classes_of(slot)[1:])]
-            worth = worth_of(proposal.parents[slot], classes, policy.rates[slot])
-            stages = [policy.stage_of_class[kind] for kind in classes]
-            chance = policy.chance(slot, 1 + max(stages))
-            children = [chance * worth[node] for node, stage in enumerate(stages) if stage == max(stages)]
-            if len(children) > 1:  # the chance is that of all of them together, and is counted for each
-                hurdle = HURDLE
-            now.append(worth)
-            then.append(worth + children)
-        runs = policy.runs(policy.speed(then, policy.run + 1), hurdle * policy.speed(now, policy.run))
-        policy.run = min(policy.run + runs, policy.n_stages)
-        return runs
-
-
 def worth_of(parents: Sequence[int], classes: Sequence[int], rates: Sequence[float]) -> list[float]:
     """Each node's chance to be reached: the product of the rates along its path. The root's is 1, padding's 0."""
     worth = [1.0]
     for parent, kind in zip(parents[1:], classes[1:], strict=True):
         worth.append(worth[parent] * rates[kind] if parent >= 0 else 0.0)
     return worth
+
+
+def _found_at(parents: Sequence[int], worth: Sequence[float], deepest: int) -> list[float]:
+    """The chance that the nodes of depth 1, 2, ..., `deepest` hold the right token there."""
+    depths, found = [0], [0.0] * deepest
+    for parent, chance in zip(parents[1:], worth[1:], strict=True):
+        depths.append(1 + depths[max(parent, 0)])
+        if depths[-1] <= deepest:
+            found[depths[-1] - 1] += chance
+    return found
 
 
 def _judged(proposal: Lists, slot: int, committed: Sequence[int]) -> Iterator[tuple[int, bool]]:

@@ -88,7 +88,6 @@ class DraftPassTrial:
 
     Attributes:
         with_pass: whether the next proposal is to have the pass.
-        taken: whether the last proposal had it; the drafter sets it.
         decided: whether both ways are measured.
         description: what was decided, in words.
     """
@@ -97,16 +96,16 @@ class DraftPassTrial:
         self._budget, self._begun_at = budget, 0
         self.start_step(0)
 
-    def start_step(self, longest: int) -> None:
-        """Begin a step. longest: tokens of the longest context."""
-        self.taken = False
+    def start_step(self, longest: int) -> bool:
+        """Begin a step, and return `with_pass`. longest: tokens of the longest context."""
         if longest <= self._budget:
             self._begin(0, f"never: up to {self._budget} tokens of context the selected cache is the whole one")
         elif not self._begun_at or (self.decided and longest >= 2 * self._begun_at):
             self._begin(longest, f"not decided: fewer than {2 * RECENT} steps at {longest} tokens of context and above")
+        return self.with_pass
 
-    def _begin(self, longest: int, description: str) -> None:
-        self._begun_at, self.description, self.with_pass, self.decided = longest, description, False, False
+    def _begin(self, begun_at: int, description: str) -> None:
+        self._begun_at, self.description, self.with_pass, self.decided = begun_at, description, False, False
         self._samples: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
 
     def record(self, took: bool, seconds: float, tokens: float) -> None:

@@ -46,8 +46,8 @@ class Step:
             those of `TokenTree.unread`.
         expected: on its way to the host, what the policy decides the next width by: [w - 1] tokens expected of the w
             best nodes. None where the policy has decided already.
-        draft_pass: whether the drafter took the draft pass that is being tried out; None without such a trial, and
-            where the drafter rested.
+        draft_pass: whether the draft pass that is being tried out was to be taken; None without such a trial, and where
+            the drafter rested.
         drafting: when the proposal began and ended, on the device.
         stages: stages of the proposal.
         tokens: the newly committed tokens; none for a slot that took no part.
@@ -108,7 +108,6 @@ class Runner:
             widths_up_to(self.max_nodes, automatic),
             automatic,
             drafter.class_stages,
-            fixed_depth=self.lag > 0 or self.graphs.recording,
             on_host=self.on_cpu,
             draft_pass_budget=drafter.draft_pass_budget,
         )
@@ -209,14 +208,13 @@ class Runner:
         state = self.state
         if self.max_nodes == 0 or self.policy.rests:
             return TokenTree.roots(state.roots), None
-        if (trial := self.policy.draft_pass) is not None:
-            trial.start_step(max(map(len, state.committed), default=0))
-        tree = self.drafter.propose(state, self.policy.budget(self.max_nodes, state.active))
+        budget = self.policy.budget(self.max_nodes, state.committed)
+        tree = self.drafter.propose(state, budget)
         if tree.width > self.max_nodes + 1:
             raise ValueError(f"drafter: it proposed {tree.width - 1} nodes; at most {self.max_nodes} are allowed")
         if self.lag == 0 and not torch.equal(tree.tokens[:, 0], state.roots):
             raise ValueError("drafter: node 0 of its tree is not the root, the last committed token of each slot")
-        return tree, None if trial is None else trial.taken
+        return tree, budget.draft_pass
 
     def read(self, step: Step, present: Sequence[bool] = ()) -> Step:
         """Wait for a step's results, let the policy learn from them, and return the step with them.

@@ -11,7 +11,6 @@ from longdraft.benchmarks.drafters.prompts import Asked, Question
 from longdraft.benchmarks.drafters.provenance import hardware, provenance
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record
 from longdraft.benchmarks.drafters.timing import Log, peak_memory_mib, quiet, seconds_of
-from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -30,7 +29,7 @@ class EngineAnswers:
 
     def __init__(self, engine: Engine):
         self.engine, drafter = engine, engine.drafter
-        drafters = drafter.drafters if isinstance(drafter, Combined) else [drafter]
+        drafters = drafter.parts or [drafter]
         self.learns = any(isinstance(one, TokenRecycling) for one in drafters)
         self.max_depth = drafter.max_depth
 

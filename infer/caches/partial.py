@@ -6,9 +6,8 @@ Shapes: L layers, B slots, S tokens of the full cache, M rows copied at once, H 
 rows picked, C chunks.
 """
 
+import sys
 from collections.abc import Sequence
-from copy import copy
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,17 +22,15 @@ from longdraft.models.kv_cache import KVCache
 
 
 class Recent:
-    """Picks `budget` of a slot's tokens, from the full cache that it was put `on`: the first tokens and the most recent
-    ones (StreamingLLM). The other policies pick by scores.
+    """Picks the first tokens and the most recent ones (StreamingLLM). The other policies pick by scores.
 
     Attributes:
         budget: rows a slot, for each layer and KV head.
         fixed: how many of the first rows hold the sequence's first tokens and are never overwritten.
-        scored: whether it scores tokens by queries; without queries it picks the most recent tokens.
+        scored: whether it scores tokens by queries.
     """
 
     scored = False
-    full: KVCache
 
     def __init__(self, budget: int = 4096, sinks: int = 16):
         if sinks < 0 or budget <= sinks:
@@ -44,32 +41,23 @@ class Recent:
         """The budget on a full cache of `capacity` tokens: no more rows than they need."""
         return min(self.budget, max(capacity, self.fixed + 1))
 
-    def on(self, full: KVCache) -> Self:
-        """A copy of this policy for a full cache, whose capacity bounds the budget."""
-        policy = copy(self)
-        policy.full, policy.budget = full, self.rows(full.capacity)
-        return policy
-
     def covered(self, seen: int) -> int:
         """How many of the first `seen` tokens it picks from; later ones are kept as recent."""
         return seen
 
-    def restart(self, slot: int) -> None:
-        """Forget what was kept for this slot's tokens."""
-
-    def pick(self, slot: int, covered: int, queries_LHd: Tensor | None) -> Tensor:
-        """Pick R = budget of the first `covered` tokens (at least as many): their indices, int64 [L, R, K].
+    def pick(self, keys_LSKd: Tensor, rows: int, queries_LHd: Tensor | None) -> Tensor:
+        """Pick R = `rows` of these S tokens (at least as many): their indices, int64 [L, R, K].
 
         The fixed ones come first, then the others from the least important on, the order in which they are overwritten.
-        Here, and in every policy without queries, the oldest are the least important.
+        Here the oldest are the least important.
         """
-        n_layers, _, _, n_kv_heads, _ = self.full.keys.shape
-        fixed = torch.arange(self.fixed, device=self.full.keys.device)
-        recent = torch.arange(covered - self.budget + self.fixed, covered, device=self.full.keys.device)
+        n_layers, covered, n_kv_heads, _ = keys_LSKd.shape
+        fixed = torch.arange(self.fixed, device=keys_LSKd.device)
+        recent = torch.arange(covered - rows + self.fixed, covered, device=keys_LSKd.device)
         return torch.cat([fixed, recent])[:, None].expand(n_layers, -1, n_kv_heads)
 
-    def allocations(self, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int) -> Allocations:
-        """What it keeps beside the picked rows, by name."""
+    def allocations(self, like: DecoderConfig, dtype: torch.dtype, capacity: int) -> Allocations:
+        """What `pick` needs for itself, by name."""
         return {}
 
 
@@ -78,25 +66,18 @@ class TopTokens(Recent):
 
     scored = True
 
-    def pick(self, slot: int, covered: int, queries_LHd: Tensor | None) -> Tensor:
-        if queries_LHd is None:
-            return super().pick(slot, covered, None)
-        keys_LSKd = self.full.keys[:, slot, self.fixed : covered]
-        best_LKR = top_keys(queries_LHd, keys_LSKd, self.budget - self.fixed).flip(2) + self.fixed
+    def pick(self, keys_LSKd: Tensor, rows: int, queries_LHd: Tensor | None) -> Tensor:
+        assert queries_LHd is not None
+        best_LKR = top_keys(queries_LHd, keys_LSKd[:, self.fixed :], rows - self.fixed).flip(2) + self.fixed
         fixed_R1 = torch.arange(self.fixed, device=best_LKR.device)[:, None]
         return torch.cat([fixed_R1.expand(len(best_LKR), -1, best_LKR.shape[1]), best_LKR.transpose(1, 2)], 1)
 
 
 class TopChunks(Recent):
     """The first chunk, and the chunks whose mean key scores best for the last committed query (TriForce, section 4.1).
-
-    A chunk's mean is final once the chunk is full, so means are only ever appended. Tokens after the last full chunk
-    count as recent.
-    """
+    Tokens after the last full chunk count as recent."""
 
     scored = True
-    means_LBCKd: Tensor
-    _done: list[int]  # for each slot, how many chunks have their mean
 
     def __init__(self, budget: int = 4096, chunk: int = 8):
         if chunk < 1 or budget % chunk:
@@ -107,36 +88,21 @@ class TopChunks(Recent):
     def rows(self, capacity: int) -> int:
         return min(self.budget, max(-(-capacity // self.chunk), 2) * self.chunk)
 
-    def on(self, full: KVCache) -> Self:
-        policy = super().on(full)
-        n_layers, batch, capacity, n_kv_heads, width = full.keys.shape
-        policy.means_LBCKd = full.keys.new_empty(n_layers, batch, capacity // self.chunk, n_kv_heads, width)
-        policy._done = [0] * batch
-        return policy
-
     def covered(self, seen: int) -> int:
         return seen // self.chunk * self.chunk
 
-    def restart(self, slot: int) -> None:
-        self._done[slot] = 0
-
-    def pick(self, slot: int, covered: int, queries_LHd: Tensor | None) -> Tensor:
-        if queries_LHd is None:
-            return super().pick(slot, covered, None)
-        done, count = self._done[slot], covered // self.chunk
-        if count > done:
-            keys_LSKd = self.full.keys[:, slot, done * self.chunk : count * self.chunk]
-            chunk_means(keys_LSKd, self.chunk, self.means_LBCKd[:, slot, done:count])
-            self._done[slot] = count
-        means_LCKd = self.means_LBCKd[:, slot, 1:count]
-        best_LKC = top_keys(queries_LHd, means_LCKd, self.budget // self.chunk - 1).flip(2) + 1
+    def pick(self, keys_LSKd: Tensor, rows: int, queries_LHd: Tensor | None) -> Tensor:
+        assert queries_LHd is not None
+        n_layers, covered, n_kv_heads, width = keys_LSKd.shape
+        means_LCKd = keys_LSKd.new_empty(n_layers, covered // self.chunk, n_kv_heads, width)
+        chunk_means(keys_LSKd, self.chunk, means_LCKd)
+        best_LKC = top_keys(queries_LHd, means_LCKd[:, 1:], rows // self.chunk - 1).flip(2) + 1
         chunks_LKC = torch.cat([torch.zeros_like(best_LKC[..., :1]), best_LKC], 2)
         inside = torch.arange(self.chunk, device=best_LKC.device)
         return (chunks_LKC[..., None] * self.chunk + inside).flatten(2).transpose(1, 2)
 
-    def allocations(self, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int) -> Allocations:
-        means = (like.n_layers, batch, capacity // self.chunk, like.n_kv_heads, like.head_dim)
-        return {"chunk means": [(means, dtype)]}
+    def allocations(self, like: DecoderConfig, dtype: torch.dtype, capacity: int) -> Allocations:
+        return {"chunk means": [((like.n_layers, capacity // self.chunk, like.n_kv_heads, like.head_dim), dtype)]}
 
 
 class SelectedCache(RingCache):
@@ -147,26 +113,27 @@ class SelectedCache(RingCache):
     device, once in so many steps as a budget has room for.
 
     Attributes:
-        holds_all: whether the budget holds every token that fits the full cache, so that nothing is ever picked.
-        ready: whether passes may run on this cache; False from `select_anew` until all slots are built.
-        needs_queries: whether the next pass of the target, or over a prompt, must return queries.
+        needs_queries: whether the next pass of the target must return queries.
 
     Args:
         full: where exact rows come from. It must outlive this cache.
         tail: rows for passes on this cache, committed and pending.
+        depth: depth of the longest path that a step usually accepts.
+        stride: committed tokens after which a slot is rebuilt although there is room.
     Raises: ValueError if layers of the model have a sliding window: it counts rows, and these are in no order.
     """
 
-    def __init__(self, full: KVCache, policy: Recent, like: DecoderConfig, tail: int):
+    def __init__(
+        self, full: KVCache, policy: Recent, like: DecoderConfig, tail: int, depth: int = 0, stride: int = sys.maxsize
+    ):
         refuse_windows(like, f"budget={policy.budget}: a cache of selected rows")
-        self.full, self.policy = full, policy.on(full)
-        fixed, budget = self.policy.fixed, self.policy.budget
-        super().__init__(like, full.batch, tail, full.keys.dtype, full.keys.device, fixed=fixed, budget=budget)
-        self.holds_all = self.budget >= full.capacity
-        # Each slot: how many more tokens fit before a row that was picked for its importance is overwritten. A lower
-        # bound: the host does not know how many tokens a step brought.
-        self._free = [self.budget] * full.batch
-        self.ready, self.needs_queries = True, False
+        self.full, self.policy, self._depth, self._stride = full, policy, depth, stride
+        rows, keys = policy.rows(full.capacity), full.keys
+        super().__init__(like, full.batch, tail, keys.dtype, keys.device, fixed=policy.fixed, budget=rows)
+        # Of each slot: how many tokens fit behind a build before a row that was picked for its importance is
+        # overwritten, and how many have come since then, at most.
+        self._room, self._since = [rows] * full.batch, [0] * full.batch
+        self.needs_queries = False
 
     def reset(
         self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
@@ -176,56 +143,50 @@ class SelectedCache(RingCache):
         where = integers(places, self.lengths.device)
         super().reset(where, self.full.prompt_lengths[where] if prompt_lengths is None else prompt_lengths)
         for slot in places:
-            self._free[slot] = self.budget
-            self.policy.restart(slot)
+            self._room[slot], self._since[slot] = self.budget, 0
 
-    def due(self, most: int) -> list[int]:
-        """Slots that may lose picked rows within `most` more tokens."""
-        if self.holds_all or not self.policy.scored:
+    def due(self, most: int, stale: Sequence[int] = ()) -> list[int]:
+        """Slots that may lose picked rows within `most` more tokens, or have come to their stride; a quarter of it for
+        the slots `stale`."""
+        if not self.policy.scored or self.budget >= self.full.capacity:  # or every token is there
             return []
-        return [slot for slot in range(self.batch) if self._free[slot] < most]
-
-    def select_anew(self) -> None:
-        """Drop everything and rebuild all slots behind the next step. Until then the cache follows nothing."""
-        self.reset()
-        self.ready, self.needs_queries = False, True
+        strides = [self._stride // 4 if slot in stale else self._stride for slot in range(self.batch)]
+        limits = [min(room - most + 1, stride) for room, stride in zip(self._room, strides, strict=True)]
+        return [slot for slot, since in enumerate(self._since) if since >= limits[slot]]
 
     def on_step(
         self,
         positions_B: Tensor,
         accepted: AcceptResult,
         queries_LBHd: Tensor | None,
-        depth: int,
-        wanted: Sequence[int] = (),
+        counts: Sequence[int] | None = None,
+        stale: Sequence[int] = (),
     ) -> list[int]:
-        """Follow a step of the full cache, and rebuild the slots that are due or wanted, or ask for their queries.
+        """Follow a step of the full cache, and rebuild the slots that are due, or ask for their queries.
 
         Args:
             positions_B: int64, positions of the new roots.
             queries_LBHd: the former roots' queries, which see all tokens before them and themselves.
-            depth: depth of the longest path that a step can accept.
-            wanted: slots to rebuild although nothing is about to be lost.
+            counts: `accepted.counts`, if the host has read them.
+            stale: as of `due`.
 
         Returns: the slots that were rebuilt.
         """
         most = accepted.nodes.shape[1]
-        ahead = 2 * max(most, depth + 1)  # the next step, and the one whose pass brings the queries
-        slots = sorted({*self.due(ahead), *wanted}) if self.ready else list(range(self.batch))
-        if self.ready:
-            self.follow(most)
-        if queries_LBHd is None:
-            slots = []
-        elif slots:
+        self.follow(most, counts)
+        ahead = 2 * max(most, self._depth + 1)  # the next step, and the one whose pass brings the queries
+        slots = [] if queries_LBHd is None else self.due(ahead, stale)
+        if slots:
             self.build(slots, queries_LBHd, positions_B - accepted.counts + 1)
-            self.ready = True
-        self.needs_queries = not self.ready or bool(self.due(ahead))
+        self.needs_queries = bool(self.due(ahead, stale))
         return slots
 
-    def follow(self, most: int) -> None:
-        """Drop the tail, and copy the full cache's new rows, at most `most` a slot."""
+    def follow(self, most: int, counts: Sequence[int] | None = None) -> None:
+        """Drop the tail, and copy the full cache's new rows, at most `most` a slot. counts: as of `on_step`."""
         self._copy_new(most, self.full.lengths)
         self.lengths.copy_(self.held.clamp(max=self.budget))
-        self._free = [free - most for free in self._free]
+        new = [most] * self.batch if counts is None else counts
+        self._since = [since + count for since, count in zip(self._since, new, strict=True)]
 
     def build(self, slots: Sequence[int], queries_LBHd: Tensor | None, seen_B: Tensor) -> None:
         """Pick these slots' rows anew from the keys committed now, and drop their tails. Tokens that the queries do not
@@ -251,13 +212,13 @@ class SelectedCache(RingCache):
     def _build(self, slot: int, queries_LHd: Tensor | None, total: int, seen: int, held: int) -> None:
         """Build a slot of `total` tokens, of which its queries see `seen`; the slot holds `held` so far."""
         if 0 < held <= total <= self.budget:  # all of them are there, in order
-            self._free[slot] = self.budget - held
+            self._room[slot] = self.budget - held
         else:
             held = self._load(slot, min(seen, total), queries_LHd)
         limits_B = self.held.clone()
         limits_B[slot].fill_(total)
         self._copy_new(max(1, total - held), limits_B)
-        self._free[slot] -= total - held
+        self._since[slot] = total - held
         self.lengths[slot].fill_(min(total, self.budget))
 
     def _load(self, slot: int, seen: int, queries_LHd: Tensor | None) -> int:
@@ -268,14 +229,14 @@ class SelectedCache(RingCache):
         if seen <= self.budget:
             keys.copy_(full.keys[:, slot, rows])
             values.copy_(full.values[:, slot, rows])
-            held, written, free = seen, seen - self.fixed, self.budget - seen
+            held, written, room = seen, seen - self.fixed, self.budget - seen
         else:
-            held, written, free = self.policy.covered(seen), 0, self.budget - self.fixed
-            picked_LRK = self.policy.pick(slot, held, queries_LHd)
+            held, written, room = self.policy.covered(seen), 0, self.budget - self.fixed
+            picked_LRK = self.policy.pick(full.keys[:, slot, :held], self.budget, queries_LHd)
             gather_rows(full.keys[:, slot], full.values[:, slot], picked_LRK, keys, values)
         self.held[slot].fill_(held)
         self._written[slot].fill_(written)
-        self._free[slot] = free
+        self._room[slot] = room
         return held
 
     def _copy_new(self, most: int, lengths_B: Tensor) -> None:
@@ -295,4 +256,4 @@ def selected_rows(
 ) -> Allocations:
     """What a SelectedCache on a full cache of `capacity` rows a slot will allocate, by name."""
     picked = cache_rows(like, batch * (policy.rows(capacity) + tail + 1), dtype)
-    return {"selected cache": picked, **policy.allocations(like, dtype, batch, capacity)}
+    return {"selected cache": picked, **policy.allocations(like, dtype, capacity)}

@@ -86,7 +86,7 @@ class StreamingCache(RingCache):
         its keys cannot be rotated again), and for one with sliding windows.
     """
 
-    def __init__(self, model: Decoder, batch: int, *, window: int = 256, sinks: int = 16, slack: int = 16, widest: int):
+    def __init__(self, model: Decoder, batch: int, *, window: int, sinks: int, slack: int, widest: int):
         check_streaming(model, window, sinks, slack)
         weight = model.embed_tokens.weight
         super().__init__(
@@ -96,15 +96,13 @@ class StreamingCache(RingCache):
         shape = model.config.n_layers, batch, sinks, model.config.n_kv_heads, model.config.head_dim
         self._sinks_LBsKd = self.keys.new_zeros(shape)  # first keys of the sinks, where these have been rotated again
 
-    def settle(self, appended: int) -> None:
-        """Move what exceeds the tails into the ring. appended: the most rows that a slot committed since the last call.
-
-        On a CPU, where looking is no wait, nothing is done where no tail is too long.
-        """
+    def settle(self) -> None:
+        """Move what exceeds the tails into the ring. On a CPU, where looking is no wait, nothing is done where no tail
+        is too long."""
         base_B = self.held.clamp(max=self.budget)
         tail_B = self.lengths - base_B
         moved_B = torch.where(tail_B > 2 * self._slack, tail_B - self._slack, 0)
-        most = 2 * self._slack + appended
+        most = self.capacity - 1 - self.budget
         if backend.is_host(moved_B.device):
             if not moved_B.any():
                 return

@@ -5,7 +5,7 @@ Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +18,7 @@ from longdraft.infer.requests import Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.models.drafts.vocabulary import DraftVocabulary
-from longdraft.models.footprint import Allocations
+from longdraft.models.footprint import Allocations, Buffer
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 from longdraft.models.schema import Int
@@ -36,7 +36,10 @@ _CLAIM_LOCK = threading.Lock()
 class Drafter:
     """Proposes candidates. Whatever they are, the output is plain decoding's; they only decide how many steps it takes.
 
+    A drafter that is made of others lists them in `parts`, and what it does not override goes to all of them.
+
     Attributes:
+        parts: the drafters that it is made of.
         needs: fields of TargetOutput that it wants from the target's next pass, prefill passes included; may change
             from pass to pass. "queries" are those of the root in a step, of the last row in a prefill.
         learns_from: the subset of `needs` that `on_step` reads after a proposal.
@@ -54,32 +57,24 @@ class Drafter:
     trunk = 0
     draft_pass_budget: int | None = None
     user: object = None  # the engine that is decoding with it
-
-    @property
-    def parts(self) -> Sequence["Drafter"]:
-        """The drafters that it is made of."""
-        return ()
+    parts: Sequence["Drafter"] = ()
 
     @contextmanager
     def used_by(self, engine: object) -> Iterator[None]:
         """Reserve this drafter and its parts for `engine`. Raises RuntimeError if an engine is already decoding with
         one of them."""
-        drafters: list[Drafter] = [self]
-        for drafter in drafters:  # the list grows meanwhile
-            drafters += drafter.parts
         with _CLAIM_LOCK:
-            users = {drafter.user for drafter in drafters} - {None}
-            if users:
-                same_engine = engine in users
-                what, remedy = ("engine", "make a second Engine") if same_engine else ("drafter", "give a second one")
-                raise RuntimeError(f"this {what} is decoding already; finish or close its stream, or {remedy}")
-            for drafter in drafters:
-                drafter.user = engine
+            if self.user is not None:
+                what = "engine" if self.user is engine else "drafter"
+                raise RuntimeError(f"this {what} is decoding already; finish or close its stream, or give a second one")
+            self.user = engine
         try:
-            yield
+            with ExitStack() as stack:
+                for part in self.parts:
+                    stack.enter_context(part.used_by(engine))
+                yield
         finally:
-            for drafter in drafters:
-                drafter.user = None
+            self.user = None
 
     @property
     def n_classes(self) -> int:
@@ -89,11 +84,13 @@ class Drafter:
     @property
     def class_stages(self) -> Sequence[int]:
         """For each class, the stage of the proposal that adds its nodes; 0 for the root's class. A drafter that runs a
-        pass for each level has a stage for each, and asks `Budget.goes_on` between two; others have one stage."""
+        pass for each level has a stage for each, of which it runs `Budget.stages`; others have one stage."""
         return [0, *[1] * (self.n_classes - 1)]
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         """This request starts in this slot of the cache. Forget what was kept for the slot's previous request."""
+        for part in self.parts:
+            part.on_start(slot, request, cache)
 
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         """The tokens prompt[start:end] of this slot's prompt are committed to the cache. In the last call `end` is the
@@ -103,6 +100,8 @@ class Drafter:
             output: of these tokens, B = 1. Without fields if their rows were copied from an earlier prompt's, which is
                 never the case in the last call.
         """
+        for part in self.parts:
+            part.on_prefill(slot, prompt, start, end, output)
 
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         """Propose at most `budget.max_nodes` nodes below each root, the most promising first as far as it can tell."""
@@ -114,27 +113,32 @@ class Drafter:
         The tree may hold other drafters' nodes or only some of those proposed, and the committed tokens may be none of
         this drafter's: catch up. Slots with `accepted.counts[b] == 0` took no part.
         """
+        for part in self.parts:
+            part.on_step(state, tree, accepted, output)
 
-    def rewind(self, lengths_B: Tensor) -> None:
-        """The tokens at positions >= lengths_B[b] (int64) were taken back, because an outer engine decided otherwise.
-
-        Only `advance` may be called between this and the next `propose`, whose state has the tokens that replaced them.
-        """
-
-    def advance(self, most: int) -> None:
-        """An outer engine committed at most `most` tokens to each slot, in a step without `on_step`."""
+    def rewind(self, state: SlotState, lengths_B: Tensor) -> None:
+        """An outer engine took a step, without `on_step`: it took back the tokens at positions >= lengths_B[b] (int64)
+        and committed others. `state` is that after its step."""
+        for part in self.parts:
+            part.rewind(state, lengths_B)
 
     def release(self) -> None:
         """The cache of `on_start` is about to be freed: drop it, and what was allocated beside it."""
+        for part in self.parts:
+            part.release()
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
         """What it will allocate for `batch` slots of `capacity` positions beside its weights: shapes and dtypes by
         name, for the estimate of memory."""
-        return {}
+        named: dict[str, list[Buffer]] = {}
+        for part in self.parts:
+            for name, buffers in part.allocations(batch, capacity).items():
+                named.setdefault(name, []).extend(buffers)
+        return named
 
     def decisions(self) -> Mapping[str, str]:
         """What it decided by itself in the running call (an `auto`), in words; shown with the statistics."""
-        return {}
+        return {name: words for part in self.parts for name, words in part.decisions().items()}
 
 
 class DeviceDrafter(Drafter):
@@ -144,7 +148,7 @@ class DeviceDrafter(Drafter):
 
         propose(state, budget)
             plan(state, budget)         on the host: decides everything that steers `grow`
-            grow(state, budget, plan)   on the device: the tree
+            grow(state, plan)           on the device: the tree
         the runner prunes the tree, the target verifies it, the accepted path is committed
         on_step(state, tree, accepted, output)
             update(...)                 on the device: learns; left out if the output lacks a field of `learns_from`
@@ -164,7 +168,7 @@ class DeviceDrafter(Drafter):
         plan = self.plan(state, budget)
 
         def grow_and_index(state: SlotState) -> TokenTree:
-            tree = self.grow(state, budget, plan)
+            tree = self.grow(state, plan)
             if state.graphs.recording:  # pruning and verification ask for these, so they are recorded with the tree
                 _ = tree.ancestors, tree.depths
             return tree
@@ -176,8 +180,8 @@ class DeviceDrafter(Drafter):
         """Decide on the host, before `grow`, all that steers it: `grow` is recorded for each plan separately."""
         return budget.max_nodes
 
-    def grow(self, state: SlotState, budget: Budget, plan: Any) -> TokenTree:
-        """Build the tree on the device. Of `budget` it asks only `goes_on`, which always holds where it is recorded."""
+    def grow(self, state: SlotState, plan: Any) -> TokenTree:
+        """Build the tree on the device."""
         raise NotImplementedError
 
     @torch.no_grad()

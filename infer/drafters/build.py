@@ -7,8 +7,8 @@ from typing import Any
 
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.heads import HeadsDrafter
 from longdraft.infer.drafters.longspec import LongSpecDrafter
-from longdraft.infer.drafters.medusa import MedusaDrafter
 from longdraft.infer.drafters.plain import Plain
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.small_model import SmallModelDrafter
@@ -25,7 +25,7 @@ from longdraft.models.target import Target
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "plain": Plain,
     "tokenswift": tokenswift,
-    "medusa": MedusaDrafter,
+    "medusa": HeadsDrafter,
     "longspec": LongSpecDrafter,
     "triforce": TriForceDrafter,
     "small_model": SmallModelDrafter,

@@ -8,21 +8,17 @@ in stages runs only if it pays beside them (infer/budget.py). Shapes: B slots, N
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
-from torch import Tensor
 
-from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import NO_STAGE, Budget
-from longdraft.infer.drafters.base import Drafter, Request
+from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.host import HostDrafter
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, Lists, TokenTree, Trie
 from longdraft.kernels.transfer import read_together
-from longdraft.models.footprint import Allocations, Buffer
-from longdraft.models.kv_cache import KVCache
-from longdraft.models.passes import TargetOutput
 from longdraft.models.schema import Instance, validated
 
 # In a larger tree the last nodes cost more than they bring.
@@ -39,88 +35,50 @@ class Combined(Drafter):
     @validated
     def __init__(self, drafters: Annotated[Sequence[Instance[Drafter]], Field(min_length=2)]):
         # A combination among them is replaced by its drafters.
-        drafters = [part for one in drafters for part in (one.drafters if isinstance(one, Combined) else [one])]
+        drafters = [part for one in drafters for part in (one.parts if isinstance(one, Combined) else [one])]
         if len({id(drafter) for drafter in drafters}) < len(drafters):
             raise ValueError("drafters: one object is listed twice; each drafter needs its own state")
-        self.drafters = list(drafters)
+        self.parts = list(drafters)
         most = max(MOST_NODES, *(drafter.max_nodes for drafter in drafters))
         self.max_nodes = min(sum(drafter.max_nodes for drafter in drafters), most)
         self.max_depth = max(drafter.max_depth for drafter in drafters)
 
     @property
-    def parts(self) -> Sequence[Drafter]:
-        return self.drafters
-
-    @property
     def needs(self) -> frozenset[str]:
-        return frozenset().union(*(drafter.needs for drafter in self.drafters))
+        return frozenset().union(*(drafter.needs for drafter in self.parts))
 
     @property
     def learns_from(self) -> frozenset[str]:
-        return frozenset().union(*(drafter.learns_from for drafter in self.drafters))
+        return frozenset().union(*(drafter.learns_from for drafter in self.parts))
 
     @property
     def n_classes(self) -> int:
-        return 2 * sum(drafter.n_classes for drafter in self.drafters)
+        return 2 * sum(drafter.n_classes for drafter in self.parts)
 
     @property
     def class_stages(self) -> Sequence[int]:
-        drafters = self.drafters
+        drafters = self.parts
         if not any(map(_staged, drafters)):
             return [stage for drafter in drafters for stage in drafter.class_stages] * 2
         stages = [drafter.class_stages if _staged(drafter) else [NO_STAGE] * drafter.n_classes for drafter in drafters]
         return [stage for of_drafter in stages for stage in of_drafter] * 2
 
-    def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
-        for drafter in self.drafters:
-            drafter.on_start(slot, request, cache)
-
-    def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
-        for drafter in self.drafters:
-            drafter.on_prefill(slot, prompt, start, end, output)
-
-    def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        for drafter in self.drafters:
-            drafter.on_step(state, tree, accepted, output)
-
-    def rewind(self, lengths_B: Tensor) -> None:
-        for drafter in self.drafters:
-            drafter.rewind(lengths_B)
-
-    def release(self) -> None:
-        for drafter in self.drafters:
-            drafter.release()
-
-    def allocations(self, batch: int, capacity: int) -> Allocations:
-        named: dict[str, list[Buffer]] = {}
-        for drafter in self.drafters:
-            for name, buffers in drafter.allocations(batch, capacity).items():
-                named.setdefault(name, []).extend(buffers)
-        return named
-
-    def decisions(self) -> Mapping[str, str]:
-        return {name: words for drafter in self.drafters for name, words in drafter.decisions().items()}
-
-    def advance(self, most: int) -> None:
-        for drafter in self.drafters:
-            drafter.advance(most)
-
     @property
     def draft_pass_budget(self) -> int | None:
-        return next((one.draft_pass_budget for one in self.drafters if one.draft_pass_budget is not None), None)
+        return next((one.draft_pass_budget for one in self.parts if one.draft_pass_budget is not None), None)
 
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         max_nodes = budget.max_nodes
-        limits = [min(max_nodes, drafter.max_nodes) for drafter in self.drafters]
-        staged = budget.asks_first and any(map(_staged, self.drafters))
-        proposals = self._look_ups_first(state, limits) if staged else dict[int, Lists]()
-        stages_pay = not proposals or budget.begins(_as_lists(self._unite(proposals, state.roots.tolist(), max_nodes)))
-        trees, first_class = dict[int, TokenTree](), 0
-        for i, drafter in enumerate(self.drafters):
-            if not isinstance(drafter, HostDrafter) and (stages_pay or not _staged(drafter)):
-                trees[i] = drafter.propose(state, budget.part(limits[i], first_class))
-            first_class += drafter.n_classes
-        others = ((i, drafter) for i, drafter in enumerate(self.drafters) if i not in proposals)
+        limits = [min(max_nodes, drafter.max_nodes) for drafter in self.parts]
+        proposals, trees = dict[int, Lists](), dict[int, TokenTree]()
+        if budget.stages_beside is not None:
+            proposals = self._look_ups(state, limits)
+            found = _as_lists(self._unite(proposals, state.roots.tolist(), max_nodes)) if proposals else None
+            budget = replace(budget, stages=budget.stages_beside(found))
+        for i, drafter in enumerate(self.parts):
+            if not isinstance(drafter, HostDrafter) and (budget.stages or not _staged(drafter)):
+                trees[i] = drafter.propose(state, replace(budget, max_nodes=limits[i]))
+        others = ((i, drafter) for i, drafter in enumerate(self.parts) if i not in proposals)
         look_ups = {i: drafter for i, drafter in others if isinstance(drafter, HostDrafter)}
         # One read of everything: the roots, the look-ups' rows, and the trees.
         device_rows = [drafter.device_rows(state) for drafter in look_ups.values()]
@@ -128,7 +86,7 @@ class Combined(Drafter):
         roots, *read = read_together(state.roots, *device_rows, *unread)
         rows, read, trunks = read[: len(look_ups)], read[len(look_ups) :], list[list[int]]()
         for i, tree in trees.items():
-            count, trunk = len(tree.unread), self.drafters[i].trunk
+            count, trunk = len(tree.unread), self.parts[i].trunk
             proposals[i] = tree.take_lists(read[:count]).lists
             read = read[count:]
             if trunk:
@@ -138,11 +96,11 @@ class Combined(Drafter):
             proposals[i] = _as_lists(drafter.tries(state, rows_of_drafter, limits[i], starts))
         return TokenTree.from_tries(self._unite(proposals, roots, max_nodes), state.roots.device)
 
-    def _look_ups_first(self, state: SlotState, limits: Sequence[int]) -> dict[int, Lists]:
-        """The look-ups' proposals, by index of the drafter, which decide whether a staged drafter runs."""
+    def _look_ups(self, state: SlotState, limits: Sequence[int]) -> dict[int, Lists]:
+        """The look-ups' proposals, by index of the drafter, beside which a staged drafter runs."""
         return {
             i: _as_lists(drafter.tries(state, drafter.device_rows(state).tolist(), limits[i]))
-            for i, drafter in enumerate(self.drafters)
+            for i, drafter in enumerate(self.parts)
             if isinstance(drafter, HostDrafter) and not drafter.behind_trunk
         }
 
@@ -152,7 +110,7 @@ class Combined(Drafter):
         for slot, root in enumerate(roots):
             trie, first_class = Trie(root), 0
             turns = []
-            for i, drafter in enumerate(self.drafters):
+            for i, drafter in enumerate(self.parts):
                 if i in proposals:
                     tokens, parents, classes = proposals[i]
                     node_classes = range(len(tokens[slot])) if classes is None else classes[slot]

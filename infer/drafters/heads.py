@@ -1,4 +1,5 @@
-"""Heads on the target's own state fill a static tree: what TokenSwift's drafter and Medusa's have in common.
+"""Heads on the target's own state fill a static tree: Medusa-1's drafter (arXiv 2401.10774), and what TokenSwift's has
+in common with it.
 
 The heads read the state that the target's last pass computed just before the root: at position p - 1 for a root at p.
 So head i proposes the token at p + i. The heads themselves are in models/drafts/.
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import DeviceDrafter, Levels, Request, check_draft, copied_head
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree, TreeShape
@@ -22,7 +22,7 @@ from longdraft.models.drafts.heads import Heads
 from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
-from longdraft.models.schema import Instance
+from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
 NOWHERE = -2  # no root's predecessor: those are at -1 or later
@@ -33,10 +33,13 @@ MOST_NODES = 4096
 
 
 class HeadsDrafter(DeviceDrafter):
-    """Ranks every head's tokens (with the step's noise at T > 0) and fills a static tree.
+    """Ranks every head's tokens, with the step's noise at T > 0, and places them in a static tree.
 
     Args:
-        shape: see `_tree_shape`.
+        target: the loaded target (models/target.py).
+        draft: trained heads, in the target's dtype and on its device.
+        shape: which rank combinations are nodes, or the number of ranks in each level of a full Cartesian tree; None
+            means 3 ranks for each head. A lower `max_nodes` leaves its first nodes.
 
     Attributes:
         hidden_BD: each slot's state at the last committed position before its root.
@@ -47,12 +50,8 @@ class HeadsDrafter(DeviceDrafter):
     hidden_BD: Tensor
     at_B: Tensor
 
-    def __init__(
-        self,
-        target: Target,
-        draft: Heads,
-        shape: Shape | None,
-    ):
+    @validated
+    def __init__(self, target: Instance[Target], draft: Instance[Heads], shape: Shape | None = None):
         check_draft(target, draft)
         self.draft, self._head_ED, size = draft, draft.head(target.model.lm_head.weight), draft.config.hidden_size
         if size != (target_size := self._head_ED.shape[1]):
@@ -85,7 +84,7 @@ class HeadsDrafter(DeviceDrafter):
             self.hidden_BD[slot].copy_(hidden_1TD[0, -1])
             self.at_B[slot].fill_(end - 1)
 
-    def grow(self, state: SlotState, budget: Budget, plan: int) -> TokenTree:
+    def grow(self, state: SlotState, plan: int) -> TokenTree:
         """The tree of the heads' best tokens, only the root for slots whose state before the root is unknown."""
         shape = self.shape.first(plan)
         tree = shape.fill(state.roots, self.ranked(state, self.hidden_BD, shape))
@@ -111,7 +110,7 @@ class HeadsDrafter(DeviceDrafter):
         self.hidden_BD.copy_(torch.where(took_part_B[:, None], last_BD, self.hidden_BD))
         self.at_B.copy_(torch.where(took_part_B, state.positions - 1, self.at_B))
 
-    def rewind(self, lengths_B: Tensor) -> None:
+    def rewind(self, state: SlotState, lengths_B: Tensor) -> None:
         self.at_B.masked_fill_(self.at_B >= lengths_B, NOWHERE)
 
 

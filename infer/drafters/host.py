@@ -92,7 +92,7 @@ class HostDrafter(Drafter):
         table.extend(request.prompt)
         self._standing_B[slot].fill_(NOWHERE)
 
-    def rewind(self, lengths_B: Tensor) -> None:
+    def rewind(self, state: SlotState, lengths_B: Tensor) -> None:
         self._standing_B = torch.minimum(self._standing_B, lengths_B)
 
     def device_rows(self, state: SlotState) -> Tensor:

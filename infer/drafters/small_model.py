@@ -65,9 +65,10 @@ class SmallModelDrafter(DeviceDrafter):
         self.max_nodes = self.max_depth = gamma
         self._widest = min(max(window, 2), MOST_ROWS)
         self._cache: StreamingCache | None = None
-        # A slot lacks at most `_most_behind` tokens, and those that `_lacked` counted after the last rewind.
-        self._most_behind, self._lacked = 0, None
-        self._appended = 0  # the most rows that a slot has appended since the cache was settled
+        # Of the tokens before its root a slot lacks at most those that were counted behind the last rewind, and as many
+        # as steps have committed since then.
+        self._counted: HostCopy | None = None
+        self._committed = 0
 
     @property
     def class_stages(self) -> Sequence[int]:
@@ -84,13 +85,10 @@ class SmallModelDrafter(DeviceDrafter):
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._cache is None or self._cache.batch != cache.batch:
-            self._cache, self._appended = self._new_cache(cache.batch), 0
+            sizes = {"window": self._window, "sinks": self._sinks, "slack": self.slack, "widest": self._tail}
+            self._cache = StreamingCache(self.small.model, cache.batch, **sizes)
             self._drafted = torch.full((cache.batch, self.gamma - 1), -1, device=cache.lengths.device)
             self._drafted_at = torch.zeros_like(cache.lengths)  # position of the first of them
-            self._half_read = set[int]()  # slots whose prompt is being read, or was given up before its end
-        self._half_read.discard(slot)
-        if len(request.prompt) > 1:
-            self._half_read.add(slot)
         self._cache.reset([slot])
         self._drafted[slot].fill_(-1)
         self._drafted_at[slot].fill_(NOWHERE)
@@ -98,61 +96,41 @@ class SmallModelDrafter(DeviceDrafter):
     def buffers(self) -> tuple[object, ...]:
         return self._cache, self._drafted, self._drafted_at
 
-    def _new_cache(self, batch: int) -> StreamingCache:
-        sizes = {"window": self._window, "sinks": self._sinks, "slack": self.slack, "widest": self._tail}
-        return StreamingCache(self.small.model, batch, **sizes)
-
-    def _settle(self) -> None:
-        assert self._cache is not None
-        self._cache.settle(self._appended)
-        self._appended = 0
-
     @torch.no_grad()
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         cache = self._cache
         assert cache is not None
-        if end == len(prompt) - 1:
-            self._half_read.discard(slot)
-        self._settle()
         slot_cache = cache.slot(slot)
         for tokens_T in integers(prompt[start:end], cache.lengths.device).split(self._widest):
+            cache.settle()
             positions_1T = (cache.tokens[slot] + torch.arange(len(tokens_T), device=tokens_T.device))[None]
             self.small.model(Pass(tokens_T[None], slot_cache, positions_1T, needs=frozenset({"last_kv"})))
             slot_cache.commit(None, torch.full_like(slot_cache.lengths, len(tokens_T)))
-            self._appended = len(tokens_T)
-            self._settle()  # or the prompt's length would be part of the next step's plan
 
-    def plan(self, state: SlotState, budget: Budget) -> tuple[int, int, int]:
-        """How many tokens to draft, the most tokens that a slot must read before that, and the most rows appended to
-        the cache since it was settled."""
-        count = budget.stages(min(self.gamma, budget.max_nodes))
-        # Reading `_lacked` hardly waits: the rewind was queued before anything of this step. A slot whose prompt is
-        # half read does not count: it lacks the rest of the prompt, which may never come.
-        lacks = [] if self._lacked is None else self._lacked.lists()[0]
-        lacked = max([0, *(count for slot, count in enumerate(lacks) if slot not in self._half_read)])
-        behind, appended = max(0, self._most_behind + lacked), self._appended
+    def plan(self, state: SlotState, budget: Budget) -> tuple[int, int]:
+        """How many tokens to draft, and the most tokens that a slot must read before its root."""
+        count = min(self.gamma, budget.max_nodes, budget.stages)
+        # Reading the count hardly waits: it was queued before anything of this step.
+        counted = 0 if self._counted is None else max(self._counted.lists()[0])
+        behind = max(0, counted + self._committed)
         if behind < self._widest:  # a few more rows before the root cost little
             behind = min(state.rounded(behind + 1), self._widest) - 1
-        self._most_behind, self._lacked = -1, None  # the root is read
-        self._appended = behind % self._widest + count
-        return count, behind, appended
+        self._counted, self._committed = None, -1  # the root is read
+        return count, behind
 
-    def grow(self, state: SlotState, budget: Budget, plan: tuple[int, int, int]) -> TokenTree:
-        count, behind, appended = plan
+    def grow(self, state: SlotState, plan: tuple[int, int]) -> TokenTree:
+        count, behind = plan
         self._drop_disagreeing(state)
-        logits_BV = self._catch_up(state, behind, appended)
-        chain, tree = list[Tensor](), TokenTree.roots(state.roots)
-        for offset in range(1, count + 1):
-            if offset > 1:
-                logits_BV = self._pass(chain[-1][:, None], state.positions + offset - 1, state.active.long())
-            chain.append(state.ranking(logits_BV, offset).argmax(-1))
-            tree = TokenTree.from_chain(state.roots, torch.stack(chain, 1))
-            if offset < count and not budget.goes_on(tree):
-                break
-        self._drafted[:, : len(chain) - 1] = torch.stack(chain, 1)[:, :-1]
-        self._drafted[:, len(chain) - 1 :] = -1
+        logits_BV = self._catch_up(state, behind)
+        chain_BC = torch.full_like(state.roots, -1)[:, None].repeat(1, count)
+        for i in range(count):
+            if i > 0:
+                logits_BV = self._pass(chain_BC[:, i - 1 : i], state.positions + i, state.active.long())
+            chain_BC[:, i] = state.ranking(logits_BV, 1 + i).argmax(-1)
+        self._drafted[:, : count - 1] = chain_BC[:, : count - 1]
+        self._drafted[:, count - 1 :] = -1
         self._drafted_at.copy_(state.positions + 1)
-        return tree
+        return TokenTree.from_chain(state.roots, chain_BC)
 
     def _drop_disagreeing(self, state: SlotState) -> None:
         """Keep the drafted rows whose tokens were committed, except the root's: its logits are still needed."""
@@ -161,7 +139,7 @@ class SmallModelDrafter(DeviceDrafter):
         agreeing_B = (committed_BG == self._drafted).cumprod(1).sum(1)
         self._cache.rewind(torch.minimum(self._drafted_at + agreeing_B, state.positions))
 
-    def _catch_up(self, state: SlotState, behind: int, appended: int) -> Tensor:
+    def _catch_up(self, state: SlotState, behind: int) -> Tensor:
         """Run the model over the tokens committed since its last pass, and over the root: the root's logits [B, V].
 
         behind: the most tokens before the root that an active slot lacks.
@@ -171,10 +149,10 @@ class SmallModelDrafter(DeviceDrafter):
         behind_B = torch.where(state.active, state.positions - cache.tokens, 0).clamp(min=0)
         while behind >= self._widest:
             counts_B = behind_B.clamp(max=self._widest)
-            cache.settle(appended)
+            cache.settle()
             self._pass(state.history.read(cache.tokens, self._widest), cache.tokens, counts_B)
-            behind_B, behind, appended = behind_B - counts_B, behind - self._widest, self._widest
-        cache.settle(appended)
+            behind_B, behind = behind_B - counts_B, behind - self._widest
+        cache.settle()
         tokens_BT, counts_B = state.history.read(cache.tokens, behind + 1), behind_B + state.active
         return self._pass(tokens_BT, cache.tokens, counts_B, behind_B[:, None])
 
@@ -190,18 +168,18 @@ class SmallModelDrafter(DeviceDrafter):
         return output.logits[:, 0]
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        self.advance(accepted.nodes.shape[1])
-
-    def advance(self, most: int) -> None:
-        self._most_behind += most
+        self._committed += accepted.nodes.shape[1]
 
     def release(self) -> None:
         self._cache = None
 
-    def rewind(self, lengths_B: Tensor) -> None:
-        if self._cache is not None:
-            self._cache.rewind(lengths_B)
-            self._most_behind, self._lacked = -1, HostCopy(lengths_B - self._cache.tokens)
+    def rewind(self, state: SlotState, lengths_B: Tensor) -> None:
+        assert self._cache is not None
+        self._cache.rewind(lengths_B)
+        self._drop_disagreeing(state)
+        # A slot without a request may have read only a part of its prompt, and the rest may never come.
+        behind_B = torch.where(state.active, state.positions - self._cache.tokens, 0)
+        self._counted, self._committed = HostCopy(behind_B), 0
 
 
 def check_vocabularies(target: Target, small: Target) -> None:

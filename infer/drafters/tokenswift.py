@@ -76,93 +76,74 @@ class TokenSwiftDrafter(HeadsDrafter):
         self.target, self._draft_pass, self._selection = target, draft_pass, TopTokens(budget, sinks)
         if draft_pass == "always":
             refuse_windows(target.model.config, "draft_pass='always'")
-        windows = target.model.config.sliding_windows
-        self._pass_allowed = draft_pass != "never" and not (windows and any(windows))
+        self._pass_allowed = draft_pass != "never" and not any(target.model.config.sliding_windows or ())
         # The tree of a proposal with a draft pass. Its nodes have classes of their own.
         self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)), 1 + len(self.shape.nodes))
         if self._pass_allowed:
             self.max_nodes, self.max_depth = len(self._pass_shape.nodes), self._pass_shape.depth
         self.draft_pass_budget = self._selection.budget if self._pass_allowed and draft_pass == "auto" else None
-        self._full: KVCache | None = None  # the target's cache, which the selected rows come from
-        self._selected: SelectedCache | None = None
-        self._pass_possible = self._pass_allowed  # and the cache at hand is a full one
-        self._tracking = False  # whether the selected cache follows the full one at present
+        self._selected: SelectedCache | None = None  # where the pass may be taken
 
     @property
     def n_classes(self) -> int:
         return self._pass_shape.first_class + len(self._pass_shape.nodes)
 
     def decisions(self) -> Mapping[str, str]:
-        if self._draft_pass != "auto" or self._pass_possible:
-            return {}
-        why = "the cache at hand is a part itself" if self._pass_allowed else "the target has sliding windows"
-        return {"draft_pass": f"never: {why}"}
+        left_out = self._draft_pass == "auto" and not self._pass_allowed
+        return {"draft_pass": "never: the target has sliding windows"} if left_out else {}
+
+    def _may_pass(self, capacity: int) -> bool:
+        """Whether the draft pass may ever be taken on a full cache of this capacity."""
+        return self._pass_allowed and (self._draft_pass == "always" or capacity > self._selection.budget)
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
         head, model = super().allocations(batch, capacity), self.target.model
-        if not self._pass_allowed or (self._draft_pass == "auto" and capacity <= self._selection.budget):
+        if not self._may_pass(capacity):
             return head
         dtype = model.embed_tokens.weight.dtype
         return {**head, **selected_rows(self._selection, model.config, dtype, batch, capacity, tail=1)}
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         super().on_start(slot, request, cache)
-        self._pass_possible = self._pass_allowed and not isinstance(cache, RingCache)
-        if self._draft_pass == "always" and not self._pass_possible:
-            raise ValueError("draft_pass='always' needs the whole context's cache, and this one is a part; use 'never'")
-        if self._full is not cache:
-            self._full, self._selected, self._tracking = cache, None, False
-        if self._draft_pass == "always":
-            self._tracking = True
-            self._selected_cache()
+        if isinstance(cache, RingCache):
+            if self._draft_pass == "always":
+                raise ValueError("draft_pass='always' needs the whole context's cache; use 'never' on a partial one")
+            self._selected = None
+            return
+        if self._selected is not None and self._selected.full is not cache:
+            self._selected = None
+        if self._selected is None and self._may_pass(cache.capacity):
+            like = self.target.model.config
+            self._selected = SelectedCache(cache, self._selection, like, tail=1, depth=self.max_depth)
         if self._selected is not None:
             self._selected.reset([slot])
-        self._ask_for_queries(self._tracking)
+        self._ask_for_queries(self._selected is not None)
 
     def buffers(self) -> tuple[object, ...]:
         return *super().buffers(), self._selected
 
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         super().on_prefill(slot, prompt, start, end, output)
-        if not self._tracking or end < len(prompt) - 1:
-            return
-        if output.queries is None:  # tracking began with a step between this prompt's passes: too late to ask for them
-            self._selected_cache().select_anew()
-        else:
-            self._selected_cache().build_from_prompt(slot, output.queries, end)
-            self._ask_for_queries(self._selected_cache().needs_queries)
-
-    def _selected_cache(self) -> SelectedCache:
-        """The selected cache, which is allocated when it is first asked for."""
-        if self._selected is None:
-            assert self._full is not None
-            self._selected = SelectedCache(self._full, self._selection, self.target.model.config, tail=1)
-        return self._selected
+        if self._selected is not None and end == len(prompt) - 1:
+            self._selected.build_from_prompt(slot, output.queries, end)
+            self._ask_for_queries(self._selected.needs_queries)
 
     def _ask_for_queries(self, wanted: bool) -> None:
         self.needs = self.draft.needs | {"queries"} if wanted else self.draft.needs
 
-    def plan(self, state: SlotState, budget: Budget) -> tuple[int, SelectedCache | None]:
-        """The number of nodes, and the selected cache for the draft pass; None for a proposal without one."""
-        trial = budget.draft_pass
-        wanted = self._pass_possible and (self._draft_pass == "always" or (trial is not None and trial.with_pass))
-        if wanted and not self._tracking:
-            self._selected_cache().select_anew()
-        self._tracking = wanted
-        self._ask_for_queries(wanted and self._selected_cache().needs_queries)
-        takes_pass = wanted and self._selected_cache().ready
-        if trial is not None and takes_pass:
-            trial.taken = True
+    def plan(self, state: SlotState, budget: Budget) -> tuple[int, bool]:
+        """The number of nodes, and whether the proposal has a draft pass."""
+        takes_pass = self._selected is not None and (self._draft_pass == "always" or budget.draft_pass)
         self.trunk = int(takes_pass)
-        return budget.max_nodes, self._selected_cache() if takes_pass else None
+        return budget.max_nodes, takes_pass
 
-    def grow(self, state: SlotState, budget: Budget, plan: tuple[int, SelectedCache | None]) -> TokenTree:
+    def grow(self, state: SlotState, plan: tuple[int, bool]) -> TokenTree:
         """The heads' tree below each root; with a draft pass, below the token that the target itself proposes."""
-        max_nodes, selected = plan
-        if selected is None:
-            return super().grow(state, budget, max_nodes)
+        max_nodes, takes_pass = plan
+        if not takes_pass:
+            return super().grow(state, max_nodes)
         shape, needs = self._pass_shape.first(max_nodes), self.draft.needs | {"logits"}
-        output = self.target.model(Pass(state.roots[:, None], selected, state.positions[:, None], needs=needs))
+        output = self.target.model(Pass(state.roots[:, None], self._selected, state.positions[:, None], needs=needs))
         hidden_B1D = self.state_of(output)
         assert output.logits is not None and hidden_B1D is not None
         _, ranked_BIK = state.best(output.logits, 1, shape.ranks)
@@ -173,10 +154,9 @@ class TokenSwiftDrafter(HeadsDrafter):
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         super().on_step(state, tree, accepted, output)
-        if self._tracking:
-            self._selected_cache().on_step(state.positions, accepted, output.queries, self.max_depth)
-            self._ask_for_queries(self._selected_cache().needs_queries)
+        if self._selected is not None:
+            self._selected.on_step(state.positions, accepted, output.queries)
+            self._ask_for_queries(self._selected.needs_queries)
 
     def release(self) -> None:
-        self._full = self._selected = None
-        self._tracking = False
+        self._selected = None

@@ -8,7 +8,7 @@ model is in infer/drafters/small_model.py, the cache and what is retrieved in in
 Shapes: L layers, B slots, H query heads, C chain.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -31,16 +31,9 @@ from longdraft.models.passes import TargetOutput
 from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
-# The rolling acceptance is a mean over about this many steps.
+# The rolling acceptance of a chain's tokens is a mean over about this many steps. Below the floor the cache is stale.
 ROLLING_STEPS = 8
 ACCEPTANCE_FLOOR = 0.5
-
-
-def _refuse(where: str, **given: object) -> None:
-    """Raise ValueError for the first option that has a value although nothing uses it."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name}={value!r}: {where}")
 
 
 class TriForceDrafter(Drafter):
@@ -49,21 +42,19 @@ class TriForceDrafter(Drafter):
     Args:
         target: the loaded target.
         small: what drafts for the inner level: a loaded model of the same vocabulary, any Drafter, or None for none.
-        gamma: tokens that a small model drafts at a time; None is 2.
+        gamma: tokens that a small model drafts at a time.
         chain: tokens collected for the outer verification.
         budget: rows of the target's partial cache, for each layer and KV head.
-        chunk: keys that are retrieved together; None is 8.
-        stride: accepted tokens after which the rows are retrieved again; None is 256. After a quarter of them already
-            if the rolling fraction of the chain's accepted tokens is below ACCEPTANCE_FLOOR.
-        policy: "retrieval", or "streaming" for the sinks and the most recent rows.
-        sinks: first tokens that always stay, in a small model's cache and under "streaming"; None is 16.
-        window: rows of a small model's cache; None is 256.
+        chunk: keys that are retrieved together.
+        stride: accepted tokens after which the rows are retrieved again. After a quarter of them already if the rolling
+            fraction of the chain's accepted tokens is below ACCEPTANCE_FLOOR.
+        policy: "retrieval", or "streaming" for the sinks and the most recent rows, which need neither chunk nor stride.
+        sinks: first tokens that always stay, in a small model's cache and under "streaming".
+        window: rows of a small model's cache.
 
     Raises:
-        ValueError: options out of range, or given where nothing uses them (gamma, window and sinks belong to a loaded
-            small model, sinks to "streaming" too; chunk and stride to "retrieval"); a small model
-            that does not fit (see SmallModelDrafter), or whose window is too small for the chain; a target with
-            sliding windows.
+        ValueError: options out of range; a small model that does not fit (see SmallModelDrafter), or whose window is
+            too small for the chain; a target with sliding windows.
     """
 
     @validated
@@ -72,61 +63,40 @@ class TriForceDrafter(Drafter):
         target: Instance[Target],
         small: Instance[Target] | Instance[Drafter] | None = None,
         *,
-        gamma: Count | None = None,
+        gamma: Count = 2,
         chain: Count = 6,
         budget: Count = 4096,
-        chunk: Count | None = None,
-        stride: Count | None = None,
+        chunk: Count = 8,
+        stride: Count = 256,
         policy: Literal["retrieval", "streaming"] = "retrieval",
-        sinks: CountOrZero | None = None,
-        window: Count | None = None,
+        sinks: CountOrZero = 16,
+        window: Count = 256,
     ):
-        retrieval, loaded = policy == "retrieval", isinstance(small, Target)
-        if not loaded:
-            _refuse("goes with a loaded model as small; leave it out or give one", gamma=gamma, window=window)
-        if not retrieval:
-            _refuse("goes with policy='retrieval'; leave it out or choose that", chunk=chunk, stride=stride)
-        elif not loaded:
-            _refuse("goes with policy='streaming' or a loaded model as small; leave it out", sinks=sinks)
-        self.target, self.chain, self._stride = target, chain, stride or 256
-        sinks = 16 if sinks is None else sinks
+        self.target, self.chain, self._stride = target, chain, stride
         refuse_windows(target.model.config, f"budget={budget}: a cache of selected rows")
-        self._policy = TopChunks(budget, chunk or 8) if retrieval else Recent(budget, sinks)
-        self.inner: Drafter
+        self._policy = TopChunks(budget, chunk) if policy == "retrieval" else Recent(budget, sinks)
         if isinstance(small, Target):  # it takes back a whole rejected chain
-            gamma = gamma or 2
-            self.inner = SmallModelDrafter(target, small, gamma, sinks, window or 256, slack=chain + gamma + 1)
-        else:
-            self.inner = Plain() if small is None else small
+            small = SmallModelDrafter(target, small, gamma, sinks, window, slack=chain + gamma + 1)
+        self.inner = small or Plain()
+        self.parts = [self.inner]
         self.max_nodes = self.max_depth = chain
         self._runner = Runner(target.model, self.inner, nodes=chain, graphs=False)  # `state.graphs` records instead
         self._cache: SelectedCache | None = None
-        self._rebuilds = {"stride": 0, "acceptance": 0, "room": 0}
-        self._set_needs(self._policy.scored)
-
-    @property
-    def parts(self) -> Sequence[Drafter]:
-        return [self.inner]
-
-    def decisions(self) -> Mapping[str, str]:
-        if not self._policy.scored:
-            return self.inner.decisions()
-        counts = ", ".join(f"{count} by {why}" for why, count in self._rebuilds.items())
-        return {**self.inner.decisions(), "rebuilds of the retrieval cache": counts}
+        self._ask_for_queries(self._policy.scored)
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
         model = self.target.model
         dtype = model.embed_tokens.weight.dtype
         selected = selected_rows(self._policy, model.config, dtype, batch, capacity, self._tail)
-        return {**selected, **self.inner.allocations(batch, capacity)}
+        return {**selected, **super().allocations(batch, capacity)}
 
     @property
     def _tail(self) -> int:
         """Rows after the budget: a chain, and the widest inner pass."""
         return self.chain + 1 + self._runner.max_nodes + self.inner.max_depth
 
-    def _set_needs(self, queries: bool) -> None:
-        self.needs = frozenset({"queries"}) if queries else frozenset()
+    def _ask_for_queries(self, wanted: bool) -> None:
+        self.needs = frozenset({"queries"}) if wanted else frozenset()
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if isinstance(cache, RingCache):
@@ -135,41 +105,34 @@ class TriForceDrafter(Drafter):
             self._allocate(cache)
         assert self._cache is not None
         self._cache.reset([slot])
-        self.inner.on_start(slot, request, self._cache)
-        self._committed[slot], self._known[slot] = [], 0
-        self._forget(slot)
-        self._set_needs(self._policy.scored)
+        super().on_start(slot, request, self._cache)
+        self._committed[slot], self._known[slot], self._acceptance[slot] = [], 0, 1.0
+        self._ask_for_queries(self._policy.scored)
         self.needs = self.needs | self.inner.needs
 
     def _allocate(self, full: KVCache) -> None:
-        self._cache = SelectedCache(full, self._policy, self.target.model.config, self._tail)
+        config, batch = self.target.model.config, full.batch
+        self._cache = SelectedCache(full, self._policy, config, self._tail, self.chain, self._stride)
         self._runner.cache = self._cache
-        batch = full.batch
         # The inner level has its own history, because the outer level must not see what it adds.
         self._history = History(batch, full.capacity, full.keys.device)
         self._committed: list[list[int]] = [[] for _ in range(batch)]
         self._known = [0] * batch  # how many of these the outer level has committed
         self._step_tokens = 0  # the most tokens that an outer step has committed to a slot
-        self._since_build, self._acceptance = [0] * batch, [1.0] * batch
-        self._wanted: dict[int, str] = {}  # slots to rebuild with the next pass's queries, and why
+        self._acceptance = [1.0] * batch  # of each slot's chains, rolling
         self._offered = 0  # tokens of the last proposal, 0 if the step had none
-
-    def _forget(self, slot: int) -> None:
-        """Start the statistics of this slot's selection anew."""
-        self._since_build[slot], self._acceptance[slot] = 0, 1.0
-        self._wanted.pop(slot, None)
 
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         assert self._cache is not None
-        self.inner.on_prefill(slot, prompt, start, end, output)
+        super().on_prefill(slot, prompt, start, end, output)
         if end == len(prompt) - 1:
-            self._cache.build_from_prompt(slot, output.queries if self._policy.scored else None, end)
+            self._cache.build_from_prompt(slot, output.queries, end)
+            self._ask_for_queries(self._cache.needs_queries)
 
     @torch.no_grad()
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         assert self._cache is not None
         self._offered = count = min(self.chain, budget.max_nodes)
-        self._set_needs(bool(self._wanted) or self._cache.needs_queries)
         begin_B, late = state.positions.clone(), [self._late(state)]
         self._runner.state = inner = self._inner_state(state)
         collected = [0] * len(self._committed)
@@ -217,22 +180,21 @@ class TriForceDrafter(Drafter):
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._cache is not None
-        most, agreed_B = accepted.nodes.shape[1], torch.zeros_like(state.positions)
-        if self._offered:
-            agreed_B = self._agreed(state)
-            self.inner.rewind(self._outer + 1 + agreed_B)
-        self.inner.advance(most)
-        self._step_tokens = max(self._step_tokens, most)
-        rebuilt = self._cache.on_step(state.positions, accepted, output.queries, self.chain, list(self._wanted))
+        agreed_B = self._agreed(state) if self._offered else torch.zeros_like(state.positions)
+        super().rewind(state, self._outer + 1 + agreed_B if self._offered else state.positions)
+        self._step_tokens = max(self._step_tokens, accepted.nodes.shape[1])
+        counts, stale = None, list[int]()
         if self._policy.scored:
-            counts, agreements, positions = torch.stack([accepted.counts, agreed_B, state.positions]).tolist()
-            for slot in rebuilt:
-                if counts[slot] and positions[slot] > self._cache.budget:  # not for a slot without a request
-                    self._rebuilds[self._wanted.get(slot, "room")] += 1
-                self._forget(slot)
-            self._want(counts, agreements, positions)
+            counts, agreements = torch.stack([accepted.counts, agreed_B]).tolist()
+            for slot, agreed in enumerate(agreements):
+                if counts[slot] and self._offered:
+                    fraction = min(agreed, self._offered) / self._offered
+                    self._acceptance[slot] += (fraction - self._acceptance[slot]) / ROLLING_STEPS
+            stale = [slot for slot, fraction in enumerate(self._acceptance) if fraction < ACCEPTANCE_FLOOR]
+        for slot in self._cache.on_step(state.positions, accepted, output.queries, counts, stale):
+            self._acceptance[slot] = 1.0
         self._offered = 0
-        self._set_needs(bool(self._wanted) or self._cache.needs_queries)
+        self._ask_for_queries(self._cache.needs_queries)
 
     def _agreed(self, state: SlotState) -> Tensor:
         """int64 [B]: how many of the inner level's tokens after the last proposal's root the outer level committed."""
@@ -244,24 +206,6 @@ class TriForceDrafter(Drafter):
         )
         return same.cumprod(1).sum(1)
 
-    def _want(self, counts: list[int], agreements: list[int], positions: list[int]) -> None:
-        """Note the slots to rebuild by stride or acceptance, before they run out of rows."""
-        assert self._cache is not None
-        for slot, (count, agreed, position) in enumerate(zip(counts, agreements, positions, strict=True)):
-            if not count or slot in self._wanted:
-                continue
-            self._since_build[slot] += count
-            if self._offered:
-                share = min(agreed, self._offered) / self._offered
-                self._acceptance[slot] += (share - self._acceptance[slot]) / ROLLING_STEPS
-            since = self._since_build[slot]
-            if self._cache.holds_all or position < self._cache.budget - self.chain:
-                self._since_build[slot] = 0  # the cache still holds every token
-            elif since >= self._stride:
-                self._wanted[slot] = "stride"
-            elif self._acceptance[slot] < ACCEPTANCE_FLOOR and 4 * since >= self._stride:
-                self._wanted[slot] = "acceptance"
-
     def release(self) -> None:
         self._cache = self._runner.cache = None
-        self.inner.release()
+        super().release()

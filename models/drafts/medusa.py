@@ -2,7 +2,7 @@
 
 The heads are independent: h_i = h + SiLU(W_i h) on the target's post-norm state. The target's own LM head reads h_i;
 the paper trains an LM head for each head instead. With h from position t, head i proposes the token at t + 1 + i, as in
-TokenSwift, so both share labels and loss. infer/drafters/medusa.py decodes with the heads.
+TokenSwift, so both share labels and loss. infer/drafters/heads.py decodes with the heads.
 Shapes: N tokens, D hidden, V vocabulary; ... any leading shape.
 """
 

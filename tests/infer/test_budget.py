@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longdraft.infer.budget import EXPLORE_EVERY, HURDLE, NO_STAGE, TRYING, Budget, Policy, worth_of
+from longdraft.infer.budget import EXPLORE_EVERY, HURDLE, NO_STAGE, TRYING, Policy, worth_of
 from longdraft.infer.costs import RECENT, STALE, Seconds
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.longspec import LongSpecDrafter
@@ -208,7 +208,7 @@ def steps(policy, count, chance, draft_seconds, generator=None):
         if policy.rests:
             policy.record(1, 1.0, 0.0, 1)
             continue
-        policy.budget(1, ACTIVE)
+        policy.budget(1, [[0]])
         width = prune(policy, proposal).width
         hits += chance
         right = hits >= 1 if generator is None else float(torch.rand((), generator=generator)) < chance
@@ -240,14 +240,14 @@ def test_a_drafter_that_pays_hardly_ever_rests():
 # How many stages a proposal has.
 
 
-def staged(chances, stage_seconds, fixed=False, other=None):
+def staged(chances, stage_seconds, other=None):
     """A policy that has learned a chain of three stages, each right with these chances. A pass costs 1 + 0.05 a node.
 
     other: how often nodes of class 5 are right, which have no stage.
     """
     stages = STAGES if other is None else (*STAGES, NO_STAGE, NO_STAGE)
     costs = {width: 0.95 + 0.05 * width for width in (1, 2, 3, 4)}
-    policy = policy_with(costs, len(stages), tuple(costs), stages=stages, fixed_depth=fixed)
+    policy = policy_with(costs, len(stages), tuple(costs), stages=stages)
     for depth in (1, 2, 3):
         policy.drafting.record(depth, stage_seconds * depth)
     hits = [0.0] * 3
@@ -267,25 +267,17 @@ def staged(chances, stage_seconds, fixed=False, other=None):
     return policy
 
 
-def stages_run(policy):
-    budget, tokens = policy.budget(3, ACTIVE), [7]
-    while len(tokens) < budget.stages(3) and budget.goes_on(tree([tokens])):
-        tokens.append(7 + len(tokens))
-    assert policy.run == len(tokens)
-    return len(tokens)
-
-
-@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(
     ("chances", "stage_seconds", "wanted"),
     [((0.9, 0.9, 0.9), 0.1, 3), ((0.8, 0.05, 0.9), 0.1, 1), ((0.9, 0.7, 0.1), 0.1, 2), ((0.6, 0.6, 0.6), 0.5, 1)],
 )
-def test_a_stage_is_run_where_its_price_pays(chances, stage_seconds, wanted, fixed):
+def test_a_stage_is_run_where_its_price_pays(chances, stage_seconds, wanted):
     """Now and then one more: otherwise a stage that was wrong once would never be tried again."""
-    policy = staged(chances, stage_seconds, fixed)
-    runs = [stages_run(policy) for _ in range(2 * EXPLORE_EVERY)]
+    policy = staged(chances, stage_seconds)
+    runs = [policy.budget(3, [[0]]).stages for _ in range(2 * EXPLORE_EVERY)]
     more = min(3, wanted + 1)
     assert runs == [3, *[wanted] * (EXPLORE_EVERY - 2), more, *[wanted] * (EXPLORE_EVERY - 1), more]
+    assert policy.run == more
 
 
 def test_chances_are_those_of_the_levels():
@@ -295,18 +287,6 @@ def test_chances_are_those_of_the_levels():
     fresh = Policy(4, (1, 2, 3, 4), stages=STAGES)
     learn(fresh, tree([[7]]), [7, 1], times=20)
     assert fresh.chance(0, 3) == fresh.chance(0, 1) > 0.9  # one never tried is as good as the one above it
-
-
-def test_several_nodes_must_promise_more():
-    """The chance of a stage is that of all its nodes together: it counts for each of the nodes above."""
-    policy = staged((0.9, 0.9, 0.9), 0.1)
-    stages_run(policy)
-    two = TokenTree(torch.tensor([[0, 7, 8]]), torch.tensor([[-1, 0, 0]]), torch.tensor([[0, 1, 1]]))
-    one, hurdles = tree([[7]]), []
-    policy.runs = lambda speed, without: hurdles.append(without) or False
-    policy.speed = lambda worths, stages: 1.0
-    budget = Budget(3, policy, ACTIVE)
-    assert not budget.goes_on(one) and not budget.goes_on(two) and hurdles == [1.0, HURDLE]
 
 
 BESIDE = Lists([[0, 5, 6]], [[-1, 0, 1]], [[0, 5, 5]])
@@ -319,12 +299,12 @@ BESIDE = Lists([[0, 5, 6]], [[-1, 0, 1]], [[0, 5, 5]])
 def test_beside_a_look_up_the_first_stage_is_run_where_it_pays(look_up, chances, wanted):
     """A look-up that is mostly right takes no time and leaves a draft little to add."""
     policy = staged(chances, 0.15, other=look_up)
-    assert policy.budget(9, ACTIVE).asks_first and policy.runs_all
-    assert policy.budget(9, ACTIVE).begins(BESIDE) == wanted and policy.run == int(wanted)
+    assert policy.budget(9, [[0]]).stages_beside(BESIDE) == 3  # of the first proposal all, to know their seconds
+    assert bool(policy.budget(9, [[0]]).stages_beside(BESIDE)) == wanted == bool(policy.run)
     policy.start(2)  # slots whose look-ups found more and less
     others = Lists([[0, 5, 6], [0, 7]], [[-1, 0, 1], [-1, 0]], [[0, 5, 5], [0, 5]])
     policy.passes, policy.drafting = policy._seconds[1]
-    assert policy.budget(9, torch.tensor([True, True])).begins(others) == wanted
+    assert bool(policy.budget(9, [[0], [0]]).stages_beside(others)) == wanted
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -333,11 +313,11 @@ def test_a_first_stage_that_is_right_only_where_the_look_up_is_adds_nothing(else
     policy = staged((0.5, 0.1, 0.1), 0.15, other=0.5)
     others = Lists([[0, 3]], [[-1, 0]], [[0, 5]])
     for step in range(60):
-        policy.budget(9, ACTIVE).begins(others)
+        policy.budget(9, [[0]]).stages_beside(others)
         alike, apart = Lists([[0, 3]], [[-1, 0]], [[0, 1]]), Lists([[0, 3, 7]], [[-1, 0, 0]], [[0, 5, 1]])
         policy.learn(0, apart if elsewhere else alike, [(3, 7 if elsewhere else 4)[step % 2]])
     assert policy.chance(0, 1) > 0.4
-    assert policy.budget(9, ACTIVE).begins(others) == elsewhere
+    assert policy.budget(9, [[0]]).stages_beside(others) == elsewhere
 
 
 # The same with drafters, by a clock that counts passes.

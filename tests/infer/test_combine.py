@@ -38,7 +38,7 @@ class Fixed(Drafter):
         classes = None if self.classes is None else torch.tensor(self.classes)[:, :width]
         return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], classes)
 
-    def rewind(self, lengths_B):
+    def rewind(self, state, lengths_B):
         self.rewound = lengths_B.tolist()
 
 
@@ -123,7 +123,7 @@ def test_it_is_as_wide_and_deep_as_its_parts_and_asks_for_what_they_need(tiny_ta
     pair = Combined([recycling, TokenRecycling(target)])
     assert sum(sizes(pair.allocations(1, 10)).values()) == 2 * sum(sizes(recycling.allocations(1, 10)).values())
     fixed = [Fixed([]), Fixed([])]
-    Combined(fixed).rewind(torch.tensor([4, 2]))
+    Combined(fixed).rewind(None, torch.tensor([4, 2]))
     assert [drafter.rewound for drafter in fixed] == [[4, 2], [4, 2]]
 
 

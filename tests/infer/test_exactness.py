@@ -16,8 +16,8 @@ import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.heads import HeadsDrafter
 from longdraft.infer.drafters.longspec import LongSpecDrafter
-from longdraft.infer.drafters.medusa import MedusaDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.token_recycling import TokenRecycling
@@ -114,7 +114,7 @@ DRAFTERS = {
         target, heads(target, "silu_chain"), TreeShape.cartesian((2, 2)), draft_pass="always", budget=20
     ),
     "tokenswift_auto": lambda target, small: tokenswift(target, heads(target), budget=24),
-    "medusa": lambda target, small: MedusaDrafter(
+    "medusa": lambda target, small: HeadsDrafter(
         target, randomised(Medusa(MedusaConfig(target.model.config.hidden_size)), target)
     ),
     "few_words": lambda target, small: tokenswift(target, few_words(target), draft_pass="always", budget=24),

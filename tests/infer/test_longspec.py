@@ -120,7 +120,7 @@ class Bench:
 
     def rewind(self, lengths, new):
         """An outer engine takes tokens back and goes on with others."""
-        self.drafter.rewind(torch.tensor(lengths))
+        self.drafter.rewind(self.state, torch.tensor(lengths))
         self.texts[:] = [
             text[:length] + list(more) for text, length, more in zip(self.texts, lengths, new, strict=True)
         ]

@@ -6,7 +6,7 @@ import torch
 from longdraft.infer.budget import Budget
 from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Request
-from longdraft.infer.drafters.medusa import MedusaDrafter
+from longdraft.infer.drafters.heads import HeadsDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
@@ -32,7 +32,7 @@ def heads(target, n_heads=3, std=0.3):
     return draft.to(target.model.lm_head.weight.dtype).requires_grad_(False)
 
 
-class Watched(MedusaDrafter):
+class Watched(HeadsDrafter):
     """Compares every proposal with the heads on a fresh pass over the slot's text."""
 
     compared = 0
@@ -78,7 +78,7 @@ def test_levels_are_the_heads_top_ranks(target, temperature, nodes):
 
 def test_after_a_rewind_nothing_is_proposed_without_the_state_before_the_root(target):
     """Until a pass has computed it; a rewind that leaves that state alone changes nothing."""
-    drafter, text = MedusaDrafter(target, heads(target)), PROMPTS[0]
+    drafter, text = HeadsDrafter(target, heads(target)), PROMPTS[0]
     cache, sampling = target.model.new_cache(1, 64), SamplingParams()
     drafter.on_start(0, Request(0, text, sampling), cache)
     tokens = torch.tensor([text[:-1]])
@@ -94,9 +94,9 @@ def test_after_a_rewind_nothing_is_proposed_without_the_state_before_the_root(ta
         return int((drafter.propose(state, Budget(39)).parents >= 0).sum())
 
     assert proposed(10) == 39
-    drafter.rewind(torch.tensor([10]))
+    drafter.rewind(None, torch.tensor([10]))
     assert proposed(10) == 39 and proposed(9) == 0
-    drafter.rewind(torch.tensor([9]))
+    drafter.rewind(None, torch.tensor([9]))
     assert proposed(10) == 0 and proposed(9) == 0
 
 
@@ -111,4 +111,4 @@ def test_what_cannot_be_is_refused(target):
         ("draft", block, None),
     ]:
         with pytest.raises(ValueError, match=field):
-            MedusaDrafter(target, given, shape)
+            HeadsDrafter(target, given, shape)

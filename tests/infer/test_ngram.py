@@ -129,7 +129,7 @@ def test_tables_catch_up_with_the_history(monkeypatch, free, committed):
         standing = [tokens[:end] for tokens in sequences]
         state = state_of(standing)
         state.committed = [tokens[:committed] for tokens in standing]
-        drafter.rewind(torch.tensor([len(tokens) for tokens in standing]))
+        drafter.rewind(state, torch.tensor([len(tokens) for tokens in standing]))
         tries = drafter.tries(state, drafter.device_rows(state).tolist(), 9)
         assert caught_up == [([tokens[-1]], tokens) for tokens in standing[:3]]
         assert [trie.tokens for trie in tries] == [[tokens[-1]] for tokens in standing]

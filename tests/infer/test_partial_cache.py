@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longdraft.infer.accept import AcceptResult
 from longdraft.infer.caches.partial import Recent, SelectedCache, TopChunks, TopTokens, selected_rows
 from longdraft.infer.caches.ring import StreamingCache
 from longdraft.models.footprint import sizes
@@ -105,7 +106,7 @@ def test_new_tokens_overwrite_the_least_important_first_and_due_comes_in_time(na
     full.lengths.copy_(torch.tensor([60, 60, 60]))
     cache, query, region = SelectedCache(full, policy, Shape, tail=8), queries(2), policy.budget - policy.fixed
     cache.build(range(SLOTS), query, full.lengths)
-    order = cache.policy.pick(0, 60, query[:, 0])[:, policy.fixed :]
+    order = policy.pick(full.keys[:, 0, :60], policy.budget, query[:, 0])[:, policy.fixed :]
     for written in range(1, region + 1):
         assert cache.due(1) == [] and (0 in cache.due(region - written + 2)) == policy.scored
         full.lengths += torch.tensor([1, 0, 1])
@@ -123,36 +124,36 @@ def test_new_tokens_overwrite_the_least_important_first_and_due_comes_in_time(na
 @given(data=st.data())
 def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name, data):
     """Accepted counts, tails of passes on the cache, rebuilds and restarts, in any order."""
-    full, cache = random_full(), None
-    starts = data.draw(st.lists(st.integers(0, 70), min_size=SLOTS, max_size=SLOTS))
+    full, stride = random_full(), data.draw(st.sampled_from([8, 1000]))
+    starts = data.draw(st.lists(st.integers(1, 70), min_size=SLOTS, max_size=SLOTS))
     full.lengths.copy_(torch.tensor(starts))
-    cache = SelectedCache(full, POLICIES[name](), Shape, tail=8)
+    cache = SelectedCache(full, POLICIES[name](), Shape, tail=8, depth=4, stride=stride)
     built = {slot: (queries(0), starts[slot]) for slot in range(SLOTS)}
     cache.build(range(SLOTS), queries(0), full.lengths)
     for step in range(data.draw(st.integers(1, 14))):
-        action = data.draw(st.sampled_from(["follow", "follow", "follow", "build", "restart"]))
-        slot = data.draw(st.integers(0, SLOTS - 1))
         for layer in range(LAYERS):  # a pass of its own, partly committed, which must leave no trace
             keys_and_values = torch.full((SLOTS, 4, 2 * KV_HEADS, WIDTH), 7.0)
             cache.append(
                 layer, keys_and_values, torch.ones(1, 4, 1, 1, WIDTH // 2), torch.zeros(1, 4, 1, 2, WIDTH // 2)
             )
         cache.commit(torch.tensor([[0, 2, 3]] * SLOTS), torch.tensor([step % 4, 3, 1]))
-        before = full.lengths.clone()
-        if action in ("follow", "build"):
-            full.lengths += torch.tensor(data.draw(st.lists(st.integers(0, 5), min_size=SLOTS, max_size=SLOTS)))
-        due = {*cache.due(5), *([slot] if action == "build" else [])}
-        if action == "restart":
+        if data.draw(st.integers(0, 3)) == 0:
+            slot = data.draw(st.integers(0, SLOTS - 1))
             full.lengths[slot] = 11
             cache.reset([slot])
+            cache.build_from_prompt(slot, queries(step + 1)[:, slot : slot + 1], 11)
             built[slot] = queries(step + 1), 11
-            due -= {slot}
-        cache.follow(11)
-        seen = torch.minimum(before.clamp(min=1), full.lengths)
-        cache.build(sorted(due), queries(step + 1), seen)
-        for each in due:
-            if int(full.lengths[each]) > cache.budget:
-                built[each] = queries(step + 1), int(seen[each])
+        roots = full.lengths.clone()  # the positions of the roots, which the step's queries see too
+        counts = torch.tensor(data.draw(st.lists(st.integers(1, 5), min_size=SLOTS, max_size=SLOTS)))
+        full.lengths += counts
+        accepted = AcceptResult(torch.zeros(SLOTS, int(counts.max())), torch.zeros(0), counts)
+        asked = cache.needs_queries
+        for slot in cache.on_step(full.lengths, accepted, queries(step + 1) if asked else None):
+            assert asked
+            if int(full.lengths[slot]) > cache.budget:
+                built[slot] = queries(step + 1), int(roots[slot]) + 1
+        picked = [slot for slot, (_, seen) in built.items() if cache.policy.scored and seen > cache.budget]
+        assert all(cache._since[slot] <= cache._room[slot] for slot in picked), "a picked row is lost"
     fresh = SelectedCache(full, POLICIES[name](), Shape, tail=8)
     for slot, (query, seen) in built.items():
         fresh.build([slot], query, torch.full((SLOTS,), seen))
@@ -162,38 +163,12 @@ def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name,
         assert rows_of(cache, slot) == rows_of(fresh, slot)
 
 
-def test_chunk_means_are_appended_and_never_recomputed_but_of_another_sequence():
-    full = random_full()
-    full.lengths.copy_(torch.tensor([50, 30, 99]))
-    cache = SelectedCache(full, TopChunks(budget=16, chunk=4), Shape, tail=4)
-    policy = cache.policy
-    cache.build(range(SLOTS), queries(0), full.lengths)
-    first = policy.means_LBCKd.clone()
-    for slot, length in enumerate((50, 30, 99)):
-        for chunk in range(length // 4):
-            mean = full.keys[:, slot, 4 * chunk : 4 * chunk + 4].mean(1)
-            torch.testing.assert_close(first[:, slot, chunk], mean)
-    kept = full.keys.clone()
-    full.keys[:, 0, :50] = 0  # what has a mean already is not read again
-    full.lengths += 8
-    cache.build([0], queries(1), full.lengths)
-    assert torch.equal(policy.means_LBCKd[:, 0, :12], first[:, 0, :12])
-    torch.testing.assert_close(policy.means_LBCKd[:, 0, 13], kept[:, 0, 52:56].mean(1))
-    full.keys.copy_(kept * 2)
-    cache.reset([0])
-    cache.build([0], queries(1), full.lengths)
-    for chunk in range(14):
-        mean = 2 * kept[:, 0, 4 * chunk : 4 * chunk + 4].mean(1)
-        torch.testing.assert_close(policy.means_LBCKd[:, 0, chunk], mean)
-    assert torch.equal(policy.means_LBCKd[:, 1:, :7], first[:, 1:, :7])
-
-
 def test_the_estimate_is_what_is_allocated():
     policy = TopChunks(budget=24, chunk=4)
     cache = SelectedCache(random_full(), policy, Shape, tail=8)
     parts = sizes(selected_rows(policy, Shape, torch.float32, SLOTS, CAPACITY, tail=8))
     assert parts["selected cache"] == sum(part.numel() * 4 for part in (cache.keys, cache.values))
-    assert parts["chunk means"] == cache.policy.means_LBCKd.numel() * 4
+    assert parts["chunk means"] == cache.full.keys[:, 0, ::4].numel() * 4
 
 
 def test_wrong_sizes_and_models_are_named(tiny_target):
@@ -203,9 +178,9 @@ def test_wrong_sizes_and_models_are_named(tiny_target):
         ("budget", lambda: TopTokens(budget=16)),
         ("budget", lambda: TopChunks(budget=30)),
         ("budget", lambda: SelectedCache(windowed.new_cache(1, 32), POLICIES["tokens"](), windowed.config, tail=8)),
-        ("window", lambda: StreamingCache(windowed, 1, widest=8)),
-        ("window", lambda: StreamingCache(tiny, 1, window=40, widest=8)),
-        ("rope_type", lambda: StreamingCache(dynamic, 1, widest=8)),
+        ("window", lambda: StreamingCache(windowed, 1, window=256, sinks=16, slack=16, widest=8)),
+        ("window", lambda: StreamingCache(tiny, 1, window=40, sinks=16, slack=16, widest=8)),
+        ("rope_type", lambda: StreamingCache(dynamic, 1, window=256, sinks=16, slack=16, widest=8)),
     ]:
         with pytest.raises(ValueError, match=field):
             make()
@@ -290,7 +265,7 @@ def test_streaming_equals_attention_at_positions_inside_the_cache(tiny_target, r
     cache = StreamingCache(model, 2, window=window, sinks=sinks, slack=slack, widest=6)
     plain = [InCache(model, None) for _ in range(2)]
     for step in range(60):
-        cache.settle(4)
+        cache.settle()
         assert int(cache.lengths.max()) <= window
         counts = torch.randint(1, 5, (2,), generator=generator)
         tokens = torch.randint(97, (2, 4), generator=generator)
@@ -322,7 +297,7 @@ def test_a_rewind_too_far_starts_from_nothing_and_a_near_one_never_does(tiny_tar
     cache = StreamingCache(model, 2, window=16, sinks=2, slack=3, widest=40)
     model(Pass(torch.randint(97, (2, 30)), cache=cache, positions_BT=torch.arange(30).expand(2, -1)))
     cache.commit(None, torch.tensor([30, 9]))
-    cache.settle(30)
+    cache.settle()
     cache.rewind(torch.tensor([27, 7]))
     assert cache.tokens.tolist() == [27, 7]
     cache.rewind(torch.tensor([26, 1]))  # in slot 1 nothing has been overwritten yet

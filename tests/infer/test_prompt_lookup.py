@@ -109,7 +109,7 @@ def test_tokens_taken_back_are_forgotten():
     sequence = [1, 2, 3, 4, 1, 2, 9, 9, 1, 2]
     drafter = begun(PromptLookup(length=2, candidates=1), [sequence])
     assert drafter.propose(state_of([sequence]), Budget(9)).paths()[0][0] == [9]
-    drafter.rewind(torch.tensor([6]))
+    drafter.rewind(None, torch.tensor([6]))
     assert drafter.propose(state_of([sequence[:6]]), Budget(9)).paths()[0][0] == [3]
     other = [*sequence[:6], 3, 7, 3]
     assert drafter.propose(state_of([other]), Budget(9)).paths()[0][0] == [7]

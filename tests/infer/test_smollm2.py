@@ -9,8 +9,8 @@ import torch
 
 from longdraft.benchmarks.drafters.exactness import choice_logits
 from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.heads import HeadsDrafter
 from longdraft.infer.drafters.longspec import LongSpecDrafter
-from longdraft.infer.drafters.medusa import MedusaDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.token_recycling import TokenRecycling
@@ -82,7 +82,7 @@ DRAFTERS = {
     "tokenswift_draft_pass": lambda t: tokenswift(
         t, heads(t), TreeShape.cartesian((2, 1)), draft_pass="always", budget=64
     ),
-    "medusa": lambda t: MedusaDrafter(
+    "medusa": lambda t: HeadsDrafter(
         t, Medusa(MedusaConfig(t.model.config.hidden_size)).to(t.model.norm.weight.dtype).requires_grad_(False)
     ),
     "longspec": lambda t: LongSpecDrafter(t, block(t), widths=(3, 4, 4)),

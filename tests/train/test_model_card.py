@@ -87,7 +87,7 @@ def pushed(tmp_path_factory, shared, serving):
 
 def test_transformers_decodes_with_the_repository(pushed):
     own, by_name, by_place, drafter = pushed[2]
-    assert own == by_name == by_place and len(own[0]) > 24 and drafter == "MedusaDrafter"
+    assert own == by_name == by_place and len(own[0]) > 24 and drafter == "HeadsDrafter"
 
 
 def test_training_begins_with_the_repository(pushed):
