@@ -133,7 +133,7 @@ class TokenSwiftDrafter(HeadsDrafter):
 
     def plan(self, state: SlotState, budget: Budget) -> tuple[int, bool]:
         """The number of nodes, and whether the proposal has a draft pass."""
-        takes_pass = self._selected is not None and (self._draft_pass == "always" or budget.draft_pass)
+        takes_pass = self._selected is not None and (self._draft_pass == "always" or budget.draft_pass is True)
         self.trunk = int(takes_pass)
         return budget.max_nodes, takes_pass
 
