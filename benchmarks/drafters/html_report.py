@@ -8,7 +8,7 @@ from longdraft.benchmarks.drafters.metrics import run_figures
 from longdraft.benchmarks.drafters.pictures import Groups, bars, lines, svg
 from longdraft.benchmarks.drafters.prompts import named_with_tokens
 from longdraft.benchmarks.drafters.record import Record
-from longdraft.benchmarks.drafters.text_report import exactness
+from longdraft.benchmarks.drafters.text_report import Figures, exactness, rows
 
 STYLE = """
 body { margin: 0 auto; padding: 1.2rem; max-width: 80rem; color: #1c2229; background: #fff;
@@ -17,32 +17,14 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; } 
 dd { margin: 0; overflow-wrap: anywhere; } .runs, .charts { display: flex; flex-wrap: wrap; gap: 1.4rem; }
 section { border: 1px solid #d6dce2; border-radius: 6px; padding: .2rem 1rem; max-width: 38rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9em; }
-th, td { padding: .2rem .5rem; text-align: right; border-bottom: 1px solid #d6dce2; }
-th:first-child, td:first-child { text-align: left; } svg { max-width: 100%; height: auto; }
+td { padding: .2rem .5rem; text-align: right; border-bottom: 1px solid #d6dce2; }
+td:first-child { text-align: left; } svg { max-width: 100%; height: auto; }
 """
 DEFINITIONS = {
     "tokens/step": "1 + accepted / steps, pooled over all steps: vLLM's and AIPerf's acceptance length, Spec-Bench's.",
-    "by request": "mean over requests of tokens / steps: specdec_bench's acceptance length.",
-    "alpha": "accepted / (4 x steps), TokenSwift's.",
-    "tau": "(accepted + calls) / calls with the prefill a call, LongSpec's.",
-    "over plain": "tokens/s of decoding over plain decoding's on the same prompts, in the same process and turns.",
-    "(a-b)": "the middle 95 % of 2000 bootstraps over prompts.",
-}
-Figures = Mapping[str, Any]
-# The columns of the table, with the function that writes a drafter's cell.
-COLUMNS: dict[str, Callable[[Figures], str]] = {
-    "tokens/step": lambda f: _with_interval(_length(f)),
-    "by request": lambda f: f"{f['lengths']['per_request']:.2f}",
-    "alpha": lambda f: f"{f['lengths']['alpha']:.3f}",
-    "tau": lambda f: f"{f['lengths']['tau']:.2f}",
-    "accepted": lambda f: f"{f['acceptance']:.1%}",
-    "nodes/step": lambda f: f"{f['nodes_per_step']:.1f}",
-    "tokens/s": lambda f: f"{f['tokens_per_second']:.1f}",
-    "over plain": lambda f: _with_interval(_speed(f)),
-    "ms/step: draft, verify, host": lambda f: ", ".join(
-        f"{f[f'{part}_ms']:.1f}" for part in ("draft", "target", "host")
-    ),
-    "plain's tokens": lambda f: "{:,} of {:,}".format(*f["same_tokens"]),
+    "mean of requests": "of tokens / steps: specdec_bench's acceptance length.",
+    "speed over plain": "tokens/s over plain decoding's on the same prompts, in the same process and turns.",
+    "95 % of it": "the middle 95 % of 2000 bootstraps over prompts.",
 }
 
 
@@ -77,22 +59,20 @@ def collect(records: Mapping[str, Record]) -> list[Series]:
 def page(records: Mapping[str, Record]) -> str:
     """The HTML page. records: by the names they are shown under."""
     series = collect(records)
-    title = " and ".join(dict.fromkeys(_title(record) for record in records.values()))
-    rows = ([one.name, *(write(one.figures) for write in COLUMNS.values())] for one in series)
-    body = [
-        f"<h1>{escape(title)}</h1><p>Speculative decoding against plain decoding, by longdraft.</p>",
-        f"<div class='runs'>{''.join(_run(name, record) for name, record in records.items())}</div>",
-        f"<h2>All prompts</h2>{_table(['drafter', *COLUMNS], rows)}",
-        f"<h2>By task, context and place</h2><div class='charts'>{''.join(_charts(series))}</div>",
-        f"<h2>What the figures are</h2>{_list(DEFINITIONS)}",
-    ]
-    return (
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
+    title = escape(" and ".join(dict.fromkeys(_title(record) for record in records.values())))
+    on_gpu = any(record.machine.get("on_gpu") for record in records.values())
+    figures = rows("", {one.name: one.figures for one in series}, on_gpu)
+    return f"""<!doctype html>
+<html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>
+<title>{title}</title><style>{STYLE}</style></head>
+<body>
+<h1>{title}</h1><p>Speculative decoding against plain decoding, by longdraft.</p>
+<div class='runs'>{"".join(_run(name, record) for name, record in records.items())}</div>
+<h2>All prompts</h2>{_table(figures)}
+<h2>By task, context and place</h2><div class='charts'>{"".join(_charts(series))}</div>
+<h2>What the figures are</h2>{_list(DEFINITIONS)}
+</body></html>
+"""
 
 
 def picture(records: Mapping[str, Record]) -> str:
@@ -134,10 +114,9 @@ def _list(rows: Mapping[str, str]) -> str:
     return f"<dl>{''.join(f'<dt>{escape(key)}</dt><dd>{escape(value)}</dd>' for key, value in rows.items())}</dl>"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    heads = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    return f"<div class='scroll'><table><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table></div>"
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell.strip())}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class='scroll'><table>{cells}</table></div>"
 
 
 def _length(figures: Figures) -> tuple[float, float, float]:
@@ -146,10 +125,6 @@ def _length(figures: Figures) -> tuple[float, float, float]:
 
 def _speed(figures: Figures) -> tuple[float, float, float]:
     return figures["speedup"], *figures["intervals"]["speedup"]
-
-
-def _with_interval(value: tuple[float, float, float]) -> str:
-    return "{:.2f} ({:.2f}-{:.2f})".format(*value)
 
 
 def _groups(series: Sequence[Series], part: str, value: Callable[[Figures], tuple[float, float, float]]) -> Groups:
@@ -171,8 +146,8 @@ def _charts(series: Sequence[Series]) -> Iterable[str]:
             yield svg(bars(f"Speed over plain decoding, by {what}", _groups(fast, part, _speed)))
     if drafted:
         places = {one[:2]: list(enumerate(one.figures["acceptance_by_depth"], start=1)) for one in drafted}
-        yield svg(lines("Steps that accepted each place", places, "place in the tree", "share of steps"))
+        yield svg(lines("Steps that accepted each place", places, "place in the tree", "share of steps").figure)
     if long := [one for one in series if one.figures["ms_per_token"]]:
         longest = {one[:2]: max(one.figures["ms_per_token"], key=len) for one in long}
         marks = {key: [(mark["tokens"], mark["ms"]) for mark in of] for key, of in longest.items()}
-        yield svg(lines("ms/token along the longest generation", marks, "tokens generated", "ms/token"))
+        yield svg(lines("ms/token along the longest generation", marks, "tokens generated", "ms/token").figure)

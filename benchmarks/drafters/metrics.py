@@ -42,18 +42,12 @@ def lengths(answers: Sequence[Answer]) -> dict[str, float]:
     }
 
 
-def accepted_by_place(answers: Sequence[Answer]) -> list[int]:
-    """[d] is the number of steps that accepted at least d + 1 nodes."""
-    accepted = [length - 1 for answer in answers for length in answer.accept_lengths]
-    return [sum(count > place for count in accepted) for place in range(max(accepted, default=0))]
-
-
 def totals(answers: Sequence[Answer]) -> dict[str, Any]:
     """Totals over answers that were decoded one at a time, with times in milliseconds per step.
 
     `commit_ms` is the time for accepting, committing and the drafters' updates; `host_ms` is all time except proposals
     and the target's passes, and `host_share` its fraction of a step. `acceptance_by_depth`[d] is the fraction of steps
-    that accepted at least d + 1 nodes, `conditional_by_depth`[d] that fraction of the steps that accepted at least d.
+    that accepted at least d + 1 nodes.
     """
     tokens, steps = sum(len(a.tokens) for a in answers), sum(a.steps for a in answers)
     seconds, drafted = sum(a.decode_seconds for a in answers), sum(a.drafted for a in answers)
@@ -61,7 +55,8 @@ def totals(answers: Sequence[Answer]) -> dict[str, Any]:
         part: sum(getattr(a, f"{part}_seconds") for a in answers) for part in ("draft", "target", "commit")
     }
     parts["host"] = seconds - parts["draft"] - parts["target"]
-    places = accepted_by_place(answers)
+    accepted = [length - 1 for answer in answers for length in answer.accept_lengths]
+    by_depth = [sum(count > depth for count in accepted) / steps for depth in range(max(accepted, default=0))]
     return {
         "requests": len(answers),
         "tokens": tokens,
@@ -69,14 +64,12 @@ def totals(answers: Sequence[Answer]) -> dict[str, Any]:
         "tokens_per_step": tokens / steps,
         "lengths": lengths(answers),
         "acceptance": (tokens - steps) / max(drafted, 1),
-        "acceptance_by_depth": [count / steps for count in places],
-        "conditional_by_depth": [count / before for before, count in zip([steps, *places], places, strict=False)],
+        "acceptance_by_depth": by_depth,
         "tokens_per_second": tokens / seconds,
         "first_token_seconds": sum(a.first_token_seconds for a in answers) / len(answers),
         **{f"{part}_ms": 1e3 * value / steps for part, value in parts.items()},
         "host_share": parts["host"] / seconds,
         "nodes_per_step": drafted / steps,
-        "decisions": answers[-1].decisions,
     }
 
 
@@ -88,12 +81,7 @@ def compared(pairs: Sequence[Pair]) -> dict[str, Any]:
     found = totals([turn for entry, _ in pairs for turn in entry.turns])
     by_prompt = [_sums(*pair) for pair in pairs]
     sums = {name: np.array([one[name] for one in by_prompt]) for name in by_prompt[0]}
-    figures = {
-        "pooled": lambda s: s["tokens"] / s["steps"],
-        "per_request": lambda s: s["ratios"] / s["requests"],
-        "tokens_per_second": lambda s: s["tokens"] / s["seconds"],
-        "speedup": _speedup,
-    }
+    figures = {"pooled": lambda s: s["tokens"] / s["steps"], "speedup": _speedup}
     intervals = {name: interval(sums, figure) for name, figure in figures.items()}
     whole = _speedup({name: values.sum() for name, values in sums.items()})
     return found | {"prompts": len(pairs), "speedup": float(whole), "intervals": intervals}
@@ -110,8 +98,6 @@ def _sums(entry: Entry, plain: Entry) -> dict[str, float]:
         "tokens": sum(len(a.tokens) for a in turns),
         "steps": sum(a.steps for a in turns),
         "seconds": sum(a.decode_seconds for a in turns),
-        "requests": len(turns),
-        "ratios": sum(len(a.tokens) / a.steps for a in turns),
         "plain_tokens": sum(len(a.tokens) for a in plain_turns),
         "plain_seconds": sum(a.decode_seconds for a in plain_turns),
     }
@@ -150,17 +136,14 @@ def by_context(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 
 def ms_per_token(answer: Answer, every: int = EVERY) -> list[dict[str, float]]:
-    """Milliseconds per token at each `every` tokens of a generation and at its end, since the previous mark and since
-    the first step's tokens, as TokenSwift's program prints them."""
-    if len(answer.arrivals) < 2:
-        return []
-    start, first = answer.arrivals[0], answer.accept_lengths[0]
-    marks, last = [], (first, start)
+    """Milliseconds per token at each `every` tokens of a generation and at its end, since the previous mark, as
+    TokenSwift's program prints them; the first step's tokens are the first mark's start."""
+    marks, last = [], None
     counts = list(accumulate(answer.accept_lengths))
-    for count, at in zip(counts, answer.arrivals, strict=True):
-        if count // every > last[0] // every or (count == counts[-1] and count > last[0]):
-            since, whole = 1e3 * (at - last[1]) / (count - last[0]), 1e3 * (at - start) / (count - first)
-            marks.append({"tokens": count, "ms": since, "mean_ms": whole})
+    for count, at in zip(counts, answer.arrivals, strict=False):  # transformers' answers have no arrivals
+        if last is not None and (count // every > last[0] // every or (count == counts[-1] and count > last[0])):
+            marks.append({"tokens": count, "ms": 1e3 * (at - last[1]) / (count - last[0])})
+        if last is None or (marks and marks[-1]["tokens"] == count):
             last = (count, at)
     return marks
 

@@ -13,6 +13,7 @@ from longdraft.benchmarks.drafters.text_report import validations
 
 # Group -> a bar for each series: (number of the series, its name, value, ends of its 95 % interval).
 Groups = Mapping[str, Sequence[tuple[int, str, float, float, float]]]
+Points = Sequence[tuple[float, float]]
 
 
 def bars(title: str, groups: Groups) -> Figure:
@@ -38,17 +39,21 @@ def bars(title: str, groups: Groups) -> Figure:
     return figure
 
 
-def lines(title: str, series: Mapping[tuple[int, str], Sequence[tuple[float, float]]], across: str, up: str) -> Figure:
-    """Joined points (x, y) of each series, which is given by its number and name. The y axis begins at 0."""
-    figure = Figure(figsize=(6, 3), layout="constrained")
-    axes = figure.subplots()
+def lines(title: str, series: Mapping[tuple[int, str], Points], across: str, up: str, axes: Axes | None = None) -> Axes:
+    """Joined points (x, y) of each series, which is given by its number and name. The y axis begins at 0.
+
+    axes: where to draw; None: in a figure of its own.
+    """
+    axes = Figure(figsize=(6, 3), layout="constrained").subplots() if axes is None else axes
     for (number, name), points in series.items():
-        axes.plot(*zip(*points, strict=True), "o-", ms=3, color=f"C{number % 10}", label=name)
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", ms=3, color=f"C{number % 10}", label=name)
     axes.set(xlabel=across, ylabel=up)
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=10, loc="left")
-    axes.legend(fontsize=8)
-    return figure
+    if axes.lines:
+        axes.legend(fontsize=8)
+    return axes
 
 
 def svg(figure: Figure) -> str:
@@ -59,73 +64,46 @@ def svg(figure: Figure) -> str:
 
 
 def draw_report(result: dict, metrics: list[dict], path: str | Path) -> None:
-    """Draw loss, agreement by head, the width curve and the speeds as one PNG, whatever the file's name ends in."""
-    training, validated = [record for record in metrics if record.get("loss") is not None], validations(metrics)
+    """Draw losses, agreement by head, the width curve and the speeds as one PNG, whatever the file's name ends in."""
+    validated, run = validations(metrics), result["runs"][0]
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     figure.suptitle(f"{result['target']}: speculative decoding against plain decoding", fontsize=13)
     (loss, agreement), (curve, speed) = figure.subplots(2, 2)
-    draw_loss(loss, training, validated)
-    draw_agreement(agreement, validated)
-    _draw_curve(curve, result)
-    _draw_speed(speed, result)
+    lines("Loss", losses(metrics), "step", "nats", loss)
+    lines("Held-out agreement with the text", agreements(validated), "step", "share of positions", agreement)
+    widths = {
+        (number, f"behind {context} tokens"): [(int(width), ms) for width, ms in of.items()]
+        for number, (context, of) in enumerate(result["width_curves_ms"].items())
+    }
+    lines(f"One target pass, {result['dtype']}", widths, "rows of the pass", "ms", curve)
+    speeds = {name: one["tokens_per_second"] for name, one in run["drafters"].items()}
+    if "transformers_tokens_per_second" in result:
+        speeds = {"transformers": result["transformers_tokens_per_second"], **speeds}
+    drawn = speed.bar([name.replace("+", "\n+ ") for name in speeds], list(speeds.values()))
+    speed.bar_label(drawn, fmt="%.1f", fontsize=8)
+    temperature = "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
+    speed.set_title(f"Decoding, {temperature}", fontsize=10, loc="left")
+    speed.set_ylabel(f"tokens/s, {result['dtype']}")
     figure.savefig(path, dpi=110, format="png")
 
 
-def draw_loss(axes: Axes, training: list[dict], validated: list[dict]) -> None:
-    """Draw what training minimises, and the held-out text's cross-entropy on a second axis unless it is the same."""
-    minimised = " then ".join(dict.fromkeys(r.get("objective", "as minimised") for r in training)) or "cross_entropy"
-    axes.set(title="Loss", xlabel="step", ylabel=f"{minimised}, nats")
-    drawn = axes.plot([r["step"] for r in training], [r["loss"] for r in training], "0.6", lw=1, label="training")
-    if minimised != "cross_entropy":
-        axes.set_ylabel(f"training: {minimised}, nats", color="0.4")
-        axes = axes.twinx()  # type: ignore[assignment]
-        axes.set_ylabel("held-out: cross-entropy of the text, nats", color="C0")
-    steps, losses = [r["step"] for r in validated], [r["heldout_loss"] for r in validated]
-    drawn += axes.plot(steps, losses, "C0o-", ms=4, label="held-out")
-    axes.legend(handles=drawn)
+def losses(metrics: list[dict]) -> dict[tuple[int, str], Points]:
+    """What training minimised, by name, and the held-out text's cross-entropy, by step."""
+    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for record in metrics:
+        if record.get("loss") is not None:
+            name = f"training: {record.get('objective', 'as minimised')}"
+            found.setdefault((7, name), []).append((record["step"], record["loss"]))
+    held_out = [(record["step"], record["heldout_loss"]) for record in validations(metrics)]
+    return {**found, (0, "held-out: cross_entropy"): held_out}
 
 
-def draw_agreement(axes: Axes, validated: list[dict]) -> None:
-    axes.set(title="Held-out agreement with the text", xlabel="step", ylabel="share of positions")
-    if not validated:
-        return
-    steps = [record["step"] for record in validated]
-    for head in range(len(validated[0]["heldout_rank_rates"])):
-        rates = [record["heldout_rank_rates"][head] for record in validated]
-        axes.plot(steps, [r[0] for r in rates], "o-", ms=4, color=f"C{head}", label=f"head {head + 1}, top-1")
-        axes.plot(steps, [sum(r) for r in rates], "s--", ms=4, color=f"C{head}", label=f"head {head + 1}, top-3")
-    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
-    axes.legend(fontsize=8, ncols=3, loc="upper left")
-
-
-def _draw_curve(axes: Axes, result: dict) -> None:
-    axes.set(title=f"One target pass, {result['dtype']}", xlabel="rows of the pass", ylabel="ms", xscale="log")
-    for context, curve in result["width_curves_ms"].items():
-        widths = {int(width): ms for width, ms in curve.items()}
-        axes.plot(list(widths), list(widths.values()), "o-", ms=4, label=f"behind {context} tokens")
-        axes.set_xticks(list(widths), [str(width) for width in widths])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.legend()
-
-
-def _draw_speed(axes: Axes, result: dict) -> None:
-    run = result["runs"][0]
-    drafters = run["drafters"]
-    speeds = {name: one["tokens_per_second"] for name, one in drafters.items()}
-    if "transformers_tokens_per_second" in result:
-        speeds = {"transformers": result["transformers_tokens_per_second"], **speeds}
-    colours = ["0.7" if name in ("transformers", "plain") else "C0" for name in speeds]
-    drawn = axes.bar(range(len(speeds)), list(speeds.values()), color=colours)
-    steps = {name: f"\n{one['tokens_per_step']:.2f} a step" for name, one in drafters.items()}
-    axes.bar_label(
-        drawn, [f"{speed:.1f}{steps.get(name, '')}" for name, speed in speeds.items()], padding=3, fontsize=8
-    )
-    axes.set_xticks(range(len(speeds)), [name.replace("+", "\n+ ") for name in speeds], fontsize=8)
-    exact = f", exact: {'yes' if result['exact'] else 'not proved'}" if "exact" in result else ""
-    temperature = "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
-    axes.set(
-        title=f"Decoding, {temperature}{exact}",
-        ylabel=f"tokens/s, {result['dtype']}",
-        ylim=(0, 1.25 * max(speeds.values())),
-    )
+def agreements(validated: list[dict]) -> dict[tuple[int, str], Points]:
+    """The share of positions where each head's best token, or one of its best three, is the text's, by step."""
+    heads = len(validated[0]["heldout_rank_rates"]) if validated else 0
+    found: dict[tuple[int, str], Points] = {}
+    for head in range(heads):
+        rates = [(record["step"], record["heldout_rank_rates"][head]) for record in validated]
+        found[2 * head, f"head {head + 1}, top-1"] = [(step, of[0]) for step, of in rates]
+        found[2 * head + 1, f"head {head + 1}, top-3"] = [(step, sum(of)) for step, of in rates]
+    return found

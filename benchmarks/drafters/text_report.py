@@ -1,11 +1,13 @@
 """Shows the result of `longdraft bench`, and its training run's metrics, as a text table."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from longdraft.benchmarks.drafters import papers
 from longdraft.benchmarks.drafters.metrics import lay_out
 from longdraft.benchmarks.drafters.prompts import named_with_tokens
+
+Figures = Mapping[str, Any]
 
 
 def table(result: dict, metrics: list[dict]) -> str:
@@ -23,7 +25,9 @@ def table(result: dict, metrics: list[dict]) -> str:
         count = len(left_out) + settings["prompts"]
         lines.append(f"{len(left_out)} of {count} questions left out: {named_with_tokens(left_out)}")
     for run in result["runs"]:
-        lines += ["", *_run(run, on_gpu)]
+        title = "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
+        names, *rest = ("  ".join(cells) for cells in lay_out(rows(title, run["drafters"], on_gpu)))
+        lines += ["", names, "-" * len(names), *rest]
     lines += papers.table(result["paper"]) if "paper" in result else []
     return "\n".join([*lines, *_noise(result), "", *_verdicts(result), *_training(metrics)])
 
@@ -35,51 +39,46 @@ def _sampling(settings: dict) -> str:
     return "".join(f", {one}" for one in words)
 
 
-def _title(run: dict) -> str:
-    return "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
+def rows(title: str, drafters: Mapping[str, Figures], on_gpu: bool) -> list[list[str]]:
+    """The rows of a table: a name, and a cell for each drafter. The first one has the drafters' names."""
+    found = [[f"{title}  ", *drafters]]
 
+    def row(name: str, write: Callable[[Figures], str]) -> None:
+        found.append([f"{name}  ", *(write(one) for one in drafters.values())])
 
-def _run(run: dict, on_gpu: bool) -> list[str]:
-    drafters = run["drafters"]
-    rows = [[f"{_title(run)}  ", *drafters]]
-
-    def row(name: str, form: str, value) -> None:
-        rows.append([f"{name}  ", *(format(value(one), form) for one in drafters.values())])
-
-    row("tokens/step", ".3f", lambda one: one["tokens_per_step"])
-    row("  95 % of it", "", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["pooled"]))
-    row("  mean of requests", ".3f", lambda one: one["lengths"]["per_request"])
-    row("acceptance", ".3f", lambda one: one["acceptance"])
-    row("nodes/step", ".1f", lambda one: one["nodes_per_step"])
-    row("tokens/s, decoding", ".1f", lambda one: one["tokens_per_second"])
-    row("first token, s", ".2f", lambda one: one["first_token_seconds"])
+    row("tokens/step", lambda one: f"{one['tokens_per_step']:.3f}")
+    row("  95 % of it", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["pooled"]))
+    row("  mean of requests", lambda one: f"{one['lengths']['per_request']:.3f}")
+    row("acceptance", lambda one: f"{one['acceptance']:.3f}")
+    row("nodes/step", lambda one: f"{one['nodes_per_step']:.1f}")
+    row("tokens/s, decoding", lambda one: f"{one['tokens_per_second']:.1f}")
+    row("first token, s", lambda one: f"{one['first_token_seconds']:.2f}")
     if on_gpu:  # the parts of a step would be the times of launching kernels
-        row("step, ms", ".2f", _milliseconds)
+        row("step, ms", lambda one: f"{_milliseconds(one):.2f}")
     else:
-        for part, name in [("draft", "draft"), ("target", "verify"), ("commit", "commit"), ("host", "host")]:
-            row(f"{name}, ms/step", ".2f", lambda one, part=part: one[f"{part}_ms"])
-        row("host, share of a step", ".1%", lambda one: one["host_share"])
+        for part, name in (("draft", "draft"), ("target", "verify"), ("commit", "commit"), ("host", "host")):
+            row(f"{name}, ms/step", lambda one, part=part: f"{one[f'{part}_ms']:.2f}")
+        row("host, share of a step", lambda one: f"{one['host_share']:.1%}")
     if len(drafters) > 1:
-        row("speed over plain", ".2f", lambda one: one["speedup"])
-        row("  95 % of it", "", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["speedup"]))
+        row("speed over plain", lambda one: f"{one['speedup']:.2f}")
+        row("  95 % of it", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["speedup"]))
         for part in ("tasks", "contexts"):
             groups = next(iter(drafters.values()))[part]
             for group in groups if len(groups) > 1 else ():
-                row(f"  {group}", "", lambda one, part=part, group=group: _speed(one[part].get(group)))
-        row("  slowest prompt", ".2f", lambda one: min(one["prompt_speedups"]))
-        row("plain decoding's tokens", "", lambda one: "{} of {}".format(*one["same_tokens"]))
-    shown = ["  ".join(cells) for cells in lay_out(rows)]
-    return [shown[0], "-" * len(shown[0]), *shown[1:]]
+                row(f"  {group}", lambda one, part=part, group=group: _speed(one[part].get(group)))
+        row("  slowest prompt", lambda one: f"{min(one['prompt_speedups']):.2f}")
+        row("plain decoding's tokens", lambda one: "{} of {}".format(*one["same_tokens"]))
+    return found
 
 
-def _milliseconds(one: dict) -> float:
-    """Milliseconds of a step."""
-    return 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
-
-
-def _speed(group: dict | None) -> str:
+def _speed(group: Figures | None) -> str:
     """The speedup over plain decoding; None if this drafter had no room for any turn of the group."""
     return "-" if group is None else f"{group['speedup']:.2f}"
+
+
+def _milliseconds(one: Figures) -> float:
+    """Milliseconds of a step."""
+    return 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
 
 
 def _noise(result: dict) -> list[str]:
@@ -100,10 +99,8 @@ def _noise(result: dict) -> list[str]:
 
 
 def _verdicts(result: dict) -> list[str]:
-    """A line each for exactness, the cost of width, flips, transformers, and each drafter that does not pay."""
-    lines = []
-    if "exact" in result:
-        lines.append(f"exact: {exactness(result)}")
+    """A line each for exactness, the cost of width, transformers, and each drafter that does not pay."""
+    lines = [f"exact: {exactness(result)}"] if "exact" in result else []
     for context, curve in result["width_curves_ms"].items():
         shown = ", ".join(f"{width}: {ms / curve['1']:.2f}" for width, ms in curve.items())
         lines.append(f"a pass behind {context} tokens, {curve['1']:.1f} ms for one row; by rows: {shown}")
@@ -112,7 +109,16 @@ def _verdicts(result: dict) -> list[str]:
             f"plain decoding over transformers' generate: {result['plain_over_transformers']:.2f}x "
             f"({result['transformers_tokens_per_second']:.1f} tokens/s)"
         )
-    return lines + [reason for run in result["runs"] for reason in _reasons(run)]
+    for run in result["runs"]:
+        plain = run["drafters"]["plain"]
+        for name, one in run["drafters"].items():
+            if one["speedup"] < 1 and name != "plain":
+                ratio = _milliseconds(one) / _milliseconds(plain)
+                lines.append(
+                    f"{name} at T {run['temperature']}: {one['speedup']:.2f}x, below 1: a step costs {ratio:.2f} times "
+                    f"a plain one here and must bring as many tokens, but brings {one['tokens_per_step']:.2f}"
+                )
+    return lines
 
 
 def exactness(result: Mapping[str, Any]) -> str:
@@ -127,19 +133,6 @@ def exactness(result: Mapping[str, Any]) -> str:
         if found["flips"]:
             parts[-1] += f", gap up to {found['largest_gap']:.3f} where {found['near_tie']:.3f} is a near-tie"
     return f"not proved in fp32 ({result['exact_checked']}): {'; '.join(parts)}"
-
-
-def _reasons(run: dict) -> list[str]:
-    """Why a drafter is slower than plain decoding, for each one that is."""
-    plain, lines = run["drafters"]["plain"], []
-    for name, one in run["drafters"].items():
-        if one["speedup"] < 1 and name != "plain":
-            ratio = _milliseconds(one) / _milliseconds(plain)
-            lines.append(
-                f"{name} at T {run['temperature']}: {one['speedup']:.2f}x, below 1: a step costs {ratio:.2f} times a "
-                f"plain one here and must bring as many tokens, but brings {one['tokens_per_step']:.2f}"
-            )
-    return lines
 
 
 def validations(metrics: list[dict]) -> list[dict]:
