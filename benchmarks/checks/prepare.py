@@ -25,6 +25,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.data_prep.sources import list_files
 
 FILE_BYTES = 2_000_000
+ALONE = "tokenizer alone, 1 process"
 
 
 def make_texts(root: Path, megabytes: int) -> list[str]:
@@ -43,27 +44,16 @@ def make_texts(root: Path, megabytes: int) -> list[str]:
     return texts
 
 
-class PeakMemory(threading.Thread):
-    """Watches how many bytes this process and its children hold, beyond those of before, until `stop` is called."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.process, self.ended, self.peak = psutil.Process(), threading.Event(), 0
-        self.before = self.process.memory_info().rss
-        self.start()
-
-    def run(self) -> None:
-        while not self.ended.wait(0.5):  # looking costs milliseconds
-            try:
-                family = [self.process, *self.process.children(recursive=True)]
-                self.peak = max(self.peak, sum(one.memory_info().rss for one in family) - self.before)
-            except psutil.NoSuchProcess:
-                continue
-
-    def stop(self) -> int:
-        self.ended.set()
-        self.join()
-        return self.peak
+def watch(peak: list[int], ended: threading.Event) -> None:
+    """Keep in `peak` how many bytes this process and its children hold, beyond those of before, until it `ended`."""
+    this = psutil.Process()
+    before = this.memory_info().rss
+    while not ended.wait(0.5):  # looking costs milliseconds
+        try:
+            held = sum(one.memory_info().rss for one in (this, *this.children(recursive=True))) - before
+        except psutil.NoSuchProcess:
+            continue
+        peak[0] = max(peak[0], held)
 
 
 def main() -> None:
@@ -79,8 +69,8 @@ def main() -> None:
     from longdraft.models.hf import load_tokenizer
 
     tokenizer = load_tokenizer(args.target)
-    speeds: dict[str, list[float]] = {"tokenizer alone, 1 process": []}
-    peaks: dict[str, int] = {}
+    speeds: dict[str, list[float]] = {ALONE: []}
+    peaks: dict[str, list[int]] = {}
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         texts = make_texts(root / "text", args.megabytes)
@@ -88,25 +78,27 @@ def main() -> None:
         for _ in range(args.rounds):
             begin = time.perf_counter()
             count = sum(len(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
-            speeds["tokenizer alone, 1 process"].append(count / (time.perf_counter() - begin))
+            speeds[ALONE].append(count / (time.perf_counter() - begin))
             for workers in (1, args.workers):
                 shutil.rmtree(root / "out", ignore_errors=True)
-                watch, begin = PeakMemory(), time.perf_counter()
+                label, ended = f"prepare, {workers} process{'es' if workers > 1 else ''}", threading.Event()
+                watching = threading.Thread(target=watch, args=(peaks.setdefault(label, [0]), ended))
+                watching.start()
+                begin = time.perf_counter()
                 prepare(changed(config, workers=workers), tokenizer, tokenizer_hash(tokenizer))
-                label = f"prepare, {workers} process{'es' if workers > 1 else ''}"
                 speeds.setdefault(label, []).append(count / (time.perf_counter() - begin))
-                peaks[label] = max(watch.stop(), peaks.get(label, 0))
+                ended.set()
+                watching.join()
         begin = time.perf_counter()
         rows = ShardSet(root / "out" / "train")
         rows.verify(vocab_size=len(tokenizer))
-        opening = time.perf_counter() - begin
-        begin = time.perf_counter()
+        opening, begin = time.perf_counter() - begin, time.perf_counter()
         for i in random.Random(0).choices(range(len(rows)), k=2000):
             rows[i]
         row_us = (time.perf_counter() - begin) / 2000 * 1e6
     found = {name: median(values) for name, values in speeds.items()}
     for name, value in found.items():
-        memory = f"   peak memory {peaks[name] / 2**20:,.0f} MiB" if name in peaks else ""
+        memory = f"   peak memory {peaks[name][0] / 2**20:,.0f} MiB" if name in peaks else ""
         print(f"{name:28} {value / 1e3:8,.0f} thousand tokens/s{memory}")
     print(f"opening {opening:.2f} s, a row {row_us:.0f} us ({len(rows):,} rows)")
     print(json.dumps({"megabytes": args.megabytes, "tokens_s": found, "peak_bytes": peaks, "opening_s": opening}))
