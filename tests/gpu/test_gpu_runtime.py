@@ -274,19 +274,12 @@ ROPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rope", ROPES)
-def test_logits_of_every_kind_of_rope(tiny_target, device, rope):
-    options = {"max_positions": 32 if rope == "dynamic" else 96, "rope": ROPES[rope]}
+@pytest.mark.parametrize("kind", [*ROPES, "windows"])
+def test_logits_of_every_kind_of_rope_and_with_windows(tiny_target, device, kind):
+    options = {"sliding_windows": (5, None)} if kind == "windows" else {"rope": ROPES[kind]}
+    options["max_positions"] = 32 if kind == "dynamic" else 96
     prompt = torch.randint(97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     target, moved = tiny_target(**options), tiny_target(**options)
-    moved.model.to(device)
-    scale = float(logits_of(target, prompt)[1].abs().max())
-    assert difference(target, moved, prompt) < 1e-4 * scale
-
-
-def test_logits_with_sliding_windows(tiny_target, device):
-    prompt = torch.randint(97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    target, moved = (tiny_target(sliding_windows=(5, None)) for _ in range(2))
     moved.model.to(device)
     scale = float(logits_of(target, prompt)[1].abs().max())
     assert difference(target, moved, prompt) < 1e-4 * scale
