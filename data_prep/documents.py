@@ -94,13 +94,12 @@ class BadDocument:
 
 
 class Unusable(ValueError):
-    """A document turns out to be unusable when it is read, answered or tokenised. why, detail: see BadDocument. field:
-    the missing one, if `why` is "missing_field"."""
+    """A document turns out to be unusable when it is read, answered or tokenised. why, detail: see BadDocument."""
 
-    def __init__(self, why: str, detail: str = "", field: str | None = None):
+    def __init__(self, why: str, detail: str = ""):
         assert why in BAD_REASONS, why
         super().__init__(why)
-        self.why, self.detail, self.field = why, detail, field
+        self.why, self.detail = why, detail
 
 
 def read_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], ...]:

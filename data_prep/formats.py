@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TEXT_FIELD = "text"
+FIELDS_SHOWN = 20  # names of fields in a message
 UNFINISHED = ("unfinished", "unfinished.json")  # the second in archives, where fields without .json are texts
 
 
@@ -133,14 +134,23 @@ def _document(name: str, text: str) -> Document:
 
 def _present(record: Mapping[str, Any], name: str) -> Any:
     if name not in record:
-        raise Unusable("missing_field", field=name)
+        shown = ", ".join(map(repr, list(record)[:FIELDS_SHOWN])) or "none"
+        more = " ..." if len(record) > FIELDS_SHOWN else ""
+        remedy = "name the right one (--text-field or --chat-field; in a recipe text_field, chat_field, prompt, ...)"
+        raise Unusable("missing_field", f"has no field {name!r} but {shown}{more}; {remedy}")
     value = record[name]
-    if isinstance(value, bytes):  # of an archive, an MDS shard or a table that does not declare it as a text
+    if isinstance(value, bytes):  # of a text file, an archive, an MDS shard or a table without a type for texts
         try:
             return value.decode("utf-8")
-        except UnicodeDecodeError:
-            raise Unusable("bad_utf8") from None
+        except UnicodeDecodeError as error:
+            raise Unusable("bad_utf8", not_utf8(error)) from None
     return value
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """What is wrong, as the detail of an `Unusable`."""
+    byte = error.object[error.start]
+    return f"is no UTF-8 (byte 0x{byte:02x} at {error.start}); convert the file, by iconv -t UTF-8 for one"
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:

@@ -88,8 +88,8 @@ class Source(Schema):
 
     def describe(self) -> dict[str, Any]:
         """The settings that decide the source's content, apart from its files. Those that are not set are left out."""
-        given = {name: value for name, value in self if name not in ("path", "streaming") and value not in (None, ())}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+        given = self.model_dump(mode="json", exclude={"path", "streaming"}, exclude_none=True)
+        return {name: value for name, value in given.items() if value != []}
 
 
 class PrepareConfig(Schema):

@@ -23,9 +23,9 @@ from typing import Any
 
 from longdraft.data_prep.docstrings import read_docstrings
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
-from longdraft.data_prep.formats import RecordFormat, TextFormat
+from longdraft.data_prep.formats import TEXT_FIELD, RecordFormat, TextFormat, not_utf8
 from longdraft.data_prep.sources import SourceFile, is_compressed, open_plain
-from longdraft.data_prep.tables import table_fields, table_parts, table_rows
+from longdraft.data_prep.tables import table_parts, table_rows
 from longdraft.models.files import file_digest
 
 SEGMENT_BYTES = 1 << 20
@@ -35,8 +35,6 @@ COSTLY_SEGMENTS = 64
 COMPRESSION = 4  # bytes of text in a byte of a compressed file, about
 ARRAY_BYTES = 1 << 30  # a JSON array is parsed as a whole, into several times its bytes
 CSV_FIELD_BYTES = 1 << 28  # a longer field is a quote that was never closed
-FIELDS_SHOWN = 20  # names of fields in a message
-FIELDS_NAMED_BY = "name the right one (--text-field or --chat-field; in a recipe text_field, chat_field, prompt, ...)"
 
 
 @dataclass(frozen=True)
@@ -129,11 +127,12 @@ def read_documents(
     if file.kind in ("text", "docstrings"):
         with open_plain(file.path) as stream:
             raw = stream.read()
-        yield from read_docstrings(file.name, raw) if file.kind == "docstrings" else [_read_text(file.name, raw)]
+        whole = _documents(file.name, {TEXT_FIELD: raw}, TextFormat())
+        yield from whole if file.kind == "text" else read_docstrings(file.name, raw)
         return
     number = None
     for number, record in numbered_records(segment, record_format.fields):
-        yield from _documents(file, number, record, record_format)
+        yield from _documents(f"{file.name}:{number}", record, record_format)
     if number is None:
         yield BadDocument(file.name, hashlib.sha256(file.name.encode()).digest(), "empty", "holds no record")
 
@@ -234,11 +233,8 @@ def _parsed(sample: dict[str, bytes | None]) -> dict[str, Any] | Unusable:
     return values
 
 
-def _documents(
-    file: SourceFile, number: int, record: Any, record_format: RecordFormat
-) -> Iterator[Document | Conversation | BadDocument]:
-    """A record's documents, or the one bad document that it is."""
-    name = f"{file.name}:{number}"
+def _documents(name: str, record: Any, record_format: RecordFormat) -> Iterator[Document | Conversation | BadDocument]:
+    """The documents of the record `name`, or the one bad document that it is."""
     try:
         if isinstance(record, Unusable):
             raise record
@@ -246,28 +242,7 @@ def _documents(
             raise Unusable("missing_field", f"is no object with fields, but {type(record).__name__}")
         yield from record_format.documents(name, record)
     except Unusable as error:
-        detail = error.detail
-        if error.field is not None:
-            names = list(table_fields(file.path) if file.kind == "table" else record)
-            shown = ", ".join(map(repr, names[:FIELDS_SHOWN])) + (" ..." if len(names) > FIELDS_SHOWN else "")
-            detail = f"has no field {error.field!r} but {shown or 'none'}; {FIELDS_NAMED_BY}"
-        yield BadDocument(name, hashlib.sha256(name.encode()).digest(), error.why, detail)
-
-
-def _read_text(name: str, raw: bytes) -> Document | BadDocument:
-    digest = hashlib.sha256(raw).digest()
-    if not raw:
-        return BadDocument(name, digest, "empty")
-    try:
-        # Decoding bytes, unlike text mode, keeps line ends and a byte order mark as they are.
-        return Document(name, digest, raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return BadDocument(name, digest, "bad_utf8", _not_utf8(error))
-
-
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    byte = error.object[error.start]
-    return f"is no UTF-8 (byte 0x{byte:02x} at {error.start}); convert the file, by iconv -t UTF-8 for one"
+        yield BadDocument(name, hashlib.sha256(name.encode()).digest(), error.why, error.detail)
 
 
 def _parse_json(raw: bytes) -> Any:
@@ -275,6 +250,6 @@ def _parse_json(raw: bytes) -> Any:
     try:
         return json.loads(raw.decode("utf-8-sig"))  # some files begin with a byte order mark
     except UnicodeDecodeError as error:
-        return Unusable("bad_utf8", _not_utf8(error))
+        return Unusable("bad_utf8", not_utf8(error))
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
         return Unusable("bad_json", f"is no JSON with a record in each line ({error})")

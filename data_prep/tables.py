@@ -12,7 +12,6 @@ import io
 import json
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -55,21 +54,16 @@ def table_parts(path: str, part_bytes: int, group_bytes: int) -> list[tuple[int,
 def table_rows(
     path: str, first: int, n_rows: int | None = None, fields: Collection[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Rows [first, first + n_rows) of a table, or all from `first` on, with the fields that it has of those named.
+    """Rows [first, first + n_rows) of a table, or all from `first` on.
 
-    A text that is not UTF-8 becomes bytes. Raises ValueError for a damaged file.
+    fields: the ones to read, None for all; a field that is not read is None. A text that is not UTF-8 becomes bytes.
+    Raises ValueError for a damaged file.
     """
     with _open(path) as table:
         n_rows = sum(rows for rows, _ in table.chunks()) if n_rows is None else n_rows
-        names = [name for name in table.fields if fields is None or name in fields]
-        yield from table.rows(first, n_rows, names)
-
-
-@lru_cache(maxsize=4)  # it is asked for every row that lacks a field
-def table_fields(path: str) -> list[str]:
-    """The names of a table's fields. Raises ValueError for a damaged file."""
-    with _open(path) as table:
-        return table.fields
+        names, empty = [name for name in table.fields if fields is None or name in fields], dict.fromkeys(table.fields)
+        for row in table.rows(first, n_rows, names):
+            yield empty | row
 
 
 @contextmanager

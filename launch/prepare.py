@@ -134,8 +134,7 @@ def _config(given: dict[str, Any]) -> PrepareConfig:
 
 
 def _merge(given: dict[str, Any]) -> None:
-    limit = {"max_bad_share": given["max_bad_share"]} if "max_bad_share" in given else {}
-    merge(given["out"], **limit, log=_log)
+    merge(given["out"], given.get("max_bad_share", PrepareConfig.model_fields["max_bad_share"].default), _log)
 
 
 def _inspect(given: dict[str, Any]) -> None:

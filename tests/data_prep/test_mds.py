@@ -54,7 +54,7 @@ def test_every_column_comes_back(kind, part_bytes):
 
 def test_only_what_is_asked_for_is_decoded():
     path = str(WRITTEN / "pickled" / "shard.00000.mds")
-    assert list(table_rows(path, 0, None, ("text", "none"))) == [{"text": b"a"}]
+    assert list(table_rows(path, 0, None, ("text", "none"))) == [{"text": b"a", "x": None}]
     with pytest.raises(ValueError, match=r"shard\.00000\.mds cannot be read .*'pkl'"):
         list(table_rows(path, 0, 1, ("x",)))
 

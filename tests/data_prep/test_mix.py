@@ -112,7 +112,14 @@ def test_text_beside_conversations_counts_whole(tmp_path, tiny_tokenizer):
 
 def test_ids_are_held_against_their_tokenizer(tmp_path, tiny_tokenizer, read_back):
     ids = [tiny_tokenizer(f"<|start|>text {i} é")["input_ids"] for i in range(10)]
-    bad = [{"ids": [1, 70_000]}, {"ids": "text"}, {"ids": [[1], [1, 2]]}, {"ids": []}, {"ids": [0, 1]}, {"other": 1}]
+    bad = [
+        {"ids": [1, len(tiny_tokenizer)]},
+        {"ids": "text"},
+        {"ids": [[1], [1, 2]]},
+        {"ids": []},
+        {"ids": [0, 1]},
+        {"other": 1},
+    ]
     write(tmp_path / "ids.jsonl", [*({"ids": one} for one in ids), *bad])
     source = Source(path=str(tmp_path / "ids.jsonl"), tokens_field="ids", tokenizer="theirs")
     config = PrepareConfig(
