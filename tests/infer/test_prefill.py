@@ -101,25 +101,3 @@ def test_a_pass_is_bounded_and_long_prompts_come_alone(tiny_target, monkeypatch)
     found = engine.generate(prompts, NEW)
     assert [generation.tokens for generation in found] == alone
     assert shapes[:5] == [(3, 13), (1, 12), (1, 16), (1, 13), (1, 2)]
-
-
-def test_a_prompt_that_comes_later_fills_the_slot_that_is_free(tiny_target):
-    target = tiny_target()
-    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (2, 9, 2, 9, 4, 4, 4, 4)]
-    alone = [Engine(target).generate([prompt], one)[0].tokens for prompt, one in zip(PROMPTS, params, strict=True)]
-    found = Engine(target, "prompt_lookup", slots=3).generate(PROMPTS, params)
-    assert [generation.tokens for generation in found] == alone
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"cache": None}, {"prompt_lengths": [3]}, {"tree_mask_BTT": torch.ones(2, 3, 3).bool()}]
-)
-def test_prompts_without_empty_slots_for_each_are_refused(tiny_target, wrong):
-    model = tiny_target().model
-    given = {
-        "cache": model.new_cache(2, 3),
-        "prompt_lengths": [3, 2],
-        "positions_BT": torch.arange(3).repeat(2, 1),
-    } | wrong
-    with pytest.raises(AssertionError, match=r"prompt_lengths|tree_mask_BTT"):
-        model(Pass(torch.zeros(2, 3, dtype=torch.int64), **given))

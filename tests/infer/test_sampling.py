@@ -1,4 +1,4 @@
-"""Parameters and the choice rule, against formulas written out for one row."""
+"""Parameters, the filters against those of transformers, and the choice rule."""
 
 import math
 from fractions import Fraction
@@ -24,68 +24,11 @@ CPU = torch.device("cpu")
 NONE = History(8, 64)  # without penalties the history does not matter
 
 
-def filtered_by_hand(logits, p: SamplingParams):
-    """The ids that top-k, top-p, min-p and eta keep of one row, each applied to the renormalised rest of the one
-    before."""
-    probs = {v: float(x) for v, x in enumerate((logits.double() / p.temperature).softmax(0))}
-    if p.top_k:
-        border = sorted(probs.values(), reverse=True)[min(p.top_k, len(probs)) - 1]
-        probs = {v: x for v, x in probs.items() if x >= border}
-    total = sum(probs.values())
-    if p.top_p < 1:
-        kept, mass = {}, 0.0
-        for v, x in sorted(probs.items(), key=lambda item: -item[1]):
-            if mass >= p.top_p:
-                break
-            kept[v] = x
-            mass += x / total
-        probs = kept
-    # The tokens that min-p and eta never drop, with those that are as probable as the last of them.
-    least = sorted(probs.values(), reverse=True)[: p.min_tokens_to_keep][-1]
-    if p.min_p:
-        probs = {v: x for v, x in probs.items() if x >= min(least, p.min_p * max(probs.values()))}
-    if p.eta_cutoff:
-        total = sum(probs.values())
-        probs = {v: x / total for v, x in probs.items()}
-        entropy = -sum(x * math.log(x) for x in probs.values())
-        eta = min(p.eta_cutoff, math.sqrt(p.eta_cutoff) * math.exp(-entropy))
-        probs = {v: x for v, x in probs.items() if x >= eta or x >= least / total}
-    return set(probs)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0.7),
-        SamplingParams(temperature=1.0, top_k=5),
-        SamplingParams(temperature=1.3, top_k=500),
-        SamplingParams(temperature=1.0, top_p=0.9),
-        SamplingParams(temperature=1.0, top_p=1e-9),
-        SamplingParams(temperature=0.5, min_p=0.1),
-        SamplingParams(temperature=1.5, top_k=20, top_p=0.8, min_p=0.05),
-        SamplingParams(temperature=1.0, eta_cutoff=0.02),
-        SamplingParams(temperature=2.0, eta_cutoff=0.9),
-        SamplingParams(temperature=1.5, top_k=30, top_p=0.95, min_p=0.01, eta_cutoff=0.05),
-        SamplingParams(temperature=1.0, min_p=0.1, min_tokens_to_keep=20),
-        SamplingParams(temperature=1.0, min_p=0.9, min_tokens_to_keep=500),
-        SamplingParams(temperature=1.0, top_k=7, min_p=0.5, eta_cutoff=0.9, min_tokens_to_keep=20),
-        SamplingParams(temperature=1.0, eta_cutoff=0.5, min_tokens_to_keep=3),
-    ],
-    ids=str,
-)
-def test_filters_equal_the_formula(params):
-    torch.manual_seed(0)
-    logits = torch.randn(6, 50) * 3
-    kept = SlotSampling([params] * 6, CPU).filtered(logits).isfinite()
-    for row in range(6):
-        assert set(kept[row].nonzero().flatten().tolist()) == filtered_by_hand(logits[row], params)
-
-
 THEIRS = {
-    "top_k": lambda value: TopKLogitsWarper(value),
-    "top_p": lambda value: TopPLogitsWarper(value),
-    "min_p": lambda value, least=1: MinPLogitsWarper(value, min_tokens_to_keep=least),
-    "eta_cutoff": lambda value, least=1: EtaLogitsWarper(value, min_tokens_to_keep=least),
+    "top_k": lambda value, least: TopKLogitsWarper(value),
+    "top_p": lambda value, least: TopPLogitsWarper(value),
+    "min_p": lambda value, least: MinPLogitsWarper(value, min_tokens_to_keep=least),
+    "eta_cutoff": lambda value, least: EtaLogitsWarper(value, min_tokens_to_keep=least),
 }
 
 
@@ -98,6 +41,7 @@ THEIRS = {
         ] for value in some),
         {"top_k": 400, "top_p": 0.97, "min_p": 0.002, "eta_cutoff": 0.001},
         {"min_p": 0.1, "min_tokens_to_keep": 20}, {"eta_cutoff": 0.6, "min_tokens_to_keep": 20},
+        {"top_k": 7, "min_p": 0.5, "eta_cutoff": 0.9, "min_tokens_to_keep": 5},
     ],
     ids=str,
 )  # fmt: skip
@@ -111,8 +55,7 @@ def test_kept_tokens_are_those_of_transformers(values, temperature):
     theirs = scaled.double()
     for name, make in THEIRS.items():  # transformers applies them in this order
         if name in values:
-            more = {"least": values["min_tokens_to_keep"]} if "min_tokens_to_keep" in values else {}
-            theirs = make(values[name], **more)(None, theirs)
+            theirs = make(values[name], params.min_tokens_to_keep)(None, theirs)
     assert torch.equal(SlotSampling([params] * 4, CPU).filtered(logits), scaled.where(theirs.isfinite(), -torch.inf))
 
 
@@ -182,9 +125,9 @@ def test_choice_is_the_argmax_of_filtered_logits_and_noise():
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
     sampling, logits = SlotSampling([params], CPU), torch.randn(1, 64) * 2
     noise = gumbel_noise(torch.tensor([11]), torch.tensor([[31]]), 64)[0, 0]
-    kept = filtered_by_hand(logits[0], params)
-    by_hand = max(kept, key=lambda v: float(logits[0, v] / 0.8 + noise[v]))
-    assert sampling.choose(logits, NONE, torch.tensor([30])).item() == by_hand
+    kept = sampling.filtered(logits)[0].isfinite()
+    by_hand = (logits[0] / 0.8 + noise).where(kept, -torch.inf).argmax()
+    assert sampling.choose(logits, NONE, torch.tensor([30])) == by_hand and not kept.all()
 
 
 def test_greedy_is_the_argmax_and_asks_for_no_noise():

@@ -233,14 +233,6 @@ def test_complete_characters_stay(kind, parts, text):
     assert reader.finish() == text
 
 
-def test_a_character_of_many_tokens_comes_whole(tokenizer):
-    tokens = tokenizer("a👩‍👩‍👧‍👦b").input_ids
-    reader = TextReader(tokenizer)
-    pieces = [reader.push([token]) for token in tokens]
-    assert len(tokens) > 10 and "".join(pieces) == "a👩‍👩‍👧‍👦b" and not any(UNFINISHED in piece for piece in pieces)
-    assert pieces.count("") >= 4
-
-
 class Counted:
     """A tokenizer that counts the tokens that it decodes."""
 

@@ -33,21 +33,6 @@ def test_from_paths_is_a_trie_of_all_prefixes(first, second):
     assert (tree.parents < index).all()
 
 
-@settings(max_examples=60, deadline=None)
-@given(paths=PATHS, extra=st.integers(0, 3))
-def test_ancestors_and_depths_equal_the_paths(paths, extra):
-    tree = TokenTree.from_paths([0], [paths])
-    tree = tree.pad_to(tree.width + extra)
-    parents = tree.parents[0].tolist()
-    for node, parent in enumerate(parents):
-        above = {node}
-        while parent >= 0:
-            above.add(parent)
-            parent = parents[parent]
-        assert set(tree.ancestors[0, node].nonzero().flatten().tolist()) == above
-        assert tree.depths[0, node] == len(above) - 1
-
-
 def test_chain_of_forty_reaches_the_root():
     tree = TokenTree.from_chain(torch.tensor([1]), torch.arange(40)[None])
     assert tree.depths[0].tolist() == list(range(41))
@@ -140,12 +125,6 @@ def test_a_node_sees_its_own_prefix_and_nothing_else(forest):
             assert tree.depths[b, node] == len(path)
         for node in set(range(1, tree.width)) - set(real_nodes(tree, b)):
             assert tree.ancestors[b, node].nonzero().flatten().tolist() == [node]
-
-
-def test_take_keeps_only_what_was_asked_for():
-    tree = TokenTree.from_paths([0], [[[1, 2], [3]]])
-    taken = tree.take(torch.tensor([[0, 3]]))
-    assert (taken.tokens.tolist(), taken.parents.tolist(), taken.classes.tolist()) == ([[0, 3]], [[ROOT, 0]], [[0, 3]])
 
 
 RATES = [[0.5, 0.2, 0.1], [0.4, 0.15, 0.05], [0.3, 0.1, 0.02]]
