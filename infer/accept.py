@@ -12,7 +12,6 @@ from torch import Tensor
 
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.kernels import backend
 from longdraft.kernels.tree import accepted_path
 from longdraft.models.passes import spread
 
@@ -58,8 +57,13 @@ def accept(
         tree: the verified tree; no node lies deeper than `max_depth`.
         positions_BN, ancestors_BNN: of its nodes; no ancestors for roots alone.
     """
-    if not backend.is_host(logits_BNV.device):
-        return _accept_unread(tree, logits_BNV, state, positions_BN, ancestors_BNN, max_depth)
+    if not tree.on_host:
+        choices_BN = state.sampling.choose_all(logits_BNV, state.history, tree.tokens, positions_BN, ancestors_BNN)
+        result = AcceptResult(*accepted_path(tree.tokens, tree.parents, choices_BN, state.active, max_depth))
+        places_P = torch.arange(1, 2 + max_depth, device=logits_BNV.device)
+        # What lies behind the path lies behind the new root, and is void.
+        state.history.write(state.positions[:, None] + places_P, result.tokens)
+        return result
     all_tokens, all_parents, _ = tree.lists
     here = [0] * len(all_tokens)  # the node that each slot's path has reached, the last one where the path has ended
     alive = state.active.tolist()
@@ -80,23 +84,6 @@ def accept(
         if not any(alive):
             break
     return AcceptResult(torch.tensor(list(zip(*nodes, strict=True))), torch.stack(tokens, 1), torch.tensor(counts))
-
-
-def _accept_unread(
-    tree: TokenTree,
-    logits_BNV: Tensor,
-    state: SlotState,
-    positions_BN: Tensor,
-    ancestors_BNN: Tensor | None,
-    max_depth: int,
-) -> AcceptResult:
-    """`accept` without reading anything on the host."""
-    choices_BN = state.sampling.choose_all(logits_BNV, state.history, tree.tokens, positions_BN, ancestors_BNN)
-    result = AcceptResult(*accepted_path(tree.tokens, tree.parents, choices_BN, state.active, max_depth))
-    places_P = torch.arange(1, 2 + max_depth, device=logits_BNV.device)
-    # What lies behind the path lies behind the new root, and is void.
-    state.history.write(state.positions[:, None] + places_P, result.tokens)
-    return result
 
 
 def _child(tokens: list[int], parents: list[int], node: int, token: int) -> int:

@@ -133,17 +133,14 @@ def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
 
     Raises ValueError if recording is wanted and not possible.
     """
-    device, rope_type = model.embed_tokens.weight.device, model.config.rope.type
+    device = model.embed_tokens.weight.device
     on_device = backend.triton_kernels("tree_attention", device.type) is not None
     waits = model.config.experts is not None and waits_for_host(model.embed_tokens.weight)
-    possible = on_device and model.records and rope_type != "dynamic" and model.weights_stay and not waits
+    possible = on_device and model.records and model.config.rope.type != "dynamic" and model.weights_stay and not waits
     if wanted and not possible:
-        foreign = "" if model.records else ", and a model of transformers"
-        weights = "stay" if model.weights_stay else "are shared out among ranks"
-        experts = ", and experts whose products wait for the host" if waits else ""
         raise ValueError(
-            "graphs=True: needs CUDA, triton, no rope_type 'dynamic' and weights that stay on the device; here "
-            f"{device}, {rope_type!r}, and weights that {weights}{experts}{foreign}; leave graphs out"
+            f"graphs=True: this target on {device} cannot be recorded, which needs CUDA and triton, weights that stay "
+            "there, no rope_type 'dynamic', no experts whose products wait for the host, no model of transformers"
         )
     return cuda_graphs(device) if possible and wanted is not False else Graphs()
 

@@ -210,10 +210,8 @@ class Runner:
             return TokenTree.roots(state.roots), None
         budget = self.policy.budget(self.max_nodes, state.committed)
         tree = self.drafter.propose(state, budget)
-        if tree.width > self.max_nodes + 1:
-            raise ValueError(f"drafter: it proposed {tree.width - 1} nodes; at most {self.max_nodes} are allowed")
-        if self.lag == 0 and not torch.equal(tree.tokens[:, 0], state.roots):
-            raise ValueError("drafter: node 0 of its tree is not the root, the last committed token of each slot")
+        assert tree.width <= self.max_nodes + 1, f"the drafter proposed {tree.width - 1} nodes of {self.max_nodes}"
+        assert self.lag or torch.equal(tree.tokens[:, 0], state.roots), "node 0 of the drafter's tree is not the root"
         return tree, budget.draft_pass
 
     def read(self, step: Step, present: Sequence[bool] = ()) -> Step:

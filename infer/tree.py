@@ -330,22 +330,17 @@ class TreeShape:
         return tree.with_tokens(tokens_BN)
 
 
-def path_rate(rank_rates: Sequence[Sequence[float]], node: Sequence[int]) -> float:
-    """The probability that the path to this node is accepted. rank_rates[level][rank]: that of one step of it."""
-    rate = 1.0
-    for level, rank in enumerate(node):
-        rate *= rank_rates[level][rank]
-    return rate
-
-
 def likeliest_nodes(rank_rates: Sequence[Sequence[float]], count: int) -> TreeShape:
-    """The best static tree of `count` nodes: those most likely to be accepted."""
+    """The best static tree of `count` nodes: those most likely to be accepted.
+
+    rank_rates[level][rank]: how often a node of this rank is right where its parent is.
+    """
     nodes: list[tuple[int, ...]] = []
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
     while heap and len(nodes) <= count:
-        _, node = heapq.heappop(heap)
+        less, node = heapq.heappop(heap)  # the negative probability that the path to the node is accepted
         nodes.append(node)
         if len(node) < len(rank_rates):
-            for rank in range(len(rank_rates[len(node)])):
-                heapq.heappush(heap, (-path_rate(rank_rates, (*node, rank)), (*node, rank)))
+            for rank, rate in enumerate(rank_rates[len(node)]):
+                heapq.heappush(heap, (less * rate, (*node, rank)))
     return TreeShape(tuple(nodes[1:]))

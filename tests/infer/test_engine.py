@@ -133,7 +133,7 @@ def test_engine_arguments_that_cannot_be(target):
         ({"drafter": None}, r"^drafter\b"),
         ({"options": {"levels": 3}}, "options: plain does not know levels; it knows none"),
         ({"slots": 0}, "^slots: 0"),
-        ({"graphs": True}, "graphs=True: needs CUDA, triton, no rope_type 'dynamic' and weights that stay"),
+        ({"graphs": True}, "^graphs=True"),
         ({"max_length": 1000}, "^max_length: 1000, but the target has 256 positions"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -237,12 +237,11 @@ def test_tokenswift_ranks_with_the_noise_of_the_positions_it_proposes(target, te
 
 def test_drafters_that_break_their_word_are_named(target, proposer):
     wide = proposer(lambda request, tokens, max_nodes: [[1], [2], [3]], max_nodes=2)
-    with pytest.raises(ValueError, match="it proposed 3 nodes; at most 2 are allowed"):
-        Engine(target, wide).generate([PROMPTS[0]])
     wrong = proposer(lambda request, tokens, max_nodes: [])
-    wrong.propose = lambda state, max_nodes: TokenTree.roots(state.roots + 1)
-    with pytest.raises(ValueError, match="node 0 of its tree is not the root"):
-        Engine(target, wrong).generate([PROMPTS[0]])
+    wrong.propose = lambda state, budget: TokenTree.roots(state.roots + 1)
+    for drafter, error in ((wide, "proposed 3 nodes"), (wrong, "not the root")):
+        with pytest.raises(AssertionError, match=error):
+            Engine(target, drafter).generate([PROMPTS[0]])
     with pytest.raises(ValueError, match="load it with load_draft"):
         TokenSwiftDrafter(target, tokenswift(target).draft.to(torch.bfloat16))
 

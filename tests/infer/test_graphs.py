@@ -247,7 +247,7 @@ def test_every_pass_of_a_sharded_target_is_announced_and_gathers_its_layers(
         assert ranks.announced == passes and not RECORDED
         # A pass over a prompt ends with the last layer's keys and values, inside that layer.
         assert len(gathers) == passes * target.model.config.n_layers
-        with pytest.raises(ValueError, match=r"graphs=True: .* weights that are shared out among ranks; leave"):
+        with pytest.raises(ValueError, match="graphs=True"):
             Engine(target, graphs=True)
     else:  # as is not done with the sharded target
         assert ranks.announced == 0 and RECORDED

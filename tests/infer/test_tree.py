@@ -1,13 +1,14 @@
 """TokenTree and Trie: shapes, masks compared with paths, taking and padding nodes. TreeShape: static trees."""
 
 from itertools import combinations
+from math import prod
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.infer.tree import PAD, ROOT, TokenTree, TreeShape, Trie, likeliest_nodes, path_rate
+from longdraft.infer.tree import PAD, ROOT, TokenTree, TreeShape, Trie, likeliest_nodes
 
 TOKENS = st.integers(0, 4)
 PATHS = st.lists(st.lists(TOKENS, max_size=5), max_size=8)
@@ -161,8 +162,12 @@ def test_likeliest_nodes_is_the_best_tree_of_its_size(count):
         return all(node[:-1] in nodes or len(node) == 1 for node in nodes)
 
     trees = (nodes for nodes in combinations(everything, count) if valid(set(nodes)))
-    best = max(sum(path_rate(RATES, node) for node in nodes) for nodes in trees)
-    assert sum(path_rate(RATES, node) for node in likeliest_nodes(RATES, count).nodes) == pytest.approx(best)
+
+    def expected(nodes):
+        return sum(prod(RATES[level][rank] for level, rank in enumerate(node)) for node in nodes)
+
+    best = max(map(expected, trees))
+    assert expected(likeliest_nodes(RATES, count).nodes) == pytest.approx(best)
 
 
 def test_likeliest_nodes_ends_with_all_of_them():
