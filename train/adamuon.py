@@ -41,8 +41,8 @@ class AdaMuon(torch.optim.Optimizer):
     """AdaMuon on the tensors that ZeRO leaves: one for each group, this rank's share of the group's parameters laid end
     to end.
 
-    The state has AdamW's names, by which DeepSpeed converts checkpoints to other numbers of ranks: `exp_avg` is the
-    momentum, `exp_avg_sq` the mean square of the orthogonal update.
+    DraftEngine makes the state, with AdamW's names: `exp_avg` is the momentum, `exp_avg_sq` the mean square of the
+    orthogonal update.
 
     Args:
         groups: as for AdamW; each holds only matrices, or none.
@@ -66,11 +66,7 @@ class AdaMuon(torch.optim.Optimizer):
             for share in group["params"]:
                 if share.grad is None:
                     continue
-                state = self.state[share]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(share), torch.zeros_like(share)
-                (self._step_matrices if group["shapes"] else _adamw)(share, state, group)
+                (self._step_matrices if group["shapes"] else _adamw)(share, self.state[share], group)
 
     def _step_matrices(self, share_S: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         """Each rank makes orthogonal, from all ranks' momentum, the matrices that its share has a part of."""

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, and how one process finds and reads it again.
+"""A run's checkpoints: all ranks save them together, and any number of ranks reads them again.
 
     run_dir/config.yaml               the resolved config that the run last went on with
     run_dir/checkpoints/step_000120/  draft.safetensors: the whole draft in its training dtype, which is exported;
@@ -6,13 +6,15 @@
                                       moments, by parameter name; state.json
     run_dir/best/step_000080/         draft.safetensors and state.json of the weights that decoded best (evaluate.py)
 
-state.json is written last. It has the size and the digest of every file beside it, and a digest of itself, so that one
-changed bit is found. Saving and loading on all ranks: saving.py.
+A folder is written under a temporary name, synced and renamed. state.json is written last. It has the size and the
+digest of every file beside it, and a digest of itself, so that one changed bit is found.
 """
 
 import hashlib
 import json
+import os
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -23,18 +25,24 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from longdraft.models.files import file_digest
-from longdraft.train.config import Config, config_from_dict
+from longdraft.models.files import file_digest, sync, write_tensors
+from longdraft.train.config import Config, config_from_dict, to_flat_dict
+from longdraft.train.deepspeed_engine import DraftEngine
+from longdraft.train.ranks import Ranks, TrainingError
 
 STATE, DIGESTS = "state.json", "sha256"
 # Format 2 had pickled files of DeepSpeed: its weights can be read, the state of its optimizer cannot.
 FORMAT, FORMATS = 3, (2, 3)
 WEIGHTS = "draft.safetensors"
 OPTIMIZER = "optimizer-{:05d}.safetensors"
-FORMER_MASTERS = "masters.safetensors"  # the fp32 weights of a bf16 run of format 2
 STEP_FOLDER = re.compile("step_([0-9]{6,})")
-# What is saved of each parameter: the fp32 weights that the optimizer moves, and its moments.
-MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+# Fields and sections that may change when a run is resumed. Any other would change the result, or is compared by
+# content (the rows, and the draft that it began with).
+FREE = (
+    "target.max_positions", "train.run_dir", "train.save_every", "train.keep_checkpoints", "train.micro_batch",
+    "train.max_skipped", "train.device", "log", "heldout", "decoding", "data.max_dropped_share", "data.path",
+    "draft.start_from",
+)  # fmt: skip
 # A checkpoint's folder and its state.json.
 Found = tuple[Path, dict[str, Any]]
 
@@ -66,12 +74,11 @@ def seal(content: Mapping[str, Any], digests: Mapping[str, str]) -> str:
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """The values of a state file that `seal` wrote. Raises ValueError where the text was changed."""
+    """The values of a state file that `seal` wrote, without its own digest. Raises ValueError where the text was
+    changed."""
     try:
         state = json.loads(text)
-        digest = state[DIGESTS][STATE]
-        others = {name: digest for name, digest in state[DIGESTS].items() if name != STATE}
-        sound = digest == _digest({**state, DIGESTS: others})
+        sound = state[DIGESTS].pop(STATE) == _digest(state)
     except (ValueError, LookupError, TypeError, AttributeError):
         sound = False
     if not sound:
@@ -86,62 +93,38 @@ def _digest(state: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(json.loads(json.dumps(state)), sort_keys=True).encode()).hexdigest()
 
 
-def whole(folder: Path, read: Collection[str] = ()) -> Iterator[Found]:
-    """The finished folders in `folder` from newest to oldest, with their state files. One is left out, with a line that
-    says so, where its state file is damaged or files are missing or have another size than when they were saved.
+def whole(folder: Path, read: Collection[str] | None = ()) -> Iterator[Found]:
+    """The finished folders in `folder` from newest to oldest, with their state files. One whose state file is damaged,
+    or where a file is missing or has another size than when it was saved, is left out, with a line that says so.
 
     Args:
-        read: names of files that will be read, whose content is therefore checked too.
+        read: names of files whose content is compared too. None: all files.
     """
     for path in reversed(finished_folders(folder)):
         try:
             state = unseal((path / STATE).read_bytes())
-            broken = wrong_files(path, state) or changed(path, state, read)
-        except ValueError as error:
-            state, broken = {}, [str(error)]
-        if not broken:
-            yield path, state
+            for name, size in state["files"].items():
+                file = path / name
+                if file.stat().st_size != size:
+                    raise ValueError(f"{name} has another size than when it was saved")
+                if (read is None or name in read) and file_digest(file) != state[DIGESTS][name]:
+                    raise ValueError(f"{name} is not as it was saved")
+        except (ValueError, OSError) as error:
+            print(f"{path} is damaged ({error}) and is passed over", flush=True)
         else:
-            print(damage(path, broken), flush=True)
+            yield path, state
 
 
-def damage(folder: Path, broken: Collection[str]) -> str:
-    """A line about a folder and what is wrong in it."""
-    return f"{folder} is damaged ({', '.join(broken)}) and is passed over"
-
-
-def changed(folder: Path, state: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Which of these files of the folder cannot be read or are not as they were saved, each with what is wrong."""
-    found = []
-    for name in names:
-        try:
-            if file_digest(folder / name) != state[DIGESTS].get(name):
-                found.append(f"{name} is not as it was saved")
-        except OSError as error:
-            found.append(f"{name} cannot be read: {error.strerror}")
-    return found
-
-
-def wrong_files(folder: Path, state: Mapping[str, Any]) -> list[str]:
-    """Names of the files that are missing or do not have their size in bytes."""
-    paths = {folder / name: size for name, size in state["files"].items()}
-    return [path.name for path, size in paths.items() if not path.is_file() or path.stat().st_size != size]
-
-
-def newest(run_dir: str | Path, read: Collection[str] = ()) -> Found | None:
+def newest(run_dir: str | Path, read: Collection[str] | None = ()) -> Found | None:
     """The newest of the run's checkpoints that is `whole`, or None. Raises ValueError where there are checkpoints, but
     none is whole."""
     found = next(whole(checkpoint_folder(run_dir), read), None)
     if found is None and finished_folders(checkpoint_folder(run_dir)):
-        raise every_one_damaged(run_dir)
+        raise ValueError(
+            f"train.run_dir: every checkpoint in {run_dir} is damaged; restore one, remove the folder to start anew, "
+            "or give another"
+        )
     return found
-
-
-def every_one_damaged(run_dir: str | Path) -> ValueError:
-    return ValueError(
-        f"train.run_dir: every checkpoint in {run_dir} is damaged; restore one, remove the folder to start anew, or "
-        "give another"
-    )
 
 
 def best(run_dir: str | Path) -> Found | None:
@@ -150,9 +133,52 @@ def best(run_dir: str | Path) -> Found | None:
     return max(whole(best_folder(run_dir), [WEIGHTS]), key=lambda found: found[1]["score"], default=None)
 
 
-def share_key(name: str, kind: str, start: int) -> str:
-    """The name, in a rank's file, of a part of a parameter's MASTER or moment; `start`: its first entry."""
-    return f"{kind}:{start}:{name}"
+def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
+    """The config that a checkpoint was saved with, with the place where its run lies now.
+
+    Raises ValueError where this version cannot read it.
+    """
+    values = state["config"]
+    try:
+        return config_from_dict(values | {"train": {**values.get("train", {}), "run_dir": str(run_dir)}})
+    except ValueError as error:
+        raise ValueError(
+            f"train.run_dir: the config in {STATE} of {run_dir}'s step {state['step']} cannot be read ({error}); "
+            "remove that checkpoint, or give another folder"
+        ) from error
+
+
+def check_continues(found: Found, config: Config, rows: Mapping[str, Any]) -> None:
+    """Raises ValueError where a run with this config would not go on as the saved one: whatever decides its result must
+    be as it was. A run may move, together with its rows and with the draft that it began with.
+
+    Args:
+        rows: what identifies the training rows (`ShardSet.identity`).
+    """
+    state, run_dir = found[1], config.train.run_dir
+    saved = saved_config(run_dir, state)
+    flat_saved, changed = to_flat_dict(saved), {}
+    for name, value in to_flat_dict(config).items():
+        if flat_saved.get(name) != value and not any(name == free or name.startswith(free + ".") for free in FREE):
+            changed[name] = value, flat_saved.get(name)
+    starts = saved.draft.start_from, config.draft.start_from
+    if not is_same_start(*starts, state["config"]["train"]["run_dir"], run_dir):
+        changed["draft.start_from"] = starts[1], starts[0]
+    if state["extra"]["data"] != rows:
+        changed["data.path"] = f"{config.data.path} with {rows}", state["extra"]["data"]
+    for name, (value, before) in changed.items():
+        raise ValueError(
+            f"{name}: {value!r}, but the run in {run_dir} began with {before!r}, which would give another result; set "
+            "it back, or start anew with train.run_dir=another/folder"
+        )
+
+
+def is_same_start(saved: str | None, now: str | None, saved_run: str, run: str) -> bool:
+    """Whether two values of draft.start_from name one folder, as seen from beside the folders of their runs."""
+    if saved is None or now is None or saved == now:
+        return saved == now
+    beside = [os.path.relpath(start, Path(of).absolute().parent) for start, of in ((saved, saved_run), (now, run))]
+    return beside[0] == beside[1]
 
 
 class SavedShares:
@@ -160,7 +186,7 @@ class SavedShares:
 
     def __init__(self, folder: Path, state: Mapping[str, Any]):
         self._parts: dict[tuple[str, str], list[tuple[int, Any]]] = defaultdict(list)
-        for file in optimizer_files(state):
+        for file in (name for name in state["files"] if name.startswith("optimizer-")):
             with safe_open(folder / file, "pt") as saved:
                 for key in saved.keys():  # noqa: SIM118 (no mapping)
                     kind, start, name = key.split(":", 2)
@@ -178,70 +204,138 @@ class SavedShares:
         assert n_read == size, f"{name}: {n_read} of {size} entries were saved"
         return found
 
-    def masters(self) -> dict[str, Tensor]:
-        """All fp32 weights, flattened."""
-        sizes = {
-            name: sum(part.get_shape()[0] for _, part in parts)
-            for (name, kind), parts in self._parts.items()
-            if kind == MASTER
-        }
-        return {name: self.read(name, MASTER, 0, size) for name, size in sizes.items()}
 
-
-def optimizer_files(state: Mapping[str, Any]) -> list[str]:
-    return [name for name in state["files"] if name.startswith("optimizer-")]
-
-
-def masters_of(
-    draft_folder: str | Path, exported: Mapping[str, Tensor], step: int | None
-) -> tuple[dict[str, Tensor], str]:
-    """The fp32 weights that an exported draft was rounded from, out of the newest checkpoint of the run that the draft
-    lies in; or an empty dict, and the reason in a few words.
+def save(engine: DraftEngine, run_dir: str | Path, state: dict[str, Any], keep: int) -> Path:
+    """Save what `load` needs to go on; all ranks call it, and each writes its part of the optimizer. Returns the
+    checkpoint's folder.
 
     Args:
-        exported: the draft's weights. step: its step, None where its folder does not say it.
+        state: JSON values for the state file, among them `step` and `config`; those of rank 0 are written.
+        keep: how many checkpoints to keep; older ones are removed.
+
+    Raises TrainingError, on all ranks, where a weight is not a number or a rank cannot write (a full disk). What was
+    saved before is then untouched.
     """
-    try:
-        found = newest(Path(draft_folder).parent)
-    except ValueError as error:  # the checkpoints are damaged, the draft is not
-        return {}, str(error)
-    if found is None:
-        return {}, "no checkpoint of its run lies beside it"
-    folder, state = found
-    if step not in (None, state["step"]):
-        return {}, f"it is of step {step}, and {folder} of step {state['step']}"
-    files = [FORMER_MASTERS] if FORMER_MASTERS in state["files"] else optimizer_files(state)
-    if not files:
-        return {}, f"{folder} has no fp32 weights beside the draft"
-    if broken := changed(folder, state, files):
-        return {}, f"{folder} is damaged ({broken[0]})"
-    saved = load_file(folder / FORMER_MASTERS) if files == [FORMER_MASTERS] else SavedShares(folder, state).masters()
-    masters = {name: saved[name].view_as(weight) for name, weight in exported.items() if _rounds(saved, name, weight)}
-    return (masters, "") if masters.keys() == saved.keys() else ({}, f"{folder} has other weights")
+    ranks, weights, step = engine.ranks, engine.weights(), state["step"]
+    if not all(bool(weight.isfinite().all()) for weight in weights.values()):
+        raise TrainingError(
+            f"step {step}: weights of the draft are no longer numbers and are not saved; the checkpoints before it are "
+            "good. Lower optimizer.peak_lr and start a new run: train.run_dir=another/folder"
+        )
+    own = {
+        f"{kind}:{share.start}:{share.name}": tensor.cpu()
+        for share in engine.shares()
+        for kind, tensor in share.states.items()
+    }
+    content = {
+        "world_size": ranks.world_size,
+        "threads": torch.get_num_threads() if ranks.device.type == "cpu" else None,
+        "optimizer_steps": engine.optimizer_steps(),
+    }
+    files = {OPTIMIZER.format(ranks.rank): own} | ({WEIGHTS: weights} if ranks.first else {})
+    return _write_folder(ranks, checkpoint_folder(run_dir) / f"step_{step:06d}", files, state | content, keep)
 
 
-def _rounds(masters: Mapping[str, Tensor], name: str, weight: Tensor) -> bool:
-    """Whether the weight is this master, rounded."""
-    master = masters.get(name)
-    return master is not None and torch.equal(master.flatten().bfloat16(), weight.cpu().flatten().bfloat16())
+def save_best(ranks: Ranks, run_dir: str | Path, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Keep the weights as the run's best, in place of those kept before; all ranks call it.
 
+    Args:
+        weights: the draft's, as `DraftEngine.weights` returns them; the first rank's are written.
+        state: JSON values for the state file, among them `step`, `config` and `score`, of which more is better.
 
-def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
-    """The config that a checkpoint was saved with, with the place where its run lies now.
-
-    Raises ValueError where this version cannot read it.
+    Raises TrainingError where they cannot be written; what was kept before is then untouched.
     """
-    values = state["config"]
+    final = best_folder(run_dir) / f"step_{state['step']:06d}"
+    _write_folder(ranks, final, {WEIGHTS: weights} if ranks.first else {}, state, keep=1)
+
+
+def _write_folder(
+    ranks: Ranks, final: Path, files: Mapping[str, dict[str, Tensor]], state: dict[str, Any], keep: int
+) -> Path:
+    """Write a folder with each rank's own files and, last, the state file."""
+    temporary = final.with_name(f"tmp-{final.name}")
+
+    def empty() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def write() -> dict[str, tuple[int, str]]:
+        """Sizes and digests of this rank's files."""
+        for name, tensors in files.items():
+            write_tensors(tensors, temporary / name)
+            sync(temporary / name)
+        return {name: ((temporary / name).stat().st_size, file_digest(temporary / name)) for name in files}
+
+    def finish() -> None:
+        sizes = {name: size for name, (size, _) in sorted(written.items())}
+        digests = {name: digest for name, (_, digest) in sorted(written.items())}
+        (temporary / STATE).write_text(seal(state | {"files": sizes}, digests), encoding="utf-8")
+        sync(temporary / STATE)
+        sync(temporary)
+        _put_in_place(temporary, final, keep)
+
     try:
-        return config_from_dict(values | {"train": {**values.get("train", {}), "run_dir": str(run_dir)}})
-    except (ValueError, TypeError) as error:
+        ranks.from_first(empty)
+        written = {name: about for of_rank in ranks.on_all(write) for name, about in of_rank.items()}
+        ranks.from_first(finish)
+    except TrainingError:
+        if ranks.first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
+    """Rename a finished folder, then remove what it replaces, what is too old, and what kills have left."""
+    if final.exists():  # the run went back behind a damaged checkpoint, or only decoded
+        _set_aside(final)
+    temporary.rename(final)
+    sync(final.parent)
+    finished = finished_folders(final.parent)
+    place = finished.index(final)
+    # Later steps are left from before a damaged checkpoint made the run go back. `keep` counts the new one too.
+    for old in [*finished[place + 1 :], *finished[: max(0, place + 1 - keep)]]:
+        _set_aside(old)
+    # These were being written or removed when a run was killed.
+    for dead in final.parent.glob("tmp-*"):
+        shutil.rmtree(dead)
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename a folder that is to be removed, so that a kill while its files go leaves no partial checkpoint."""
+    aside = folder.with_name(f"tmp-old-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+
+
+def load(engine: DraftEngine, found: Found) -> None:
+    """Put weights and optimizer back as they were; all ranks call it, and each reads its part, however many ranks saved
+    the checkpoint. With as many, a CPU run also goes on with as many threads as it began with, since how a sum is split
+    among them shows in its last bits; another number of ranks changes these bits anyway.
+
+    Raises ValueError where a former version saved the checkpoint.
+    """
+    (folder, state), ranks = found, engine.ranks
+    if state["format"] != FORMAT:
         raise ValueError(
-            f"train.run_dir: the config in {STATE} of {run_dir}'s step {state['step']} cannot be read ({error}); "
-            "remove that checkpoint, or give another folder"
-        ) from error
+            f"train.run_dir: {folder} was saved by a former version, which alone can go on from it; export it and "
+            "begin another run with draft.start_from, or give another folder"
+        )
+    threads, same_ranks = state["threads"], state["world_size"] == ranks.world_size
+    if same_ranks and threads not in (None, torch.get_num_threads()) and ranks.device.type == "cpu":
+        ranks.log(f"Threads of a rank: {threads}, as the run began with, not {torch.get_num_threads()}")
+        torch.set_num_threads(threads)
+    engine.set_weights(load_file(folder / WEIGHTS))
+    saved = SavedShares(folder, state)
+    for share in engine.shares():
+        for kind, own in share.states.items():
+            own.copy_(saved.read(share.name, kind, share.start, len(own)))
+    engine.set_optimizer_steps(state["optimizer_steps"])
 
 
-def what_is_good(run_dir: str | Path) -> str:
-    """What is left of a run that cannot go on, in a few words."""
-    finished = finished_folders(checkpoint_folder(run_dir))
-    return f"the last checkpoint is good, {finished[-1]}" if finished else "no checkpoint was saved yet"
+def forget_best(run_dir: str | Path) -> None:
+    """Remove the best weights that an earlier run left in the folder, with a line that says so; called by rank 0."""
+    folder = best_folder(run_dir)
+    if finished_folders(folder):
+        print(f"{folder} is removed, no checkpoint of its run is there", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,9 +1,9 @@
 """DeepSpeed around the draft: its settings, the optimizer and its state, one step. The frozen target stays outside the
-engine. What a step computes: step.py; checkpoints: saving.py."""
+engine. What a step computes: step.py; checkpoints: checkpoint.py."""
 
 import math
 from collections.abc import Mapping
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager, redirect_stdout
 from io import StringIO
 from typing import Any, NamedTuple
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from longdraft.train.adamuon import AdaMuon
-from longdraft.train.checkpoint import MASTER, MOMENTS
-from longdraft.train.config import DTYPES, Config, OptimizerSection
+from longdraft.train.config import DTYPES, OptimizerSection, TrainSection
 from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator
 
 # isort: split
@@ -20,25 +19,27 @@ import deepspeed
 
 # The largest number of values in DeepSpeed's buffer for sums over ranks.
 MAX_BUCKET = 500_000_000
+# What is saved of each parameter: the fp32 weights that the optimizer moves, and its moments.
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 
-def deepspeed_dict(config: Config, world_size: int, n_weights: int) -> dict[str, Any]:
+def deepspeed_dict(train: TrainSection, clip: float, world_size: int, n_weights: int) -> dict[str, Any]:
     """What `deepspeed.initialize` is told for a draft of `n_weights` weights, apart from optimizer and learning rate,
     which DraftEngine sets."""
-    bf16, passes = config.train.precision == "bf16", config.train.n_passes(world_size)
+    passes = train.n_passes(world_size)
     # Memory-efficient linear layers would replace F.linear in the whole process, under the frozen target too.
-    zero: dict[str, Any] = {"stage": config.train.zero_stage, "memory_efficient_linear": False}
+    zero: dict[str, Any] = {"stage": train.zero_stage, "memory_efficient_linear": False}
     # The default is half a billion values, however few there are to sum.
     zero["reduce_bucket_size"] = min(n_weights, MAX_BUCKET)
-    if config.train.offload_optimizer:
+    if train.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
         # As DeepSpeed counts: all passes full, and shared rows once on each rank. It only checks the product.
-        "train_batch_size": config.train.micro_batch * passes * world_size,
-        "train_micro_batch_size_per_gpu": config.train.micro_batch,
+        "train_batch_size": train.micro_batch * passes * world_size,
+        "train_micro_batch_size_per_gpu": train.micro_batch,
         "gradient_accumulation_steps": passes,
-        "gradient_clipping": config.optimizer.clip,
-        "bf16": {"enabled": bf16},
+        "gradient_clipping": clip,
+        "bf16": {"enabled": train.precision == "bf16"},
         # Gradients of passes are summed in fp32 too: a sum of ten bf16 ones would lose the small ones.
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": zero,
@@ -87,23 +88,22 @@ class DraftEngine:
         draft: the network, its weights equal on all ranks.
     """
 
-    def __init__(self, config: Config, draft: nn.Module, ranks: Ranks):
-        self.config, self.ranks = config, ranks
-        dtype = DTYPES[config.train.precision]
-        draft = draft.to(ranks.device, dtype)
-        section = config.optimizer
-        groups = parameter_groups(draft, section.weight_decay)
-        options: dict[str, Any] = {"lr": section.peak_lr, "betas": section.betas, "eps": section.eps}
-        if section.name == "adamuon":
+    def __init__(self, draft: nn.Module, ranks: Ranks, train: TrainSection, optimizer: OptimizerSection):
+        self.ranks, self._sharded = ranks, train.zero_stage == 3
+        dtype = DTYPES[train.precision]
+        self.draft = draft.to(ranks.device, dtype)
+        groups = parameter_groups(draft, optimizer.weight_decay)
+        options: dict[str, Any] = {"lr": optimizer.peak_lr, "betas": optimizer.betas, "eps": optimizer.eps}
+        if optimizer.name == "adamuon":
             self.optimizer = AdaMuon(groups, dtype=dtype, **options)
         else:
             self.optimizer = torch.optim.AdamW(groups, fused=True, **options)
-        settings = deepspeed_dict(config, ranks.world_size, sum(p.numel() for p in draft.parameters()))
+        n_weights = sum(p.numel() for p in draft.parameters())
+        settings = deepspeed_dict(train, optimizer.clip, ranks.world_size, n_weights)
         with redirect_stdout(StringIO()):  # DeepSpeed's bf16 optimizer prints tables of memory
             self.deepspeed, *_ = deepspeed.initialize(
                 model=draft, optimizer=self.optimizer, config=settings, dist_init_required=False
             )
-        self.draft = draft
         self._left_out: Tensor | None = None
         self._hooks = [parameter.register_hook(self._zero_if_left_out) for parameter in draft.parameters()]
         self._begin_states()
@@ -111,20 +111,17 @@ class DraftEngine:
     def _begin_states(self) -> None:
         """Make the optimizer's state as it is before the first step, so that a checkpoint can be read into it."""
         zero: Any = self.deepspeed.optimizer
-        sharded = self.config.train.zero_stage == 3
-        flats = zero.fp32_partitioned_groups_flat if sharded else [g["params"][0] for g in self.optimizer.param_groups]
-        for flat in flats:
+        groups = self.optimizer.param_groups
+        for flat in zero.fp32_partitioned_groups_flat if self._sharded else [group["params"][0] for group in groups]:
             # A fused AdamW reads the count where the weights lie, AdaMuon on the host.
             place = flat.device if self.optimizer.defaults.get("fused") else "cpu"
             state = {moment: torch.zeros_like(flat, requires_grad=False) for moment in MOMENTS}
             self.optimizer.state[flat] = {"step": torch.zeros((), dtype=torch.float32, device=place), **state}
 
-    def begin_step(self, step: int) -> float:
-        """Set and return the step's learning rate."""
-        rate = learning_rate(step, self.config.train.n_steps, self.config.optimizer)
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate."""
         for group in self.deepspeed.optimizer.param_groups:  # pyright: ignore
             group["lr"] = rate
-        return rate
 
     def backward(self, loss: Tensor, left_out: Tensor) -> None:
         """Add one pass's loss to the step's, which is the sum over all passes and ranks. DeepSpeed averages over both,
@@ -164,11 +161,20 @@ class DraftEngine:
         vars(self.deepspeed.optimizer).clear()
         self.optimizer.state.clear()
 
+    def _whole(self, modifier_rank: int | None = None) -> AbstractContextManager[object]:
+        """Inside, ZeRO-3's weights are whole. All ranks enter together."""
+        parameters = list(self.draft.parameters())
+        return deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank, enabled=self._sharded)
+
     def weights(self) -> dict[str, Tensor]:
         """The draft's whole state dict on the CPU in its training dtype, on every rank; all ranks must call it."""
-        sharded = self.config.train.zero_stage == 3
-        with deepspeed.zero.GatheredParameters(list(self.draft.parameters()), enabled=sharded):
+        with self._whole():
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.draft.state_dict().items()}
+
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace weights and buffers, as `weights` returns them; all ranks call it, with the same tensors."""
+        with self._whole(modifier_rank=0):
+            self.draft.load_state_dict(weights)
 
     def shares(self) -> list[Share]:
         """This rank's part of each parameter that it has a part of."""
@@ -184,7 +190,7 @@ class DraftEngine:
         """Where this rank's part of a parameter lies: the tensor that the optimizer moves, the part's place in it, its
         place in the flattened parameter, and its number of entries, without padding."""
         zero: Any = self.deepspeed.optimizer
-        if self.config.train.zero_stage == 3:  # an equal share of each parameter, padded on the last ranks
+        if self._sharded:  # an equal share of each parameter, padded on the last ranks
             group, offset, padded = zero.grad_position[zero.get_param_id(parameter)]
             n: int = parameter.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
             start = self.ranks.rank * padded
@@ -202,15 +208,3 @@ class DraftEngine:
     def set_optimizer_steps(self, n: int) -> None:
         for state in self.optimizer.state.values():
             state["step"].fill_(n)
-
-    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace weights and buffers, as `weights` returns them; all ranks call it, with the same tensors."""
-        sharded = self.config.train.zero_stage == 3
-        with deepspeed.zero.GatheredParameters(list(self.draft.parameters()), modifier_rank=0, enabled=sharded):
-            self.draft.load_state_dict(weights)
-
-    def set_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Replace the masters, which were made from the weights, by these fp32 weights."""
-        for share in self.shares():
-            own = share.states[MASTER]
-            own.copy_(masters[share.name].flatten()[share.start :][: len(own)])

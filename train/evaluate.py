@@ -25,9 +25,9 @@ from longdraft.models.draft_folder import Draft
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.passes import Pass
 from longdraft.models.target import Target
-from longdraft.train import checkpoint, saving
+from longdraft.train import checkpoint
 from longdraft.train.batches import Rows
-from longdraft.train.config import Config
+from longdraft.train.config import Config, to_dict
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.build import frozen_draft
 from longdraft.train.ranks import Ranks
@@ -111,7 +111,7 @@ class Evaluator:
             self._spent, self._begun = saved["spent"], self.clock() - saved["elapsed"]
         run_dir, ranks = self.config.train.run_dir, self.ranks
         if not resumed:  # what lies there is from a run that ended before its first checkpoint
-            ranks.from_first(lambda: saving.forget_best(run_dir))
+            ranks.from_first(lambda: checkpoint.forget_best(run_dir))
         elif found := ranks.from_first(lambda: checkpoint.best(run_dir)):
             then, now = checkpoint.saved_config(run_dir, found[1]).decoding, self.config.decoding
             if all(getattr(then, name) == getattr(now, name) for name in MEASURED_BY):
@@ -156,7 +156,8 @@ class Evaluator:
             if self.best is None or score > self.best[0]:
                 extra = {"heldout": heldout, "decoding": as_record(measured)}
                 extra["target_weights"] = self.target.fingerprint.get("weights")
-                saving.save_best(config, self.ranks, step, weights, score, extra)
+                state = {"step": step, "score": score, "config": to_dict(config), "extra": extra}
+                checkpoint.save_best(self.ranks, config.train.run_dir, weights, state)
                 self.best = score, step
         self._last_seconds = self.clock() - begin
         self._spent += self._last_seconds

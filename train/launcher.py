@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from longdraft.models.device import VISIBLE, check_device, default_device, n_gpus
 from longdraft.models.files import STOP_SIGNALS, signals_noted
 
 POLL_S = 0.2
@@ -21,7 +20,7 @@ POLL_S = 0.2
 PATIENCE_S = 30.0
 # The variable that tells a rank which process started it, and prctl's option (linux/prctl.h).
 LAUNCHER, PR_SET_PDEATHSIG = "LONGDRAFT_LAUNCHER", 1
-DEVICE_FIELD = "train.device"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def settle_device(setting: str) -> str:
@@ -30,12 +29,14 @@ def settle_device(setting: str) -> str:
     Raises ValueError where it asks for a GPU and there is none, and where it leaves the device open and there is a GPU
     that PyTorch cannot use.
     """
+    from longdraft.models.device import check_device, default_device  # with PyTorch, which a rank imports later
+
     if setting == "cpu":
         os.environ[VISIBLE] = "-1"
         return "cpu"
     if setting == "cuda":
-        return check_device("cuda", DEVICE_FIELD).type
-    return default_device(DEVICE_FIELD, f"set {DEVICE_FIELD}=cpu").type
+        return check_device("cuda", "train.device").type
+    return default_device("train.device", "set train.device=cpu").type
 
 
 def rank_devices(num_gpus: int | None, device: str) -> list[str]:
@@ -48,6 +49,8 @@ def rank_devices(num_gpus: int | None, device: str) -> list[str]:
 
     Raises ValueError where there are fewer GPUs.
     """
+    from longdraft.models.device import n_gpus
+
     if device == "cpu":
         return ["-1"] * (num_gpus or 1)
     count, visible = n_gpus(), os.environ.get(VISIBLE)
@@ -73,6 +76,7 @@ def launch_ranks(argv: Sequence[str], devices: Sequence[str]) -> int:
     shared |= {VISIBLE: ",".join(devices), LAUNCHER: str(os.getpid())}
     if devices[0] == "-1":
         shared["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed's import looks for a GPU, and warns that there is none
+    failure, told, kill_at = 0, False, math.inf
     with signals_noted() as received:
         # In sessions of their own, so that Ctrl-C in the terminal does not reach them directly. Signals are held back
         # until they can note them (`signals_noted`).
@@ -86,18 +90,15 @@ def launch_ranks(argv: Sequence[str], devices: Sequence[str]) -> int:
             for rank in range(len(devices))
         ]
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        failure, told, kill_at = 0, False, math.inf
         while None in (statuses := [rank.poll() for rank in ranks]):
             failure = failure or _failure(statuses)
-            if (failure or received) and not told:
-                told = True
-                for rank in ranks:
-                    rank.terminate()
-            if failure:
-                kill_at = min(kill_at, time.monotonic() + PATIENCE_S)
-            if time.monotonic() > kill_at:
-                for rank in ranks:
+            kill_at = min(kill_at, time.monotonic() + PATIENCE_S) if failure else kill_at
+            for rank in ranks:
+                if time.monotonic() > kill_at:
                     rank.kill()
+                elif (failure or received) and not told:
+                    rank.terminate()
+            told = told or bool(failure or received)
             time.sleep(POLL_S)
     failure = failure or _failure(statuses)
     if failure < 0:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,23 @@ from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import read_info
+from longdraft.models.files import locked, write_atomically
 from longdraft.models.target import Target
-from longdraft.train import checkpoint, resuming, saving
-from longdraft.train.config import Config
+from longdraft.train import checkpoint
+from longdraft.train.checkpoint import Found
+from longdraft.train.config import Config, to_dict, to_yaml
 from longdraft.train.config_file import Stage
 from longdraft.train.export import export
 from longdraft.train.model_card import draw_curves
 from longdraft.train.ranks import Ranks, failures_named
-from longdraft.train.run import Run
-from longdraft.train.setup import describe, open_run, open_target
-from longdraft.train.step import StepResult, begin_sums, read_sums, train_step
-from longdraft.train.step_metrics import counted, measure, where_time_goes
+from longdraft.train.setup import Run, describe, open_run, open_target
+from longdraft.train.step import StepResult, begin_sums, counted, measure, read_sums, train_step, where_time_goes
 from longdraft.train.tracking import Tracker, read_metrics
 from longdraft.train.validation import validate
 
 DONE = "done"
+# The number of logged steps that the line about time at a run's end looks back on.
+LATEST = 200
 
 
 def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()) -> None:
@@ -35,21 +38,15 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
         ValueError: a config does not fit the ranks, the data, the target or the run already in its folder.
         TrainingError: training cannot go on.
     """
-    for stage in stages:
-        device, ours = stage.config.train.device, ranks.device.type
-        if device not in ("auto", ours):
-            raise ValueError(
-                f"train.device: {device} in stage {stage.name}, but all stages run on one: {ours} here; "
-                "set it beside the stages"
-            )
     target: Target | None = None
     loaded: Any = None
-    for number, stage in enumerate(stages, start=1):
+    for number, stage in enumerate(stages):
         config = stage.config
         if stage.name is not None:
-            overview = ranks.from_first(lambda: ", ".join(f"{one.name} {_progress(one)}" for one in stages))
-            ranks.log(f"Stage {stage.name}, {number} of {len(stages)}: {overview}")
-            if ranks.from_first(partial(_progress, stage, check=True)) == DONE:
+            progress = ranks.from_first(lambda stage=stage: [_progress(one, check=one is stage) for one in stages])
+            overview = ", ".join(f"{one.name} {how_far}" for one, how_far in zip(stages, progress, strict=True))
+            ranks.log(f"Stage {stage.name}, {number + 1} of {len(stages)}: {overview}")
+            if progress[number] == DONE:
                 continue
         if loaded != (config.target, config.train.precision):
             target = None  # free its memory before the next one is loaded
@@ -63,7 +60,7 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
                 ranks.from_first(partial(export, config.train.run_dir, target=whole))
 
 
-def _progress(stage: Stage, check: bool = False) -> str:
+def _progress(stage: Stage, check: bool) -> str:
     """How far a stage is, in a few words: DONE where the draft of its last step is exported, since a stopped run and
     best weights can be exported too. A stage that is done no longer needs its rows: its last step is then that of the
     run that the draft was exported from.
@@ -78,7 +75,7 @@ def _progress(stage: Stage, check: bool = False) -> str:
             config = config.resolved(len(rows))
             n_steps = config.train.n_steps
             if check and (found := checkpoint.newest(config.train.run_dir)):
-                resuming.check_continues(found[1], config, rows)
+                checkpoint.check_continues(found, config, rows.identity())
         if None in (info.step, n_steps) or info.step == n_steps:  # a converted draft has no steps
             return DONE
     found = checkpoint.newest(config.train.run_dir)
@@ -103,16 +100,19 @@ def train(
     config.train.n_passes(ranks.world_size)
     rows = ShardSet(Path(config.data.path) / "train")
     config = config.resolved(len(rows))
-    n_steps = config.train.n_steps
-    with failures_named(ranks), saving.locked_run(config.train.run_dir, ranks):
-        found = saving.find(config.train.run_dir, ranks)
+    run_dir, n_steps = config.train.run_dir, config.train.n_steps
+    busy = f"another process trains in {run_dir}; stop it (an orphaned rank, perhaps) or give another folder"
+    with failures_named(ranks), ExitStack() as held:
+        ranks.from_first(lambda: held.enter_context(locked(Path(run_dir) / "lock", "train.run_dir", busy)))
+        found = ranks.from_first(partial(checkpoint.newest, run_dir, read=None))
         if found is not None:
-            resuming.check_continues(found[1], config, rows)
-            if found[1]["step"] >= n_steps and not _owes_decoding(found[1], config):
+            checkpoint.check_continues(found, config, rows.identity())
+            # The decoding after the last step may have been interrupted.
+            decoded = found[1]["extra"].get("decoding") or {"last_step": n_steps}
+            if found[1]["step"] >= n_steps and (decoded["last_step"] >= n_steps or not config.decoding.every):
                 ranks.log(f"Training is done already: {n_steps} steps, checkpoint in {found[0]}")
                 return True
-            resuming.check_format(found)
-        run = open_run(config, ranks, target)
+        run = open_run(config, ranks, target, found)
         _restore(run, found, stop, stage)
         saved = found[0] if found and run.step < n_steps else None
         if run.step == n_steps:
@@ -126,49 +126,29 @@ def train(
     if not done:
         ranks.log(f"Stopped after {run.step} of {n_steps} steps; the same command goes on from {saved}")
     else:
-        export_it = shlex.join(["longdraft", "export", config.train.run_dir])
-        ranks.log(f"Trained: {n_steps} steps, checkpoint in {saved}; next: {export_it}")
+        ranks.log(
+            f"Trained: {n_steps} steps, checkpoint in {saved}; next: {shlex.join(['longdraft', 'export', run_dir])}"
+        )
     return done
 
 
-def _owes_decoding(state: dict[str, Any], config: Config) -> bool:
-    """Whether the decoding after the last step was interrupted and is still to be done."""
-    decoding = state["extra"].get("decoding")
-    return config.decoding.every > 0 and decoding is not None and decoding["last_step"] < state["step"]
-
-
-def _restore(run: Run, found: checkpoint.Found | None, stop: Sequence[int], stage: str | None) -> None:
+def _restore(run: Run, found: Found | None, stop: Sequence[int], stage: str | None) -> None:
     """Bring a run that was just opened to where its checkpoint left it, if it has one, and begin its records."""
     config, ranks = run.config, run.ranks
     run.stop = stop
-    if found is not None:
-        resuming.check_same_target(found[1], run.target_weights, config)
-        resuming.check_same_vocabulary(found, run.method.draft.token_ids, config)
-    ranks.barrier()  # all ranks have read before rank 0 writes
-    if ranks.first:
-        saving.write_config(config)
     extra: dict[str, Any] = {}
     if found is not None:
-        saving.load(run.engine, *found)
+        checkpoint.load(run.engine, found)
         extra = found[1]["extra"]
-        run.step, run.skipped = found[1]["step"], extra["skipped"]
-        run.heldout = extra["heldout"]
+        run.step, run.skipped, run.heldout = found[1]["step"], extra["skipped"], extra["heldout"]
     ranks.log(describe(run))
     if run.decoding is not None:
         run.decoding.begin(extra.get("decoding"), found is not None)
     if ranks.first:
+        text = to_yaml(config)
+        write_atomically(Path(config.train.run_dir) / "config.yaml", lambda file: file.write_text(text, "utf-8"))
         run.tracker = Tracker(config, run.method.part_names, run.step, extra.get("wandb_id"), stage)
         run.bar = tqdm(total=config.train.n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
-
-
-def _close(run: Run) -> None:
-    run.bar.close()
-    if run.recent:
-        found = counted(run)
-        run.ranks.log(where_time_goes(run.recent, found and found.r))
-    if run.tracker:
-        run.tracker.close()
-    run.engine.close()
 
 
 def _after_step(run: Run, result: StepResult) -> Path | None:
@@ -177,7 +157,6 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
     last = step == config.train.n_steps
     if last or step % config.log.every == 0:
         record = measure(run, result)
-        run.recent.append(record)
         if tracker:
             tracker.write(record)
             shown = {"loss": record["loss"] and f"{record['loss']:.3f}", "tokens_s": f"{record['tokens_per_s']:.0f}"}
@@ -216,8 +195,7 @@ def _decode(run: Run, heldout: dict[str, Any]) -> None:
 
 
 def _save(run: Run) -> Path:
-    if run.sums is not None:
-        read_sums(run)
+    read_sums(run)
     extra = {
         "heldout": run.heldout,
         "wandb_id": run.tracker and run.tracker.wandb_id,
@@ -226,5 +204,16 @@ def _save(run: Run) -> Path:
         "target_weights": run.target_weights,
         "decoding": run.decoding and run.decoding.saved(),
     }
-    train = run.config.train
-    return saving.save(run.engine, train.run_dir, run.step, extra, keep=train.keep_checkpoints)
+    train, state = run.config.train, {"step": run.step, "config": to_dict(run.config), "extra": extra}
+    return checkpoint.save(run.engine, train.run_dir, state, keep=train.keep_checkpoints)
+
+
+def _close(run: Run) -> None:
+    run.bar.close()
+    if run.tracker:
+        run.tracker.close()
+        stepped = [record for record in read_metrics(run.config.train.run_dir) if "step_s" in record]
+        if stepped:
+            found = counted(run)
+            run.ranks.log(where_time_goes(stepped[-LATEST:], found and found.r))
+    run.engine.close()

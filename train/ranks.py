@@ -31,10 +31,6 @@ if not torch.cuda.is_available():
 import deepspeed
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-REMEDY = (
-    f"set {INTERFACE} and NCCL_SOCKET_IFNAME, in every rank's environment, to the interface between the machines, as "
-    "eth0 or ib0 (ip -br addr lists them)"
-)
 # Long enough for a rank that loads a large target from a slow disk while the others wait.
 TIMEOUT = timedelta(minutes=60)
 # Parts of gloo's and NCCL's messages when the other side of a collective is gone.
@@ -43,16 +39,22 @@ T = TypeVar("T")
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; what was saved is good."""
+    """Training cannot go on; what was saved is good. All ranks raise it, and the first one of a machine reports it."""
+
+
+class RankError(TrainingError):
+    """An error of this rank alone, which reports it itself."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the ranks. `control`: a CPU group for small agreements, which never wait for a GPU."""
+    """This process among the ranks. `local_rank` and `local_size`: its index among the ranks of its machine, and their
+    number. `control`: a CPU group for small agreements, which never wait for a GPU."""
 
     rank: int
     world_size: int
     local_rank: int
+    local_size: int
     device: torch.device
     control: dist.ProcessGroup | None
 
@@ -90,39 +92,26 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def on_all(self, work: Callable[[], T]) -> list[T]:
+        """The results of `work` on all ranks, in rank order. Where it fails on some, all raise the first one's error: a
+        ValueError as it is, one of reading or writing as a TrainingError that names the rank."""
+        result, error = None, None
+        try:
+            result = work()
+        except (ValueError, TrainingError) as raised:
+            error = raised
+        except (OSError, SafetensorError) as raised:
+            error = TrainingError(_explain(raised, self.rank) or f"rank {self.rank}: {raised}")
+        outcomes = self.gather((result, error))
+        for _, error in outcomes:
+            if error is not None:
+                raise error
+        return [result for result, _ in outcomes]
+
     def from_first(self, work: Callable[[], T]) -> T:
         """The result of `work` on the first rank, on all ranks: for what one rank alone may read or do while the others
-        wait. A ValueError or TrainingError there is raised on all ranks."""
-        outcome: list[Any] = [None, None]
-        if self.first:
-            try:
-                outcome[0] = work()
-            except (ValueError, TrainingError) as error:
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0, group=self.control)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
-
-    def attempt(self, work: Callable[[], object], errors: tuple[type[Exception], ...], by_all: bool = True) -> str:
-        """Do the work on all ranks, or on the first one alone, and return `failures` of it."""
-        error: Exception | None = None
-        try:
-            if by_all or self.first:
-                work()
-        except errors as raised:
-            error = raised
-        return self.failures(error)
-
-    def failures(self, error: BaseException | None) -> str:
-        """One line, the same on all ranks, with what went wrong on which of them; empty where nothing did."""
-        errors = self.gather(None if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
-        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None)
-
-    def place_on_machine(self) -> tuple[int, int]:
-        """This rank's index among the ranks of its machine, and their number."""
-        names = self.gather(socket.gethostname())
-        return names[: self.rank].count(names[self.rank]), names.count(names[self.rank])
+        wait. Errors are raised on all ranks, as in `on_all`."""
+        return self.on_all(work if self.first else lambda: None)[0]  # pyright: ignore[reportReturnType]
 
 
 def join_ranks() -> Ranks:
@@ -131,41 +120,56 @@ def join_ranks() -> Ranks:
     CPU threads are divided among the ranks of a machine, unless OMP_NUM_THREADS says how many each rank has.
 
     Raises:
-        ValueError: there are more ranks than GPUs on this machine, CUDA does not start on this rank's, or other
-            machines cannot reach this one by its name.
-        TrainingError: the ranks do not find each other.
+        RankError: CUDA does not start on this rank's GPU, or the ranks do not find each other.
     """
-    if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    env = os.environ
+    if "RANK" not in env:
+        env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    local_rank, world_size = int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
     # DeepSpeed's name and torchrun's for the number of ranks on this machine.
-    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+    local_size = int(env.get("LOCAL_SIZE") or env.get("LOCAL_WORLD_SIZE") or world_size)
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
-    n_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # the others of a list are for nested regions
-    torch.set_num_threads(int(n_threads) if n_threads.isdigit() else max(1, cores // local_size))
+    n_threads = env.get("OMP_NUM_THREADS", "").split(",")[0]  # the others of a list are for nested regions
+    torch.set_num_threads(int(n_threads or max(1, cores // local_size)))
     cuda = torch.cuda.is_available()
-    device = _open_device(local_rank, local_size) if cuda else torch.device("cpu")
+    device = _open_device(local_rank) if cuda else torch.device("cpu")
     _set_up_deepspeed()
-    check_own_name(world_size, local_size)
-    with rendezvous_errors():  # a faulty interface is every rank's of a machine: it is enough that the first logs it
+    try:
+        if world_size > local_size and INTERFACE not in env:
+            check_own_name()
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
         control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
-    if cuda and world_size > 1:
-        with _own_failure_logged(local_rank), rendezvous_errors():
+        if cuda and world_size > 1:
             dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects at its first collective
             torch.cuda.synchronize(device)
-    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, device, control)
+    except (RuntimeError, OSError) as error:
+        set_to = "".join(f", {name}={env[name]}" for name in (INTERFACE, "NCCL_SOCKET_IFNAME") if name in env)
+        raise RankError(
+            f"rank {env['RANK']} of {world_size} on {socket.gethostname()} does not find the others at "
+            f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}{set_to}: {_first_line(error)}; where they are on several "
+            f"machines, set {INTERFACE} and NCCL_SOCKET_IFNAME, in every rank's environment, to the interface between "
+            "the machines, as eth0 or ib0 (ip -br addr lists them)"
+        ) from error
+    return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, control)
 
 
-def _open_device(local_rank: int, local_size: int) -> torch.device:
+def check_own_name() -> None:
+    """Raises OSError where this machine's name resolves to an address that no other machine reaches. gloo listens on
+    the interface of that address, which in many an /etc/hosts is 127.0.1.1."""
+    name = socket.gethostname()
+    address = str(socket.getaddrinfo(name, None)[0][4][0])
+    if ip_address(address.partition("%")[0]).is_loopback:
+        raise OSError(f"{INTERFACE} is not set, and this machine's name {name} stands for {address} (/etc/hosts)")
+
+
+def _open_device(local_rank: int) -> torch.device:
     """This rank's GPU."""
-    n_gpus = torch.cuda.device_count()
-    if local_size > n_gpus:
-        raise ValueError(f"num_gpus: {local_size} ranks, but this machine has {n_gpus} GPUs; start at most {n_gpus}")
     device = torch.device("cuda", local_rank)
-    with _own_failure_logged(local_rank):
+    try:
         start(device, "train.device")
+    except ValueError as error:
+        raise RankError(f"rank {os.environ['RANK']} on {socket.gethostname()}: {error}") from error
     torch.cuda.set_device(local_rank)
     return device
 
@@ -187,17 +191,6 @@ def _set_up_deepspeed() -> None:
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
 
 
-@contextmanager
-def _own_failure_logged(local_rank: int) -> Iterator[None]:
-    """Inside, an error that ends this rank is logged: otherwise only the first rank of a machine logs its own."""
-    try:
-        yield
-    except (ValueError, TrainingError) as error:
-        if local_rank:
-            log(f"rank {os.environ['RANK']} on {socket.gethostname()}: {error}")
-        raise
-
-
 def log(line: str) -> None:
     """Print a line on standard output, above a progress bar if there is one."""
     tqdm.write(line)
@@ -206,61 +199,36 @@ def log(line: str) -> None:
 
 @contextmanager
 def failures_named(ranks: Ranks) -> Iterator[None]:
-    """Inside, a full disk, and the errors of collectives because another rank is gone, become TrainingErrors that say
-    so. The other ranks of a machine log theirs here, since only the first one prints what ends it."""
+    """Inside, a full disk, and the errors of collectives because another rank is gone, become RankErrors that say
+    so."""
     try:
         yield
-    except TrainingError:
-        raise
     except (OSError, SafetensorError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else repr(error)
-        if getattr(error, "errno", None) in DISK_FULL or any(f"os error {number}" in reason for number in DISK_FULL):
-            message = f"a file cannot be written ({reason}); make room, then the same command goes on"
-        elif isinstance(error, dist.DistError) or (
-            not isinstance(error, OSError) and any(word in reason for word in LOST)
-        ):
-            message = f"another rank is gone, it failed or was killed ({reason}); the same command goes on"
-        else:
+        explained = _explain(error, ranks.rank)
+        if explained is None:
             raise
-        message = f"rank {ranks.rank}: {message} from the newest checkpoint, or from the beginning where there is none"
-        if ranks.local_rank:
-            log(message)
-        raise TrainingError(message) from error
+        raise RankError(explained) from error
+
+
+def _explain(error: Exception, rank: int) -> str | None:
+    """A full disk or a lost rank in one sentence; None for any other error."""
+    reason = _first_line(error)
+    if isinstance(error, TrainingError):
+        return None
+    if getattr(error, "errno", None) in DISK_FULL or any(f"os error {number}" in reason for number in DISK_FULL):
+        what = f"a file cannot be written ({reason}); make room, then the same command goes on"
+    elif isinstance(error, dist.DistError) or (type(error) is RuntimeError and any(word in reason for word in LOST)):
+        what = f"another rank is gone, it failed or was killed ({reason}); the same command goes on"
+    else:
+        return None
+    return f"rank {rank}: {what} from the newest checkpoint, or from the beginning where there is none"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or repr(error)
 
 
 def leave_ranks(ranks: Ranks) -> None:
     """Destroy the process group, as every rank's last act: one that is left may abort the process at exit."""
     ranks.barrier()
     deepspeed.comm.destroy_process_group()  # with DeepSpeed's own record of the groups: the process may join again
-
-
-def check_own_name(world_size: int, local_size: int) -> None:
-    """Raises ValueError where there are ranks on other machines and this one's name resolves to an address that they
-    cannot reach. gloo listens on the interface of that address, which in many an /etc/hosts is 127.0.1.1."""
-    if world_size <= local_size or os.environ.get(INTERFACE):
-        return
-    name = socket.gethostname()
-    try:
-        address = str(socket.getaddrinfo(name, None)[0][4][0])
-    except socket.gaierror:
-        address = "no address"
-    if address == "no address" or ip_address(address.partition("%")[0]).is_loopback:
-        raise ValueError(
-            f"{INTERFACE}: not set, and this machine's name {name} stands for {address} (/etc/hosts), which no other "
-            f"machine reaches: {REMEDY}"
-        )
-
-
-@contextmanager
-def rendezvous_errors() -> Iterator[None]:
-    """Inside, where the ranks meet, a RuntimeError becomes a TrainingError that names the address and a remedy."""
-    try:
-        yield
-    except RuntimeError as error:
-        env, reason = os.environ, str(error).strip().partition("\n")[0] or type(error).__name__
-        set_to = "".join(f", {name}={env[name]}" for name in (INTERFACE, "NCCL_SOCKET_IFNAME") if name in env)
-        raise TrainingError(
-            f"rank {env['RANK']} of {env['WORLD_SIZE']} on {socket.gethostname()} does not find the others at "
-            f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}{set_to}: {reason}; where they are on several machines, "
-            f"{REMEDY}"
-        ) from error

@@ -6,7 +6,9 @@ here: the draft, which every rank runs for its own slice of queries; weights sha
 Shapes: N tokens end to end, n of them a rank's, D hidden, H query heads, K key/value heads, d head width.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,12 +27,10 @@ from deepspeed.sequence.layer import DistributedAttention
 
 def check_heads(config: DecoderConfig, degree: int) -> None:
     """Raises ValueError where a target's heads do not divide among `train.sequence_parallel` ranks."""
-    heads = config.n_heads, config.n_kv_heads
-    if any(n % degree for n in heads):
-        fitting = [str(n) for n in range(1, min(heads) + 1) if not any(count % n for count in heads)]
+    if config.n_heads % degree or config.n_kv_heads % degree:
         raise ValueError(
-            f"train.sequence_parallel: {degree} ranks cannot share the target's heads, n_heads = {config.n_heads} and "
-            f"n_kv_heads = {config.n_kv_heads}: both must divide by it; set it to one of {', '.join(fitting)}"
+            f"train.sequence_parallel: {degree} ranks cannot share the target's heads; set it to a number that divides "
+            f"n_heads = {config.n_heads} and n_kv_heads = {config.n_kv_heads}"
         )
 
 
@@ -39,6 +39,13 @@ def sequence_group(degree: int) -> dist.ProcessGroup:
     group, _ = dist.new_subgroups(degree, timeout=TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+class _Shard(NamedTuple):
+    """See `SequenceShard` (models/passes.py)."""
+
+    tokens: slice
+    attend: Callable[..., Tensor]
 
 
 class SequenceParallel:
@@ -52,7 +59,7 @@ class SequenceParallel:
     def __init__(self, config: DecoderConfig, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         check_heads(config, self.size)
-        self.attention = DistributedAttention(_attend, group, scatter_idx=2, gather_idx=1)  # pyright: ignore[reportArgumentType]
+        self._attention = DistributedAttention(_attend, group, scatter_idx=2, gather_idx=1)  # pyright: ignore[reportArgumentType]
 
     def own_span(self, n_tokens: int) -> tuple[int, int]:
         """Where this rank's tokens of a row start and stop; the last ranks may have fewer tokens, or none."""
@@ -81,7 +88,7 @@ class SequenceParallel:
         if n_padding:
             tokens_1N, borders = F.pad(tokens_1N, (0, n_padding)), [*borders, n_tokens + n_padding]
             positions_1N = None if positions_1N is None else F.pad(positions_1N, (0, n_padding))
-        shard = _Shard(slice(self.rank * width, (self.rank + 1) * width), self)
+        shard = _Shard(slice(self.rank * width, (self.rank + 1) * width), self._attend_together)
         given, spans = replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N), given.spans
         output = model(replace(given, shard=shard, spans=()))
         start, stop = self.own_span(n_tokens)
@@ -98,6 +105,18 @@ class SequenceParallel:
             output.last_kv = self.gather(k_1nKd, n_tokens), self.gather(v_1nKd, n_tokens)
         return output
 
+    def _attend_together(
+        self,
+        q_nHd: Tensor,
+        k_nKd: Tensor,
+        v_nKd: Tensor,
+        pieces: list[Segment],
+        window: int | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        own_sinks = None if sinks_H is None else sinks_H.chunk(self.size)[self.rank]
+        return self._attention(q_nHd[None], k_nKd[None], v_nKd[None], 0, None, pieces, window, own_sinks)[0]
+
     def any(self, flag: Tensor) -> Tensor:
         """Whether the flag is true on any rank of the group: a bool scalar on the device."""
         found = flag.to(torch.uint8)
@@ -112,26 +131,6 @@ class SequenceParallel:
         whole = own_1nX.new_empty(self.size * width, *own_1nX.shape[2:])
         dist.all_gather_into_tensor(whole, padded, group=self.group)
         return whole[None, :n_tokens]
-
-
-@dataclass
-class _Shard:
-    """See `SequenceShard` (models/passes.py)."""
-
-    tokens: slice
-    ranks: SequenceParallel
-
-    def attend(
-        self,
-        q_nHd: Tensor,
-        k_nKd: Tensor,
-        v_nKd: Tensor,
-        pieces: list[Segment],
-        window: int | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
-        own_sinks = None if sinks_H is None else sinks_H.chunk(self.ranks.size)[self.ranks.rank]
-        return self.ranks.attention(q_nHd[None], k_nKd[None], v_nKd[None], 0, None, pieces, window, own_sinks)[0]
 
 
 def _attend(

@@ -2,39 +2,132 @@
 
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.device import free_bytes
-from longdraft.models.draft_folder import Draft, load_draft, read_info
+from longdraft.models.draft_folder import Draft, load_draft
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import LOADERS, load_through_transformers, read_target_config
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
+from longdraft.train.batches import EpochRow
+from longdraft.train.checkpoint import Found
 from longdraft.train.config import DTYPES, Config, DataSection, DraftSection, TargetSection
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.evaluate import Evaluator
 from longdraft.train.memory import estimate
-from longdraft.train.methods.base import Method
+from longdraft.train.methods.base import Method, MicroBatch
 from longdraft.train.methods.build import open_method
 from longdraft.train.ranks import Ranks
-from longdraft.train.run import Run
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
 from longdraft.train.sharding import load_sharded_target, share_out, whole_layers
 from longdraft.train.teacher import Teacher
+from longdraft.train.tracking import Tracker
 from longdraft.train.vocabulary import frequent_tokens
 
 # Fields of a draft's config that say how its training begins or goes, and nothing about the shape of its weights.
 TRAINING_ALONE = ("noise", "warm_start", "init_std", "out_norm_init")
-# Checking more bytes than this takes long enough to be announced.
-TOLD_ABOVE = 10**9
+
+
+@dataclass
+class StepInput:
+    """What a step reads, before it begins.
+
+    `all_rows`: the rows of all ranks. `places` and `micro_batches`: this rank's passes. `n_labels` [P]: this rank's
+    labels of each part of the loss.
+    """
+
+    all_rows: list[EpochRow]
+    places: list[list[EpochRow]]
+    micro_batches: list[MicroBatch]
+    n_labels: Sequence[float]
+
+
+@dataclass
+class Run:
+    """All that is open during training.
+
+    `target_weights`: the hash of the target's weights (models/fingerprint.py). `decoding`: None where the config does
+    not ask for it. `step`: steps done. `skipped`: passes and steps that were left out because their loss or gradient
+    was not a number. `heldout`: the latest validation. `stop`: the run ends once there is something in it on any rank.
+    `tracker` and a visible `bar` exist on the first rank alone.
+
+    `sums` waits for what the ranks sum at a step's end and returns it (`read_sums` in step.py). `next_input`: what the
+    next step reads, prepared while the device was still working; None before the first step.
+    """
+
+    config: Config
+    ranks: Ranks
+    method: Method
+    engine: DraftEngine
+    teacher: Teacher
+    rows: ShardSet
+    heldout_rows: ShardSet
+    target_weights: str | None
+    decoding: Evaluator | None = None
+    step: int = 0
+    skipped: int = 0
+    sums: Callable[[], list[float]] = field(default=lambda: [0.0, 0.0])
+    next_input: StepInput | None = None
+    heldout: dict[str, Any] = field(default_factory=dict)
+    stop: Sequence[int] = ()
+    tracker: Tracker | None = None
+    bar: tqdm = field(default_factory=partial(tqdm, disable=True))
+
+
+def open_run(config: Config, ranks: Ranks, target: Target | None = None, found: Found | None = None) -> Run:
+    """Open data, target, draft and engine as they are before the first step.
+
+    Args:
+        target: saves loading the run's own.
+        found: the checkpoint that the run will go on from, whose target and vocabulary it then has.
+    """
+    train, section = config.train, config.draft
+    if train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)  # an operation that has no such algorithm raises
+    target = target or open_target(config, ranks)
+    note_weights(target)
+    weights = target.fingerprint.get("weights")
+    if found is not None:
+        before = found[1]["extra"].get("target_weights")
+        if None not in (weights, before) and weights != before:
+            raise ValueError(
+                f"target.path: {config.target.path} has other weights (sha256 of a sample {weights}) than the run in "
+                f"{train.run_dir} began with ({before}); put those back, or start anew with another train.run_dir"
+            )
+    rows, heldout_rows = (open_rows(config.data, split, target) for split in ("train", "heldout"))
+    verify_shards([rows, heldout_rows], ranks, target.model.config.vocab_size)
+    decoding = Evaluator(config, target, heldout_rows, ranks) if config.decoding.every else None
+    check_draft(section, target)
+    start = load_draft(section.start_from, target) if section.start_from is not None and found is None else None
+    if section.draft_vocab_size is None:
+        token_ids = None
+    elif found is not None:
+        token_ids = load_file(found[0] / checkpoint.WEIGHTS)["token_ids"]
+    elif start is not None and start.config.draft_vocab_size == section.draft_vocab_size:
+        token_ids = start.token_ids
+    else:
+        vocab_size = target.model.config.vocab_size
+        token_ids = frequent_tokens(rows, vocab_size, section.draft_vocab_size, target.eos_token_ids)
+    with whole_layers(target.model, 0, -1):  # a warm start reads them
+        method = open_method(config, target.model, token_ids)
+    if start is not None and section.start_from is not None:
+        begin_with(method, start, section.start_from)
+    parallel = None
+    if train.sequence_parallel > 1:
+        parallel = SequenceParallel(target.model.config, sequence_group(train.sequence_parallel))
+    engine = DraftEngine(method.draft, ranks, train, config.optimizer)
+    return Run(config, ranks, method, engine, Teacher(target.model, parallel), rows, heldout_rows, weights, decoding)
 
 
 def whole_target(section: TargetSection, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
@@ -57,63 +150,19 @@ def open_target(config: Config, ranks: Ranks) -> Target:
 
 
 def check_room(config: Config, ranks: Ranks) -> None:
-    """Compare the free memory of the ranks' GPUs with the estimate, before anything is loaded.
-
-    Raises ValueError, on all ranks, where a GPU has no room for what training keeps there all the time. Where only the
-    peak, which is an estimate, is more than what is free, it is logged.
-    """
+    """Raises ValueError, on all ranks and before anything is loaded, where a GPU has no room for what training keeps
+    there all the time."""
     target = read_target_config(config.target.path, config.target.gguf_file, config.target.max_positions)
-    needed = estimate(config, target, ranks.world_size, gpu=True)
-    kept, (moment, peak) = sum(needed.kept.values()), needed.peak
+    kept = estimate(config, target, ranks.world_size, gpu=True).kept
     # The process has taken what it needs beside tensors by now.
     free, place = min(ranks.gather((free_bytes(ranks.device), f"{ranks.device} of {socket.gethostname()}")))
-    there = f"{place} has {free / 2**30:.2f} GiB free"
-    if kept > free:
-        parts = ", ".join(f"{name} {n / 2**30:.2f} GiB" for name, n in needed.kept.items())
+    if sum(kept.values()) > free:
+        parts = ", ".join(f"{name} {n / 2**30:.2f} GiB" for name, n in kept.items())
         raise ValueError(
-            f"train.device: {there}, and training keeps {kept / 2**30:.2f} GiB there ({parts}); take more or larger "
-            "GPUs, or share out by target.zero_stage=3, train.zero_stage=3 or train.offload_optimizer=true"
+            f"train.device: {place} has {free / 2**30:.2f} GiB free, and training keeps "
+            f"{sum(kept.values()) / 2**30:.2f} GiB there ({parts}); take more or larger GPUs, or share out by "
+            "target.zero_stage=3, train.zero_stage=3 or train.offload_optimizer=true"
         )
-    if peak - needed.process > free:
-        ranks.log(
-            f"The {moment} is estimated at {peak / 2**30:.2f} GiB in all, and {there}: should it run out, lower "
-            "train.micro_batch or data.query_share"
-        )
-
-
-def open_run(config: Config, ranks: Ranks, target: Target | None = None) -> Run:
-    """Open data, target, draft and engine as they are before the first step. `target` saves loading the run's own."""
-    train = config.train
-    if train.deterministic:
-        if train.loss == "acceptance" and ranks.device.type == "cuda":
-            raise ValueError(
-                "train.deterministic: true, but PyTorch's running sums on a GPU, which train.loss = acceptance takes, "
-                "are not; set it to false, or train.loss to overlap or kl"
-            )
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)  # an operation that has no such algorithm raises
-    target = target or open_target(config, ranks)
-    note_weights(target)
-    rows, heldout_rows = (open_rows(config.data, split, target) for split in ("train", "heldout"))
-    verify_shards([rows, heldout_rows], ranks, target.model.config.vocab_size)
-    decoding = Evaluator(config, target, heldout_rows, ranks) if config.decoding.every else None
-    check_draft(config.draft, target)
-    folder = config.draft.start_from
-    start = None if folder is None else load_draft(folder, target)
-    with whole_layers(target.model, 0, -1):  # a warm start reads them
-        method = open_method(config, target.model, _draft_vocabulary(config.draft, start, rows, target))
-    masters: dict[str, Tensor] = {}
-    if start is not None and folder is not None:
-        begin_with(method, start, folder)
-        masters = take_masters(method, folder, ranks)
-    parallel = None
-    if train.sequence_parallel > 1:
-        parallel = SequenceParallel(target.model.config, sequence_group(train.sequence_parallel))
-    engine = DraftEngine(config, method.draft, ranks)
-    if masters:
-        engine.set_masters(masters)
-    teacher, weights = Teacher(target.model, parallel), target.fingerprint.get("weights")
-    return Run(config, ranks, method, engine, teacher, rows, heldout_rows, weights, decoding)
 
 
 def note_weights(target: Target) -> None:
@@ -161,28 +210,6 @@ def begin_with(method: Method, start: Draft, folder: str) -> None:
     method.draft.load_state_dict(start.state_dict())
 
 
-def take_masters(method: Method, folder: str, ranks: Ranks) -> dict[str, Tensor]:
-    """Put the fp32 weights that a folder's draft was rounded from into the network, and return them: none where some
-    rank does not find them in the run that the folder lies in."""
-    weights = method.draft.state_dict()
-    masters, reason = checkpoint.masters_of(folder, weights, read_info(folder).step)
-    reason = next(filter(None, ranks.gather(reason)), "")
-    form = "as they are exported" if reason else "in fp32"
-    ranks.log(f"Begins with the weights of {folder}, {form}{reason and f': {reason}'}")
-    masters = {} if reason else masters
-    method.draft.load_state_dict(weights | masters)
-    return masters
-
-
-def _draft_vocabulary(section: DraftSection, start: Draft | None, rows: ShardSet, target: Target) -> Tensor | None:
-    """The restricted vocabulary, if any: that of the draft which training starts from, else the most frequent ids."""
-    if section.draft_vocab_size is None:
-        return None
-    if start is not None and start.config.draft_vocab_size == section.draft_vocab_size:
-        return start.token_ids
-    return frequent_tokens(rows, target.model.config.vocab_size, section.draft_vocab_size, target.eos_token_ids)
-
-
 def open_rows(data: DataSection, split: str, target: Target) -> ShardSet:
     """Open a split of the prepared folder; raises ValueError where its rows or tokenizer do not fit the run, the loss
     counts no token, or too many documents were left out."""
@@ -198,9 +225,7 @@ def open_rows(data: DataSection, split: str, target: Target) -> ShardSet:
             f"data.path: {rows.folder} was prepared with the tokenizer {prepared_with}, but {target.name}'s is "
             f"{tokenizer}; prepare it for this target"
         )
-    if not len(rows):
-        raise ValueError(f"data.path: {rows.folder} has no rows; prepare more text")
-    if not rows.manifest.get("supervised_tokens", 1):  # older manifests do not count them
+    if not len(rows) or not rows.manifest.get("supervised_tokens", 1):  # older manifests do not count them
         raise ValueError(
             f"data.path: {rows.folder} has no token that the loss counts; look at longdraft prepare --inspect "
             f"{data.path}"
@@ -219,33 +244,24 @@ def open_rows(data: DataSection, split: str, target: Target) -> ShardSet:
 def verify_shards(splits: Sequence[ShardSet], ranks: Ranks, vocab_size: int) -> None:
     """Read all shards once, before any is trained on. The ranks of a machine divide them, since it may have a copy of
     its own. Raises ValueError on all ranks, naming shards that are damaged or hold ids beyond the vocabulary."""
-    n_bytes = sum(shard["bytes"] for rows in splits for shard in rows.manifest["shards"])
-    if n_bytes > TOLD_ABOVE:
-        ranks.log(f"Checking {n_bytes / 1e9:.1f} GB of prepared rows")
-    place, n_places = ranks.place_on_machine()
-    damage = None
-    for rows in splits:
-        try:
-            rows.verify(place, n_places, vocab_size)
-        except ValueError as error:
-            damage = damage or str(error)
-    if found := [text for text in ranks.gather(damage) if text is not None]:
-        raise ValueError(f"data.path: {'; '.join(found)}")
+
+    def verify() -> None:
+        for rows in splits:
+            rows.verify(ranks.local_rank, ranks.local_size, vocab_size)
+
+    ranks.on_all(verify)
 
 
 def describe(run: Run) -> str:
     """What is logged before the first step."""
     train, data, target = run.config.train, run.config.data, run.config.target
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.engine.draft.parameters())
-    kind = "GPU" if run.ranks.device.type == "cuda" else "CPU"
     counted, used = (run.rows.manifest.get(name) for name in ("supervised_tokens", "tokens"))
     tokens = f" with {used:,} tokens, of which the loss counts {counted / used:.1%}" if counted and used else ""
-    allowed = target.max_positions
     return (
-        (f"Positions of the target: {allowed:,}, by target.max_positions\n" if allowed else "")
-        + f"Rows: {len(run.rows):,}{tokens}; {run.rows.left_out()[0]:.1%} of the documents were left out\n"
+        f"Rows: {len(run.rows):,}{tokens}; {run.rows.left_out()[0]:.1%} of the documents were left out\n"
         f"Training {run.config.draft.method} ({parameters / 1e6:.1f} M parameters) for {target.path} on "
-        f"{run.ranks.world_size} {kind} rank(s), {train.precision}, ZeRO-{train.zero_stage}: step {run.step} to "
-        f"{train.n_steps}, up to {train.global_batch * data.seq_len:,} tokens each, from {data.path}; all goes to "
-        f"{train.run_dir}"
+        f"{run.ranks.world_size} {'GPU' if run.ranks.device.type == 'cuda' else 'CPU'} rank(s), {train.precision}, "
+        f"ZeRO-{train.zero_stage}: step {run.step} to {train.n_steps}, up to {train.global_batch * data.seq_len:,} "
+        f"tokens each, from {data.path}; all goes to {train.run_dir}"
     )

@@ -72,16 +72,11 @@ def share_out(
     The first rank's host reads the whole model and sends the others their shares; a device has at most one whole layer
     of it. Raises ValueError on all ranks where the first one cannot read it.
     """
-    model, failure = None, None
-    if ranks.first:
-        try:
-            model = read()
-        except (ValueError, OSError, RuntimeError) as error:
-            failure = str(error)
-    failures = [text for text in ranks.gather(failure) if text is not None]
-    if failures:
-        raise ValueError(f"target.path: {failures[0]}")
-    if model is None:
+    read_here: list[Any] = []
+    ranks.from_first(lambda: read_here.append(read()))
+    if read_here:
+        (model,) = read_here
+    else:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False)
     layers = find_layers(model.requires_grad_(False))

@@ -1,38 +1,44 @@
-"""One step of training: its rows, the target's passes, the draft's, the backward passes, and the update.
+"""One step of training: its rows, the target's passes, the draft's, the backward passes, the update; and its metrics.
 
 A step's loss counts all labels of its rows alike, whichever rank and pass they are in; `Method.loss_weights` says how
 its parts weigh. The host runs ahead of a GPU: in a step that is neither logged nor saved it waits for what DeepSpeed
 waits for where the weights move, and for nothing else. So what the ranks sum at a step's end is read when the next
 step begins, and before anything is logged or saved. What training gives is the same as if the host had waited; only the
 error of too many passes left out comes later.
+Shapes: P parts of the loss, K ranks counted.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
 from longdraft.kernels.transfer import HostCopy, Moment, from_host
-from longdraft.models.drafts.loss import DraftLoss
-from longdraft.train import checkpoint
+from longdraft.models.drafts.loss import RANKS, DraftLoss
 from longdraft.train.batches import EpochRow, rank_rows, read_batch, step_rows
+from longdraft.train.deepspeed_engine import learning_rate
+from longdraft.train.estimate import Operations, operations
 from longdraft.train.methods.base import MicroBatch
 from longdraft.train.ranks import TrainingError, log
-from longdraft.train.run import Run, StepInput
+from longdraft.train.setup import Run, StepInput
+
+# The parts of a step's time (`StepResult.parts`), and what they are called.
+PARTS = {"target": "the target's passes", "draft": "draft and loss", "backward": "backward and update"}
 
 
 @dataclass
 class StepResult:
     """One rank's result of a step. `loss`: sums [P] over its labels of each part of the loss, on its device.
-    `n_labels` [P]: the labels of all ranks. `rate`: the learning rate. `seconds`: the whole step. `parts`: seconds in
-    the target's passes, the draft's and the backward passes, where the step is logged."""
+    `n_labels` [P]: the labels of all ranks. `seconds`: the whole step. `parts`: seconds in each of PARTS, where the
+    step is logged."""
 
     loss: DraftLoss
     n_labels: list[float]
-    rate: float
     seconds: float
     parts: dict[str, float]
 
@@ -58,9 +64,9 @@ class Clock:
     def seconds(self) -> dict[str, float]:
         """Seconds by part; empty where it was not running."""
         self._wait()
-        total: dict[str, float] = {}
+        total: dict[str, float] = defaultdict(float)
         for name, begin, end in self._laps:
-            total[name] = total.get(name, 0.0) + begin.seconds_to(end)
+            total[name] += begin.seconds_to(end)
         return total
 
     def _wait(self) -> None:
@@ -69,8 +75,8 @@ class Clock:
 
 
 def begin_sums(run: Run, n_left_out: int = 0) -> None:
-    """Begin to sum over the ranks what `read_sums` reads: at a step's end, `n_left_out` of this rank's passes left out,
-    the wish to stop, and the labels of the next step's rows."""
+    """Begin the one sum over the ranks at a step's end: `n_left_out` of this rank's passes left out, the wish to stop,
+    and the labels of the next step's rows."""
     n_labels = () if run.next_input is None else run.next_input.n_labels
     run.sums = run.ranks.begin_sum([n_left_out, float(bool(run.stop)), *n_labels])
 
@@ -81,11 +87,10 @@ def read_sums(run: Run) -> tuple[bool, list[float]]:
 
     Raises TrainingError above train.max_skipped.
     """
-    assert run.sums is not None
-    n_left_out, *others = run.sums()
-    run.sums = lambda: [0, *others]
+    n_left_out, stopping, *n_labels = run.sums()
+    run.sums = lambda: [0.0, stopping, *n_labels]
     count_skipped(run, int(n_left_out), run.step)
-    return bool(others[0]), others[1:]
+    return bool(stopping), n_labels
 
 
 def count_skipped(run: Run, n: int, step: int) -> None:
@@ -94,8 +99,8 @@ def count_skipped(run: Run, n: int, step: int) -> None:
     if run.skipped > run.config.train.max_skipped:
         raise TrainingError(
             f"step {step}: {run.skipped} times a loss or gradient was not a number, more than train.max_skipped "
-            f"= {run.config.train.max_skipped}; {checkpoint.what_is_good(run.config.train.run_dir)}: lower "
-            "optimizer.peak_lr and start a new run, or look at these rows"
+            f"= {run.config.train.max_skipped}; what was saved before is good: lower optimizer.peak_lr and start a new "
+            "run, or look at these rows"
         )
 
 
@@ -103,7 +108,7 @@ def train_step(run: Run) -> StepResult | None:
     """Take one step on this rank's rows. Returns None, with nothing done, if any rank had something in `run.stop`
     before the step or during a pass before its last one."""
     train, ranks = run.config.train, run.ranks
-    if run.sums is None:  # the run's first step
+    if run.next_input is None:  # the run's first step
         run.next_input = _read_input(run, run.step)
         begin_sums(run)
     stopping, n_labels = read_sums(run)
@@ -112,17 +117,16 @@ def train_step(run: Run) -> StepResult | None:
     is_logged = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.n_steps
     clock = Clock(ranks.device, running=is_logged)
     if is_logged and ranks.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(ranks.device)  # step_metrics.py reads the step's peak
+        torch.cuda.reset_peak_memory_stats(ranks.device)  # `measure` reads the step's peak
     begin = time.perf_counter()
     inputs, run.next_input = run.next_input, None
-    assert inputs is not None
     weights_P = from_host(torch.tensor(run.method.loss_weights(n_labels)), ranks.device)
-    rate = run.engine.begin_step(run.step)
+    run.engine.set_rate(learning_rate(run.step, train.n_steps, run.config.optimizer))
     losses: list[DraftLoss] = []
     flags: list[HostCopy] = []  # of passes left out
     vote: Callable[[], list[float]] | None = None
-    for number, (micro_batch, places) in enumerate(zip(inputs.micro_batches, inputs.places, strict=True), start=1):
-        loss, left_out = _forward(run, micro_batch.to(ranks.device), places, is_logged, clock)
+    for number, micro_batch in enumerate(inputs.micro_batches, start=1):
+        loss, left_out = _forward(run, micro_batch.to(ranks.device), is_logged, clock)
         flags.append(HostCopy(left_out))
         last = number == len(inputs.micro_batches)
         # The ranks vote in one pass and read the result in the next, so that none waits for another.
@@ -143,22 +147,7 @@ def train_step(run: Run) -> StepResult | None:
         count_skipped(run, 1, run.step + 1)
     loss = DraftLoss(*(torch.stack(field).sum(0) for field in zip(*losses, strict=True)))
     parts = clock.seconds()
-    return StepResult(loss, n_labels, rate, time.perf_counter() - begin, parts)
-
-
-def _count_left_out(run: Run, places: Sequence[list[EpochRow]], flags: Sequence[HostCopy]) -> int:
-    """Log and count this rank's passes that were left out as their loss was not a number; those of ranks that share
-    rows count once."""
-    if run.ranks.rank % run.config.train.sequence_parallel:
-        return 0
-    left_out = [of_pass for of_pass, flag in zip(places, flags, strict=True) if flag.lists()[0]]
-    for of_pass in left_out:
-        log(f"The loss of step {run.step + 1} is not a number for rows {_row_names(of_pass)}")
-    return len(left_out)
-
-
-def _row_names(places: Sequence[EpochRow]) -> str:
-    return ", ".join(f"{place.row} (epoch {place.epoch})" for place in places)
+    return StepResult(loss, n_labels, time.perf_counter() - begin, parts)
 
 
 def _read_input(run: Run, step: int) -> StepInput:
@@ -167,21 +156,16 @@ def _read_input(run: Run, step: int) -> StepInput:
     rows = step_rows(train.seed, step, len(run.rows), train.global_batch)
     degree = train.sequence_parallel
     places = rank_rows(rows, ranks.rank // degree, ranks.world_size // degree, train.micro_batch)
-    micro_batches = [_read_micro_batch(run, of_pass, step) for of_pass in places]
+    micro_batches, distillation = [], train.distillation(step)
+    for of_pass in places:
+        batch = read_batch(run.rows, of_pass)
+        micro_batch = run.method.micro_batch(batch, run.teacher.own_span(len(batch.tokens)))
+        micro_batches.append(run.method.with_distillation(micro_batch, *distillation) if distillation else micro_batch)
     n_labels = [sum(n) for n in zip(*(micro_batch.n_labels for micro_batch in micro_batches), strict=True)]
     return StepInput(rows, places, micro_batches, n_labels)
 
 
-def _read_micro_batch(run: Run, places: list[EpochRow], step: int) -> MicroBatch:
-    batch = read_batch(run.rows, places)
-    micro_batch = run.method.micro_batch(batch, run.teacher.own_span(len(batch.tokens)))
-    distillation = run.config.train.distillation(step)
-    return run.method.with_distillation(micro_batch, *distillation) if distillation else micro_batch
-
-
-def _forward(
-    run: Run, micro_batch: MicroBatch, places: list[EpochRow], count_ranks: bool, clock: Clock
-) -> tuple[DraftLoss, torch.Tensor]:
+def _forward(run: Run, micro_batch: MicroBatch, count_ranks: bool, clock: Clock) -> tuple[DraftLoss, torch.Tensor]:
     """Target and draft of one pass.
 
     Returns the loss, and whether the pass is left out because its loss is not a number: bool, on the device, so that
@@ -198,15 +182,89 @@ def _forward(
         assert output.of_spans is not None
         distillation = plan.with_states(output.of_spans)
     arguments = method.arguments(micro_batch, output, teacher)
-    if not places:  # whatever the target makes of the placeholder token, numbers or not
-        arguments = tuple(_zeros(argument) for argument in arguments)
     with clock.part("draft"):
         loss: DraftLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_ranks, distillation)
     left_out = teacher.any(~loss.sums.detach().isfinite().all())  # ranks that share these rows leave them out together
     return DraftLoss(*(field.masked_fill(left_out, 0) for field in loss)), left_out
 
 
-def _zeros(argument: Any) -> Any:
-    """Zeros in place of a floating-point tensor; anything else as it is."""
-    is_float = isinstance(argument, torch.Tensor) and argument.is_floating_point()
-    return torch.zeros_like(argument) if is_float else argument
+def _count_left_out(run: Run, places: Sequence[list[EpochRow]], flags: Sequence[HostCopy]) -> int:
+    """Log and count this rank's passes that were left out as their loss was not a number; those of ranks that share
+    rows count once, and one without rows has nothing to leave out."""
+    if run.ranks.rank % run.config.train.sequence_parallel:
+        return 0
+    left_out = [rows for rows, flag in zip(places, flags, strict=True) if flag.lists()[0] and rows]
+    for rows in left_out:
+        log(f"The loss of step {run.step + 1} is not a number for rows {_row_names(rows)}")
+    return len(left_out)
+
+
+def _row_names(places: Sequence[EpochRow]) -> str:
+    return ", ".join(f"{place.row} (epoch {place.epoch})" for place in places)
+
+
+def measure(run: Run, result: StepResult) -> dict[str, Any]:
+    """The step's line in metrics.jsonl, over all ranks; all ranks call it.
+
+    `loss`: as it is minimised, by `objective`; None without labels. `part_loss`: the mean of each part in nats. `top1`,
+    `top3`: the share of each part's labels that are the draft's first candidate, or among its first three; of a part
+    without labels all are None. `{part}_share`: the share of the first rank's time in each of PARTS. `over_target`: the
+    step's time over that of its target's passes; estimate.py says what it could be. Per rank, which is a GPU or a
+    process on a CPU: `tokens_per_s_per_rank`; `tflops_per_rank`, counted operations in 10^12 a second;
+    `peak_memory_gib`, of tensors, on the GPU that had most.
+    """
+    read_sums(run)
+    loss, n_parts, ranks, train = result.loss, len(run.method.part_names), run.ranks, run.config.train
+    sums = torch.cat([loss.sums[:, None], loss.rank_counts, loss.n_labels[:, None]], dim=1).double()
+    totals = torch.tensor(ranks.sum(sums.flatten().tolist())).view(n_parts, RANKS + 2)
+    loss_sums = totals[:, 0].tolist()
+    weights = run.method.loss_weights(result.n_labels)
+    rates = [(row[1:-1].cumsum(0) / row[-1]).tolist() if row[-1] else [None] * RANKS for row in totals]
+    tokens = train.global_batch * run.config.data.seq_len
+    distillation = train.distillation(run.step - 1)
+    loss_sum = sum(total * weight for total, weight in zip(loss_sums, weights, strict=True))
+    record = {
+        "step": run.step,
+        "tokens": run.step * tokens,
+        "loss": loss_sum if any(result.n_labels) else None,
+        "objective": distillation[0] if distillation else "cross_entropy",
+        "part_loss": [total / n if n else None for total, n in zip(loss_sums, result.n_labels, strict=True)],
+        "top1": [part[0] for part in rates],
+        "top3": [part[-1] for part in rates],
+        "lr": learning_rate(run.step - 1, train.n_steps, run.config.optimizer),
+        "grad_norm": run.engine.grad_norm(),
+        "skipped": run.skipped,
+        "step_s": result.seconds,
+        "tokens_per_s": tokens / result.seconds,
+        "tokens_per_s_per_rank": tokens / result.seconds / ranks.world_size,
+        **{f"{part}_share": seconds / result.seconds for part, seconds in result.parts.items()},
+        "over_target": result.seconds / result.parts["target"],
+    }
+    if (found := counted(run)) is not None:
+        operations_s = found.of_step(tokens, sum(result.n_labels)) / result.seconds
+        record["tflops_per_rank"] = operations_s / 1e12 / ranks.world_size
+    if ranks.device.type == "cuda":
+        record["peak_memory_gib"] = max(ranks.gather(torch.cuda.max_memory_allocated(ranks.device))) / 2**30
+    return record
+
+
+def counted(run: Run) -> Operations | None:
+    """The operations of a token; None for a target whose operations are not counted."""
+    config = run.config
+    if config.target.loader != "longdraft":
+        return None
+    return operations(config.draft, config.data, config.train.loss, run.teacher.model.config)
+
+
+def where_time_goes(records: Collection[dict[str, Any]], r: float | None) -> str:
+    """One line about logged steps, by medians. `r`: the time of a step over its target's passes if all operations were
+    equally fast (estimate.py); None where it is not known."""
+    seconds, ratio = (median(record[key] for record in records) for key in ("step_s", "over_target"))
+    shares = {part: median(record[f"{part}_share"] for record in records) for part in PARTS}
+    by_count = "" if r is None else f" ({r:.2f} by count of operations)"
+    parts = [f"{PARTS[part]} {share:.0%}" for part, share in shares.items()]
+    rest = max(0.0, 1 - sum(shares.values()))  # medians of shares need not add up to 1
+    return (
+        f"A step took {seconds:.2f} s, {ratio:.2f} times its target's passes{by_count}: "
+        f"{', '.join(parts)}, the rest {rest:.0%}"
+    )

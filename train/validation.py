@@ -14,7 +14,7 @@ from longdraft.kernels.transfer import from_host
 from longdraft.models.drafts.loss import IGNORED, RANKS, Distillation, LossPart
 from longdraft.train.batches import EpochRow, Rows, read_batch
 from longdraft.train.methods.base import Method, MicroBatch
-from longdraft.train.run import Run
+from longdraft.train.setup import Run
 from longdraft.train.teacher import Teacher
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +46,6 @@ ACCEPTANCE = [
     *ANCHORED, "train.loss=acceptance", "train.kl_steps=12", "train.level_weights=[1,0.5,0.25]", "heldout.every=10",
 ]  # fmt: skip
 MIX = [*TOKENSWIFT, "train.loss=mix", "train.text_weight=0.25"]
-# A step that moves no weight, in fp32: what is saved is what the run began with.
-STILL = ["optimizer.peak_lr=1e-30", "optimizer.warmup_steps=0"]
 # What every rank imports; the last two are imported when the first run begins.
 PRELOADED = [
     "deepspeed", "longdraft.train.loop", "longdraft.launch.train", "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -277,15 +274,19 @@ def train_command() -> Callable[..., tuple[int, str]]:
     return call
 
 
+# Runs by their number of ranks: precision and ZeRO stage, of TokenSwift's chain and of LongSpec.
+HEADS = {1: ["fp32-1", "fp32-3", "bf16-1", "bf16-3"], 2: ["fp32-1", "fp32-2", "fp32-3", "bf16-2", "bf16-3"]}
+BLOCKS = {1: ["fp32-1", "bf16-1"], 2: ["fp32-1", "fp32-3", "bf16-2"]}
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory, start_ranks, long_folder, poisoned) -> Path:
     """A folder of finished runs, trained in as few processes as possible:
 
-    {fp32,bf16}-{ranks}-{stage}: 20 steps of linear_chain; longspec-{fp32,bf16}-{ranks}-{stage}: 8 of LongSpec;
-    silu_chain, medusa, longspec, longspec-anchored: 20 on one rank in fp32, for golden losses; acceptance, mix: other
-    losses, and acceptance-again gone on with from step 10;
-    offload-{stage}, micro-{rows}, longspec-micro-{rows}: what should be {longspec-,}fp32-1-1 again;
-    handed-{ranks}-{precision}-{stage}: one step, which moves nothing, from the draft of bf16-{ranks}-1;
+    {fp32,bf16}-{ranks}-{stage} of HEADS: 20 steps of linear_chain; longspec-{fp32,bf16}-{ranks}-{stage} of BLOCKS: 8 of
+    LongSpec; silu_chain, medusa, longspec, longspec-anchored: 20 on one rank in fp32, for golden losses; acceptance,
+    mix: other losses, and acceptance-again gone on with from step 10;
+    offload-{stage}, micro-{rows}, longspec-micro-1: what should be {longspec-,}fp32-1-1 again;
     poisoned-{ranks}: 3 steps of LongSpec under ZeRO-3;
     output.txt: what one rank printed.
     """
@@ -296,30 +297,11 @@ def runs(tmp_path_factory, start_ranks, long_folder, poisoned) -> Path:
 
     started = []
     for n_ranks in (1, 2):
-        actions = [
-            train(
-                f"{prefix}{precision}-{n_ranks}-{stage}",
-                f"train.precision={precision}",
-                f"train.zero_stage={stage}",
-                *draft,
-            )
-            for (prefix, draft), precision, stage in product(
-                (("", TOKENSWIFT), ("longspec-", [*LONGSPEC, *FEW])), ("fp32", "bf16"), (1, 2, 3)
-            )
-        ]
-        actions.append({"export": str(folder / f"bf16-{n_ranks}-1")})
-        start = [f"draft.start_from={folder / f'bf16-{n_ranks}-1' / 'draft'}", "train.steps=1", *STILL]
-        actions += [
-            train(
-                f"handed-{n_ranks}-{precision}-{stage}",
-                *TOKENSWIFT,
-                *start,
-                f"train.zero_stage={stage}",
-                f"train.precision={precision}",
-            )
-            for precision, stage in (("bf16", 1), ("bf16", 2), ("bf16", 3), ("fp32", 1))
-        ]
-        actions.append(train(f"poisoned-{n_ranks}", *LONGSPEC, *poisoned, "train.zero_stage=3"))
+        actions = [train(f"poisoned-{n_ranks}", *LONGSPEC, *poisoned, "train.zero_stage=3")]
+        for prefix, cases, draft in (("", HEADS, TOKENSWIFT), ("longspec-", BLOCKS, [*LONGSPEC, *FEW])):
+            for precision, stage in (case.split("-") for case in cases[n_ranks]):
+                place = f"{prefix}{precision}-{n_ranks}-{stage}"
+                actions.append(train(place, f"train.precision={precision}", f"train.zero_stage={stage}", *draft))
         actions += _alone(folder, train, long_folder) if n_ranks == 1 else []
         started.append(start_ranks(n_ranks, actions))
     output, _ = (finish(processes) for processes in started)
@@ -344,5 +326,5 @@ def _alone(folder: Path, train: Callable[..., dict], long_folder: Path) -> list[
         )
     for rows in (1, 4):
         actions.append(train(f"micro-{rows}", *TOKENSWIFT, f"train.micro_batch={rows}"))
-        actions.append(train(f"longspec-micro-{rows}", *LONGSPEC, *FEW, f"train.micro_batch={rows}"))
+    actions.append(train("longspec-micro-1", *LONGSPEC, *FEW, "train.micro_batch=1"))
     return [*actions, train("fp32-1-1", *TOKENSWIFT)]  # which is finished, and says so

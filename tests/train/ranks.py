@@ -1,7 +1,6 @@
 """One rank of a test: performs a list of actions in order. Started by the fixture `start_ranks`.
 
-{"train": [override, ...]} trains; {"export": folder} exports a run; {"copy": [from, to], "without": name} copies a
-run's folder without one checkpoint.
+{"train": [override, ...]} trains; {"copy": [from, to], "without": name} copies a run's folder without one checkpoint.
 """
 
 import gc
@@ -15,7 +14,6 @@ from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 from longdraft.train.config import DTYPES
 from longdraft.train.config_file import load_config
-from longdraft.train.export import export
 from longdraft.train.loop import train
 from longdraft.train.ranks import join_ranks, leave_ranks
 
@@ -32,9 +30,6 @@ for action in json.loads(sys.argv[2]):
         config = load_config(sys.argv[1], action["train"])
         whole = config.target.zero_stage == 0 and config.target.loader == "longdraft"
         train(config, ranks, target(config.target.path, config.train.precision) if whole else None)
-    elif "export" in action:
-        if ranks.first:
-            export(action["export"])
     elif ranks.first:
         shutil.copytree(*action["copy"])
         shutil.rmtree(Path(action["copy"][1]) / "checkpoints" / action["without"])

@@ -4,11 +4,10 @@ fixture `start_ranks`.
 {"train": [override, ...]} trains. With "out": training must fail, and the error goes to `out`-<rank>. With "stop": n,
 rank 1's `stop` has something in it from the n-th look on. With "overflow": step, rank 1's gradient of that step is
 infinite, its loss is not. With "kill": a moment of KILLS, the process kills itself then. {"limit": {rank: bytes}}: that
-rank can write no larger file; the others can. {"find": [run_dir by rank], "out"}. {"resave": [override, ...], "to":
-folder}: loads the run's newest checkpoint and saves it into another folder; with "negative_zeros" the first entry of
-each tensor is -0.0 by then. {"copy": [from, to]}: copies a run's folder, without the checkpoints in "without". {"flip":
-[file]}: flips a bit in each. {"swap": [old, new]}: puts new in place of old. {"main": [override, ...]}: the rest is the
-command's, with another "config" where it is given.
+rank can write no larger file; the others can. {"resave": [override, ...], "to": folder}: loads the run's newest
+checkpoint and saves it into another folder; with "negative_zeros" the first entry of each tensor is -0.0 by then.
+{"copy": [from, to]}: copies a run's folder, without the checkpoints in "without". {"main": [override, ...]}: the rest
+is the command's, with another "config" where it is given.
 """
 
 import gc
@@ -26,7 +25,7 @@ import torch
 from longdraft.launch.train import main
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
-from longdraft.train import checkpoint, saving
+from longdraft.train import checkpoint
 from longdraft.train.config import DTYPES
 from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
@@ -94,12 +93,12 @@ def half_removed(path, **given):
 # Moments of a run, as what is replaced there: (owner, name, replacement). All but the first are of a save.
 KILLS = {
     "backward": (DraftEngine, "backward", die),
-    "temporary folder made": (saving, "write_tensors", die),
-    "file half written": (saving, "write_tensors", half_written),
+    "temporary folder made": (checkpoint, "write_tensors", die),
+    "file half written": (checkpoint, "write_tensors", half_written),
     "without its state file": (checkpoint, "seal", die),
-    "not renamed": (saving, "_put_in_place", die),
-    "former one not removed": (saving, "_set_aside", die),
-    "former one half removed": (saving.shutil, "rmtree", half_removed),
+    "not renamed": (checkpoint, "_put_in_place", die),
+    "former one not removed": (checkpoint, "_set_aside", die),
+    "former one half removed": (checkpoint.shutil, "rmtree", half_removed),
 }
 
 
@@ -120,14 +119,15 @@ def run(action):
 def resave(action):
     config = load_config(sys.argv[1], action["resave"])
     opened = open_run(config, ranks, target(config.target.path, config.train.precision))
-    found = saving.find(config.train.run_dir, ranks)
+    found = checkpoint.newest(config.train.run_dir)
     assert found is not None
-    saving.load(opened.engine, *found)
+    checkpoint.load(opened.engine, found)
     if action.get("negative_zeros"):
         for share in opened.engine.shares():
             for tensor in share.states.values():
                 tensor[0] = -0.0
-    saving.save(opened.engine, action["to"], found[1]["step"], found[1]["extra"], keep=1)
+    state = {name: found[1][name] for name in ("step", "config", "extra")}
+    checkpoint.save(opened.engine, action["to"], state, keep=1)
     opened.engine.close()
 
 
@@ -136,21 +136,10 @@ def limit(by_rank):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def alone(action):
-    """Actions that one process does for all."""
-    if "copy" in action:
-        shutil.copytree(*action["copy"])
-        for name in action.get("without", []):
-            shutil.rmtree(Path(action["copy"][1]) / "checkpoints" / name)
-    elif "flip" in action:
-        for file in map(Path, action["flip"]):
-            content = bytearray(file.read_bytes())
-            content[len(content) // 2] ^= 1
-            file.write_bytes(content)
-    elif "swap" in action:
-        old, new = action["swap"]
-        shutil.rmtree(old)
-        Path(new).rename(old)
+def copy(action):
+    shutil.copytree(*action["copy"])
+    for name in action.get("without", []):
+        shutil.rmtree(Path(action["copy"][1]) / "checkpoints" / name)
 
 
 def perform(action):
@@ -160,25 +149,20 @@ def perform(action):
         return resave(action)
     if "limit" in action:
         return limit(action["limit"])
-    if "find" in action:
-        found = saving.find(action["find"][ranks.rank], ranks)
-        return found and str(found[0])
     if "main" in action:
         sys.exit(main([action.get("config", sys.argv[1]), *action["main"]]))
-    return alone(action) if ranks.first else None
+    return copy(action) if ranks.first else None
 
 
 ranks = join_ranks()
 gc.freeze()  # DeepSpeed collects garbage at every start of a run; objects of the imports need not be searched
 for action in json.loads(sys.argv[2]):
     try:
-        said = perform(action)
-        assert "out" not in action or "find" in action, f"nothing went wrong: {action}"
+        perform(action)
+        assert "out" not in action, f"nothing went wrong: {action}"
     except (ValueError, TrainingError) as error:
         if "out" not in action:
             raise
-        said = str(error)
-    if "out" in action:
-        Path(f"{action['out']}-{ranks.rank}").write_text(said or "")
+        Path(f"{action['out']}-{ranks.rank}").write_text(str(error))
     ranks.barrier()
 leave_ranks(ranks)

@@ -24,7 +24,7 @@ from longdraft.models.target import Target
 from longdraft.train.batches import epoch_order
 from longdraft.train.config import Config
 from longdraft.train.config_file import load_config
-from longdraft.train.deepspeed_engine import DraftEngine
+from longdraft.train.deepspeed_engine import DraftEngine, learning_rate
 from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
 from longdraft.train.setup import open_run, open_target
 from longdraft.train.step import train_step
@@ -53,10 +53,10 @@ def status(*names: str) -> list[int]:
 
 
 def train(config: Config, ranks: Ranks) -> None:
-    engine = DraftEngine(config, Net(), ranks)
+    engine = DraftEngine(Net(), ranks, config.train, config.optimizer)
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     for step in range(STEPS):
-        engine.begin_step(step)
+        engine.set_rate(learning_rate(step, config.train.n_steps, config.optimizer))
         for _ in range(PASSES):
             engine.backward(engine.deepspeed(torch.ones(4, WIDTH, dtype=dtype)) / 1e6, torch.tensor(False))
     engine.close()

@@ -2,7 +2,7 @@
 results as `out`-<rank>.pt. Started by the fixture `start_ranks` (its first argument is not used here).
 
 {"weights": folder, "out"}: the sharded target's weights, gathered. {"pass": folder, "out"}: a pass of the sharded
-target and of the replicated one, and what the sharded one holds. {"error": folder, "out"}: how loading it fails.
+target and of the replicated one, and what the sharded one holds.
 {"sequence": degree, "folder", "stage", "out"}: passes over shared rows, and the same rows on one rank. All of them:
 "dtype", and "rows": a list of {"tokens", "borders", "positions" or null, "chunk" or null}.
 """
@@ -125,12 +125,6 @@ def perform(action):
         return sharded_pass(action, dtype)
     if "sequence" in action:
         return sequence(action, dtype)
-    if "error" in action:
-        try:
-            load_sharded_target(action["error"], dtype, ranks)
-        except ValueError as error:
-            return str(error)
-        return "none"
     model = load_sharded_target(action["weights"], dtype, ranks).model
     shares = {name: p.numel() for name, p in model.named_parameters()}
     with whole_layers(model, *range(model.config.n_layers)):

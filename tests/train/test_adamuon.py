@@ -44,6 +44,11 @@ def test_a_step_is_that_of_pytorch_divided_by_its_mean_squares():
     ours = AdaMuon(groups, lr=rate, betas=(0.0, beta), eps=1e-8, dtype=torch.bfloat16)
     flat = torch.nn.Parameter(begun.clone())
     ours.param_groups[0]["params"] = [flat]
+    ours.state[flat] = {
+        "step": torch.zeros(()),
+        "exp_avg": torch.zeros_like(flat),
+        "exp_avg_sq": torch.zeros_like(flat),
+    }
     for step in range(1, 6):
         gradients = [torch.randn(shape, generator=generator) for shape in shapes]
         for parameter, gradient in zip(theirs, gradients, strict=True):

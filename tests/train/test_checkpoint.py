@@ -45,22 +45,21 @@ def go_on(train_command, config_file):
     return call
 
 
-@pytest.mark.parametrize("name", ["fp32-1-1", "bf16-2-2", "longspec-bf16-2-3"])
+@pytest.mark.parametrize("name", ["fp32-1-1", "bf16-2-2", "longspec-fp32-2-3"])
 def test_every_file_has_its_digest(runs, name):
     found = checkpoint.newest(runs / name)
     assert found is not None
     files = {path.name: path for path in found[0].iterdir()}
-    assert found[1][DIGESTS].keys() == files.keys() == {*found[1]["files"], checkpoint.STATE}
+    assert files.keys() - {checkpoint.STATE} == found[1][DIGESTS].keys() == found[1]["files"].keys()
     for file in found[1]["files"]:
         content = files[file].read_bytes()
         assert found[1][DIGESTS][file] == hashlib.sha256(content).hexdigest(), file
         assert found[1]["files"][file] == len(content), file
 
 
-@pytest.mark.parametrize("name", ["optimizer-00000.safetensors", checkpoint.WEIGHTS])
-def test_a_run_goes_back_behind_a_flipped_bit(runs, run, go_on, name):
+def test_a_run_goes_back_behind_a_flipped_bit(runs, run, go_on):
     """It ends with the bytes that it would have ended with."""
-    file = folder(run, 20) / name
+    file = folder(run, 20) / "optimizer-00000.safetensors"
     flip(file)
     status, said = go_on(run)
     assert status == 0
@@ -113,18 +112,10 @@ def test_every_bit_of_a_state_file_counts(runs):
                 assert unseal(bytes(damaged)) == saved, damaged[place - 20 : place + 20]
 
 
-def test_numbers_and_names_that_json_changes_are_sealed_as_they_are_read():
-    content = {"step": 3, "pair": (1, 2), "by": {7: 0.1 + 0.2}, "lost": float("inf"), "word": "é\ud800"}
-    state = unseal(seal(content, {"a": "b"}).encode())
-    assert state["pair"] == [1, 2] and state["by"] == {"7": 0.1 + 0.2} and state["word"] == "é\ud800"
-
-
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe{}", b"[]", b'{"step": "7"}', b'{"sha256": 7}', b'{"sha256": {}}'])
-def test_what_is_no_state_file_is_passed_over(run, content, capsys):
-    (folder(run, 20) / checkpoint.STATE).write_bytes(content)
-    found = checkpoint.newest(run)
-    assert found is not None and found[1]["step"] == 10
-    assert f"{folder(run, 20)} is damaged (state.json is not as it was saved)" in capsys.readouterr().out
+def test_what_is_no_state_file_is_none(content):
+    with pytest.raises(ValueError, match=r"^state\.json "):
+        unseal(content)
 
 
 def test_a_config_that_cannot_be_read_is_one_line(run, go_on):
@@ -147,7 +138,7 @@ def test_a_run_goes_on_where_its_rows_were_moved(run, go_on):
     shutil.copytree(rows, run / "others")
     shutil.rmtree(run / "others" / "train")
     shutil.copytree(run / "others" / "heldout", run / "others" / "train")
-    for place, status, told in ((run / "others", 2, "others holds other rows (9,"), (run / "rows", 0, "step 10 to 20")):
+    for place, status, told in ((run / "others", 2, "data.path: "), (run / "rows", 0, "step 10 to 20")):
         assert (found := go_on(run, f"data.path={place}"))[0] == status
         assert told in found[1], found[1]
 

@@ -14,6 +14,7 @@ from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import rank_rows, step_rows
+from longdraft.train.checkpoint import check_continues, is_same_start
 from longdraft.train.config import (
     DRAFT_SECTIONS,
     Config,
@@ -26,7 +27,6 @@ from longdraft.train.config import (
 )
 from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.deepspeed_engine import deepspeed_dict
-from longdraft.train.resuming import check_same_run, is_same_start
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TOKENSWIFT = sorted((CONFIGS / "tokenswift").glob("*.yaml"))
@@ -40,7 +40,7 @@ def test_every_file_loads_and_makes_a_valid_deepspeed_dict(path):
     for stage in stages:
         config = stage.config
         alone = config.changed(train={"sequence_parallel": 1})
-        derived = DeepSpeedConfig(deepspeed_dict(alone, world_size=1, n_weights=10))
+        derived = DeepSpeedConfig(deepspeed_dict(alone.train, alone.optimizer.clip, world_size=1, n_weights=10))
         assert derived.train_batch_size == config.train.global_batch
         assert derived.zero_optimization_stage == config.train.zero_stage
         assert derived.bfloat16_config.enabled == (config.train.precision == "bf16")
@@ -60,7 +60,7 @@ def test_every_file_starts_on_any_number_of_gpus(path):
             n_empty = len(turns) - len(passes)
             assert turns == [*passes, *[[]] * n_empty] and n_empty < n_ranks
             assert {len(own) for own in dealt} == {train.n_passes(n_ranks)}
-            derived = deepspeed_dict(config, n_ranks, n_weights=10)
+            derived = deepspeed_dict(config.train, config.optimizer.clip, n_ranks, n_weights=10)
             full = derived["train_micro_batch_size_per_gpu"] * derived["gradient_accumulation_steps"] * n_ranks
             assert derived["train_batch_size"] == full  # the only value that DeepSpeed accepts
 
@@ -94,22 +94,23 @@ def test_methods_have_sections_of_their_own(config_file):
 
 def test_deepspeed_dict_is_derived(config_file):
     config = load_config(config_file, ["train.zero_stage=3", "train.precision=bf16", "optimizer.clip=0.5"])
-    derived = deepspeed_dict(config, world_size=2, n_weights=1000)
+    derived = deepspeed_dict(config.train, config.optimizer.clip, world_size=2, n_weights=1000)
     assert derived["train_batch_size"] == 8 and derived["train_micro_batch_size_per_gpu"] == 2
     assert derived["gradient_accumulation_steps"] == 2 and derived["zero_optimization"]["stage"] == 3
     assert derived["zero_optimization"]["reduce_bucket_size"] == 1000
-    large = deepspeed_dict(config, world_size=2, n_weights=10**10)
+    large = deepspeed_dict(config.train, config.optimizer.clip, world_size=2, n_weights=10**10)
     assert large["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     assert "offload_optimizer" not in derived["zero_optimization"]
     assert derived["bf16"] == {"enabled": True} and derived["gradient_clipping"] == 0.5
     config = load_config(config_file, ["train.offload_optimizer=true", "train.zero_stage=2"])
-    assert DeepSpeedConfig(deepspeed_dict(config, 1, 1000)).zero_config.offload_optimizer.device == "cpu"
+    derived = DeepSpeedConfig(deepspeed_dict(config.train, config.optimizer.clip, 1, 1000))
+    assert derived.zero_config.offload_optimizer.device == "cpu"
 
 
 def test_ranks_that_share_a_row_are_one_reader(config_file):
     config = load_config(config_file, ["train.sequence_parallel=4", "train.micro_batch=1"])
     assert [config.train.n_passes(world_size) for world_size in (4, 8, 32)] == [8, 4, 1]
-    derived = deepspeed_dict(config, world_size=8, n_weights=1000)
+    derived = deepspeed_dict(config.train, config.optimizer.clip, world_size=8, n_weights=1000)
     # DeepSpeed's own arithmetic, which knows nothing of shared rows.
     assert derived["train_batch_size"] == 8 * 4 == 1 * derived["gradient_accumulation_steps"] * 8
 
@@ -326,17 +327,25 @@ def test_epochs_and_shares_become_steps(config_file):
             load_config(config_file, [*below, f"{field}=11"]).resolved(45)
 
 
+ROWS = {"rows": 45, "sha256": "abc"}
+
+
+def continues(config_file, *overrides, rows=ROWS):
+    """Whether a run goes on with these overrides, or else the beginning of the message."""
+    state = {"step": 1, "config": to_dict(load_config(config_file)), "extra": {"data": ROWS}}
+    check_continues((Path("step"), state), load_config(config_file, overrides), rows)
+
+
 def test_a_run_goes_on_only_with_what_gives_the_same_result(config_file):
-    old = load_config(config_file)
-    check_same_run(old, load_config(config_file, ["train.save_every=3", "heldout.every=2", "log.wandb=offline"]))
-    check_same_run(old, load_config(config_file, ["train.micro_batch=1", "train.max_skipped=3", "train.run_dir=x"]))
-    changes = ["train.steps=30", "train.seed=1", "optimizer.peak_lr=0.1", "draft.init_std=0", "data.path=x"]
+    continues(config_file, "train.save_every=3", "heldout.every=2", "log.wandb=offline", "data.path=moved")
+    continues(config_file, "train.micro_batch=1", "train.max_skipped=3", "train.run_dir=x")
+    changes = ["train.steps=30", "train.seed=1", "optimizer.peak_lr=0.1", "draft.init_std=0", "draft.start_from=x"]
     for override in (*changes, "draft.method=longspec", "data.query_share=0.5", "train.sequence_parallel=2"):
         name = override.split("=")[0]
-        with pytest.raises(
-            ValueError, match=rf"{name}: .* began with .*; set it back, or start anew with train\.run_dir"
-        ):
-            check_same_run(old, load_config(config_file, [override]))
+        with pytest.raises(ValueError, match=rf"^{name}: .* began with "):
+            continues(config_file, override)
+    with pytest.raises(ValueError, match=r"^data\.path: .* began with "):
+        continues(config_file, rows=ROWS | {"sha256": "abd"})
 
 
 def test_saved_configs_of_former_versions_are_read(config_file):
@@ -367,4 +376,5 @@ PLACES = {
 def test_a_run_may_move_together_with_what_it_began_with(config_file, tmp_path, monkeypatch, case):
     *places, same = PLACES[case]
     monkeypatch.chdir(tmp_path)
-    assert is_same_start(*places) == same
+    saved, saved_run, now, run = places
+    assert is_same_start(saved, now, saved_run, run) == same

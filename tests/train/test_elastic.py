@@ -3,14 +3,13 @@ any number of ranks reads the same bits. Real processes."""
 
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from longdraft.train import checkpoint, saving
-from longdraft.train.checkpoint import MASTER, MOMENTS
+from longdraft.train import checkpoint
+from longdraft.train.deepspeed_engine import MASTER, MOMENTS
 from longdraft.train.tracking import read_metrics
 
 STEPS = 4
@@ -22,7 +21,6 @@ CASES = {
     "fp32-1": ["train.zero_stage=1"],
     "longspec-2": ["train.zero_stage=2", *LONGSPEC],
     "fp32-3": ["train.zero_stage=3"],
-    "bf16-1": ["train.zero_stage=1", "train.precision=bf16"],
     "bf16-2": ["train.zero_stage=2", "train.precision=bf16"],
     "longspec-bf16-3": ["train.zero_stage=3", "train.precision=bf16", *LONGSPEC],
     "muon-2": ["train.zero_stage=2", "optimizer.name=adamuon"],
@@ -39,11 +37,9 @@ KILLED = {
     "bf16-2": "not renamed",
     "fp32-3": "former one not removed",
     "offload-bf16-3": "former one half removed",
-    "muon-2": "backward",
-    "bf16-1": "backward",
 }
 # The number of ranks that go on with a run by two: three divide neither the sizes nor a step's four passes.
-GOES_ON = {"fp32-1": 1, "longspec-2": 3, "fp32-3": 3, "offload-2": 1, "bf16-1": 3, "muon-2": 3, "muon-bf16-1": 1}
+GOES_ON = {"fp32-1": 1, "longspec-2": 3, "fp32-3": 3, "offload-2": 1, "bf16-2": 3, "muon-2": 3, "muon-bf16-1": 1}
 
 
 CHAIN = (2, 1, 3, 2)  # numbers of ranks that read what the one before saved
@@ -104,7 +100,7 @@ def bits(run: Path) -> dict[str, torch.Tensor]:
     """Weights, fp32 weights and moments of the newest checkpoint, each whole, as integers of the same bits."""
     folder, state = newest(run)
     saved, draft = checkpoint.SavedShares(folder, state), load_file(folder / checkpoint.WEIGHTS)
-    names = {name: master.numel() for name, master in saved.masters().items()}
+    names = {name: weight.numel() for name, weight in draft.items() if name != "token_ids"}
     whole = {f"{kind} {name}": saved.read(name, kind, 0, n) for name, n in names.items() for kind in KINDS}
     return {name: x.flatten().view(INTEGERS[x.itemsize]) for name, x in (whole | draft).items()}
 
@@ -143,10 +139,11 @@ def test_any_number_of_ranks_reads_the_same_bits(folder, case):
 
 
 def test_each_optimizer_gives_weights_of_its_own(folder):
-    cases = ("bf16-1", "muon-bf16-1")
+    cases = ("bf16-2", "muon-bf16-1")
     adamw, muon = (load_file(newest(folder / case)[0] / checkpoint.WEIGHTS) for case in cases)
     matrices = [name for name, weight in adamw.items() if weight.ndim == 2]
-    assert matrices and not any(torch.equal(adamw[name], muon[name]) for name in matrices)
+    for name in matrices:
+        assert (adamw[name].float() - muon[name].float()).norm() > 0.01 * adamw[name].float().norm(), name
 
 
 @pytest.mark.parametrize("case", GOES_ON)
@@ -157,17 +154,3 @@ def test_losses_go_on_by_another_number_of_ranks(folder, case):
     assert got[:half] == expected[:half] and len(got) == STEPS
     assert got[half:] == pytest.approx(expected[half:], rel=5e-3 if "bf16" in case else 1e-5, abs=0)
     assert newest(folder / f"{case}-other")[1]["world_size"] == GOES_ON[case]
-
-
-@pytest.mark.parametrize(("saved_by", "threads"), [(1, 3), (2, 5)])
-def test_threads_are_kept_by_as_many_ranks_alone(tmp_path, monkeypatch, saved_by, threads):
-    """Another number of ranks has its own share of threads, and rounds sums differently anyway."""
-    now = [5]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
-    monkeypatch.setattr(torch, "set_num_threads", now.append)
-    save_file({"weight": torch.ones(2)}, tmp_path / checkpoint.WEIGHTS)
-    one = SimpleNamespace(world_size=1, device=torch.device("cpu"), log=print)
-    engine = SimpleNamespace(ranks=one, set_weights=len, shares=list, set_optimizer_steps=str)
-    state = {"world_size": saved_by, "threads": 3, "optimizer_steps": 0, "files": {}}
-    saving.load(engine, tmp_path, state)  # pyright: ignore[reportArgumentType]
-    assert now[-1] == threads

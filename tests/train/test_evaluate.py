@@ -168,19 +168,12 @@ def test_two_ranks_give_what_one_gives(folder, target, config_file, start_ranks,
     short = ["train.steps=2", "decoding.every=2"]
     shared = ["target.zero_stage=3", "train.sequence_parallel=2", "train.zero_stage=3"]
     runs = {"tokenswift": [], "longspec": shared}
+    shared = [*RUN, *DECODING, f"data.path={folder}", *short]
     actions = [
-        [
-            *METHODS[method][0],
-            *RUN,
-            *DECODING,
-            f"data.path={folder}",
-            f"train.run_dir={tmp_path / method}",
-            *short,
-            *extra,
-        ]
+        {"train": [*METHODS[method][0], *shared, f"train.run_dir={tmp_path / method}", *extra]}
         for method, extra in runs.items()
     ]
-    finish_ranks(start_ranks(2, actions, "ranks_decoding.py"))
+    finish_ranks(start_ranks(2, actions))
     for method in runs:
         draft = export(tmp_path / method, tmp_path / f"{method}-draft", target)
         assert measured(tmp_path / method, 2) == direct(target, method, draft, prompts_of(folder))

@@ -1,9 +1,8 @@
 """What breaks while training ends in a clear message, and the run goes on to the bytes of an unbroken one. Two real
-ranks, real signals, a real limit on what can be written; twice the command itself."""
+ranks, real signals, a real limit on what can be written; once the command itself."""
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +21,7 @@ from safetensors.torch import load_file
 
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_shard
 from longdraft.models.files import write_json
-from longdraft.train import checkpoint, saving
+from longdraft.train import checkpoint
 from longdraft.train.config_file import load_config
 from longdraft.train.loop import train
 from longdraft.train.ranks import TIMEOUT, TrainingError
@@ -35,24 +33,19 @@ STEPS, SAVE_EVERY = 30, 5
 PLAN = [f"train.steps={STEPS}", "train.micro_batch=1", "train.global_batch=8", f"train.save_every={SAVE_EVERY}",
     "train.zero_stage=3", "train.keep_checkpoints=3", f"heldout.every={STEPS}", "heldout.rows=2",
 ]  # fmt: skip
-OVERFLOWS = {"1": [], "2": [], "3": [], "bf16": ["train.precision=bf16"]}
-# Files of one checkpoint, of equal size: of two ranks that divide the reading, each has one.
-OF_BOTH = [f"optimizer-{rank:05d}.safetensors" for rank in range(2)]
+OVERFLOWS = {"1": [], "3": [], "bf16": ["train.precision=bf16"]}
 SHORT = [
-    "train.steps=3",
-    "optimizer.warmup_steps=1",
-    "train.save_every=1",
-    "train.keep_checkpoints=9",
-    "heldout.every=3",
+    "train.steps=3", "optimizer.warmup_steps=1", "train.save_every=1", "train.keep_checkpoints=9", "heldout.every=3",
     "heldout.rows=2",
-]
+]  # fmt: skip
 
 
-def write_shards(folder: Path, seed: int) -> None:
-    """Prepared rows in two shards a split."""
+def write_shards(folder: Path) -> None:
+    """Prepared rows in two shards a split, of which the second one of `train`, the second rank's to read, is damaged:
+    one bit of a token in the middle is another, and the size stays."""
     for split in ("train", "heldout"):
         (folder / split).mkdir(parents=True)
-        generator = np.random.Philox(key=np.array([seed, len(split)], dtype=np.uint64))
+        generator = np.random.Philox(key=np.array([1, len(split)], dtype=np.uint64))
         shards = []
         for number in range(2):
             tokens = (generator.random_raw((9, 24)) % 97).astype(np.int32)
@@ -60,10 +53,7 @@ def write_shards(folder: Path, seed: int) -> None:
             shards.append(write_shard(folder / split / f"shard-{number:05d}.arrow", rows, 24, fill_id=0))
         manifest = {"format_version": FORMAT_VERSION, "seq_len": 24, "tokenizer_sha256": "none", "shards": shards}
         write_json(folder / split / "manifest.json", manifest)
-
-
-def flip(file: Path) -> None:
-    """Flip one bit of a token in the middle; the size stays."""
+    file = folder / "train" / "shard-00001.arrow"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -115,13 +105,7 @@ def story(tmp_path_factory, config_file, start_ranks) -> SimpleNamespace:
 def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> None:
     """Faults that do not end a process, and then kill -9 of the second rank."""
     folder = story.folder
-    data, other, damaged = (folder / name for name in ("data", "other", "damaged"))
-    write_shards(data, 1)
-    write_shards(other, 2)
-    shutil.copytree(data, damaged)
-    flip(damaged / "train" / "shard-00001.arrow")  # the second rank's share
-    moved = [*SHORT, f"train.run_dir={folder / 'moved'}", f"data.path={data}"]
-    lagging = folder / "lagging"
+    write_shards(folder / "damaged")
     actions: list[dict] = [{"train": [*PLAN, f"train.run_dir={folder / 'unbroken'}"]}]
     for name, overrides in OVERFLOWS.items():
         stage = [f"train.zero_stage={name if name in '123' else 1}"]
@@ -129,27 +113,14 @@ def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> Non
     actions += [
         {"train": [*SHORT, f"train.run_dir={folder / 'too-many'}", "train.max_skipped=0"], "overflow": 2,
             "out": str(folder / "too-many-said")},
-        {"train": moved, "stop": 7},  # two steps of two passes: looks before each, in its first pass, after it
-        {"swap": [str(data), str(other)]},
-        {"train": moved, "out": str(folder / "moved-said")},
-        {"swap": [str(data), str(damaged)]},
-        {"train": moved, "out": str(folder / "damaged-said")},
-        {"copy": [str(folder / "unbroken"), str(lagging)], "without": [f"step_{STEPS:06d}"]},
-        {"find": [str(folder / "unbroken"), str(lagging)], "out": str(folder / "found")},
-        {"copy": [str(folder / "unbroken"), str(folder / "flipped")]},
-        {"flip": [str(folder / "flipped" / "checkpoints" / f"step_{STEPS:06d}" / name) for name in OF_BOTH]},
-        {"find": [str(folder / "flipped")] * 2, "out": str(folder / "sound")},
-        {"train": [*SHORT, f"train.run_dir={folder / 'online'}", "log.wandb=online"]},
-        {"train": [*SHORT, f"train.run_dir={folder / 'offline'}"]},
+        # Two steps of two passes: looks before each, in its first pass, after it.
+        {"train": [*SHORT, f"train.run_dir={folder / 'stopped'}"], "stop": 7},
+        {"train": [*SHORT, f"train.run_dir={folder / 'damaged-run'}", f"data.path={folder / 'damaged'}"],
+            "out": str(folder / "damaged-said")},
         {"train": command, "stop": 3},  # within the first step
         {"main": command},
     ]  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
-        patch.setenv("WANDB_API_KEY", "0" * 40)
-        patch.setenv("WANDB_INIT_TIMEOUT", "2")
-        patch.delenv("WANDB_MODE", raising=False)
-        ranks = start_ranks(2, actions, "ranks_faults.py")
+    ranks = start_ranks(2, actions, "ranks_faults.py")
     said = listen(ranks)
     wait_for_step(story.broken, 7, ranks)
     ranks[1].kill()
@@ -159,31 +130,26 @@ def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> Non
 
 
 def _launched(story: SimpleNamespace, command: list[str], config_file: Path) -> None:
-    """The newest checkpoint is truncated. Then the command itself: kill -9 of its first rank, and a SIGTERM."""
+    """The newest checkpoint is truncated. Then the command itself, until a SIGTERM."""
     found = checkpoint.newest(story.broken)
     assert found is not None
     story.truncated = found[0]
     file = next(found[0].glob("optimizer-*"))
     file.write_bytes(file.read_bytes()[:-1])
     story.before = newest_step(story.broken)
-    for name in ("launched", "stopped"):
-        written = read_metrics(story.broken)[-1]["step"]  # some of which will be written again
-        launched = subprocess.Popen(
-            [sys.executable, "-m", "longdraft.launch.cli", "train", str(config_file), *command, "--num-gpus", "2"],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        said = listen([launched])
-        wait_for_step(story.broken, written + 3, [launched])
-        if name == "launched":
-            ranks = [p for p in psutil.Process(launched.pid).children() if p.environ().get("RANK") == "0"]
-            ranks[0].send_signal(signal.SIGKILL)
-        else:
-            launched.send_signal(signal.SIGTERM)
-        story.status[name] = launched.wait(timeout=100)
-        story.said[name] = said[0]()
+    written = read_metrics(story.broken)[-1]["step"]  # some of which will be written again
+    launched = subprocess.Popen(
+        [sys.executable, "-m", "longdraft.launch.cli", "train", str(config_file), *command, "--num-gpus", "2"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said = listen([launched])
+    wait_for_step(story.broken, written + 3, [launched])
+    launched.send_signal(signal.SIGTERM)
+    story.status["launched"] = launched.wait(timeout=100)
+    story.said["launched"] = said[0]()
 
 
 def _last_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> None:
@@ -210,8 +176,8 @@ def _last_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> None
 
 
 def test_the_run_ends_in_the_bytes_of_an_unbroken_one(story):
-    """After a wish to stop within a step, kill -9 of either rank, SIGTERM to the command, a truncated checkpoint and a
-    full disk on either."""
+    """After a wish to stop within a step, kill -9 of a rank, a truncated checkpoint, SIGTERM to the command and a full
+    disk on either rank."""
     expected = weights_file(story.folder / "unbroken", STEPS).read_bytes()
     assert weights_file(story.broken, STEPS).read_bytes() == expected, story.said["last"]
     assert losses(story.broken) == losses(story.folder / "unbroken")
@@ -231,14 +197,9 @@ def test_the_other_ranks_end_when_one_is_killed(story):
     assert "the same command goes on from the newest checkpoint" in story.said["first"]
 
 
-def test_the_launcher_ends_the_others_and_names_the_signal(story):
-    assert story.status["launched"] == 128 + signal.SIGKILL
-    assert "error: a rank was killed by SIGKILL" in story.said["launched"]
-
-
 def test_the_command_stops_and_says_where(story):
-    assert story.status["stopped"] == 0
-    step = re.search(rf"Stopped after (\d+) of {STEPS} steps", story.said["stopped"])
+    assert story.status["launched"] == 0
+    step = re.search(rf"Stopped after (\d+) of {STEPS} steps", story.said["launched"])
     assert step is not None and int(step[1]) == story.saved < STEPS
 
 
@@ -248,32 +209,11 @@ def test_a_truncated_checkpoint_is_passed_over(story):
     assert f"step {story.before} to {STEPS}" in said and story.before < int(story.truncated.name[5:])
 
 
-def test_the_first_rank_chooses_the_checkpoint(story):
-    """Each looks into a folder of its own, as if the second rank's network file system lagged behind."""
-    newest = story.folder / "unbroken" / "checkpoints" / f"step_{STEPS:06d}"
-    assert newest_step(story.folder / "lagging") < STEPS
-    assert [(story.folder / f"found-{rank}").read_text() for rank in range(2)] == [str(newest)] * 2
-
-
-def test_ranks_share_out_the_reading_of_a_checkpoint_and_agree(story):
-    """Each rank finds one of two flipped bits; both files are named, and both ranks go back to the same checkpoint."""
-    checkpoints = story.folder / "flipped" / "checkpoints"
-    former = sorted(path for path in checkpoints.iterdir() if path.name.startswith("step_"))[-2]
-    assert [(story.folder / f"sound-{rank}").read_text() for rank in range(2)] == [str(former)] * 2
-    named = [f"{name} is not as it was saved" for name in OF_BOTH]
-    folder = checkpoints / f"step_{STEPS:06d}"
-    lines = [line for line in story.said["first"].splitlines() if str(folder) in line and "is damaged" in line]
-    assert len(lines) == 1 and lines[0].endswith(" and is passed over") and all(name in lines[0] for name in named)
-
-
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk_ends_the_save_on_all_ranks(story, full):
-    step = min((story.saved // SAVE_EVERY + 1) * SAVE_EVERY, STEPS)
     said = [(story.folder / f"full-{full}-{rank}").read_text() for rank in range(2)]
     assert said[0] == said[1]
-    checkpoints = story.broken / "checkpoints"
-    assert f"train.run_dir: {checkpoints / f'step_{step:06d}'} cannot be written (rank {full}: " in said[0]
-    assert f"rank {1 - full}: " not in said[0] and f"step_{story.saved:06d}" in said[0]
+    assert said[0].startswith(f"rank {full}: a file cannot be written (")
     left = sorted(path.name for path in (story.folder / "after-full" / "checkpoints").iterdir())
     assert left and all(name.startswith("step_") and int(name[5:]) <= story.saved for name in left), left
 
@@ -302,34 +242,17 @@ def test_a_step_whose_gradient_is_no_number_is_left_out(story, name):
 def test_too_many_of_them_stop_the_run(story):
     for rank in range(2):
         said = (story.folder / f"too-many-said-{rank}").read_text()
-        assert "step 2: 1 times a loss or gradient was not a number, more than train.max_skipped = 0; the last" in said
+        assert "step 2: 1 times a loss or gradient was not a number, more than train.max_skipped = 0;" in said
     assert newest_step(story.folder / "too-many") == 1
 
 
-def test_other_data_under_a_run_is_refused_by_name(story):
-    for rank in range(2):
-        said = (story.folder / f"moved-said-{rank}").read_text()
-        assert f"data.path: {story.folder / 'data'} holds other rows (18, sha256 " in said
-        assert "began with (18, sha256 " in said and "train.run_dir=another/folder" in said
-
-
 def test_a_damaged_shard_is_named_with_its_checksums_on_all_ranks(story):
-    rows = ShardSet(story.folder / "data" / "train")
+    rows = ShardSet(story.folder / "damaged" / "train")
     expected = rows.manifest["shards"][1]["sha256"]
     for rank in range(2):
         said = (story.folder / f"damaged-said-{rank}").read_text()
         assert "shard-00001.arrow is not as prepared: sha256 " in said and f", not {expected}" in said
         assert "shard-00000" not in said and "prepare it again with --overwrite" in said
-
-
-def test_training_goes_on_without_wandb(story):
-    """The server does not answer: there is a message, all metrics, the same weights, and a folder for `wandb sync`."""
-    run_dir = story.folder / "online"
-    assert "log.wandb: W&B does not work (" in story.said["first"]
-    assert f"training goes on, its numbers go to {run_dir}/metrics.jsonl" in story.said["first"]
-    assert [record["step"] for record in read_metrics(run_dir) if "loss" in record] == [1, 2, 3]
-    assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
-    assert weights_file(run_dir, 3).read_bytes() == weights_file(story.folder / "offline", 3).read_bytes()
 
 
 def test_weights_that_are_no_numbers_are_never_saved(config_file, alone, tmp_path):
@@ -338,9 +261,8 @@ def test_weights_that_are_no_numbers_are_never_saved(config_file, alone, tmp_pat
     opened = open_run(config, alone)
     parameter = next(opened.engine.draft.parameters())
     parameter.data.view(-1)[0] = torch.inf
-    message = "step 3: weights of the draft are no longer numbers .*; the last checkpoint is good, .*step_000002"
-    with pytest.raises(TrainingError, match=message):
-        saving.save(opened.engine, tmp_path, 3, {}, keep=1)
+    with pytest.raises(TrainingError, match=r"^step 3: weights of the draft are no longer numbers"):
+        checkpoint.save(opened.engine, tmp_path, {"step": 3}, keep=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
 
 
@@ -350,4 +272,6 @@ def test_ranks_wait_for_one_another_as_long_as_it_may_take(alone):
     group = alone.control or dist.group.WORLD
     assert group is not None
     assert group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT >= timedelta(minutes=60)
-    assert alone.from_first(lambda: 7) == 7 and alone.gather("a") == ["a"] and alone.place_on_machine() == (0, 1)
+    assert alone.from_first(lambda: 7) == 7 and alone.gather("a") == ["a"]
+    with pytest.raises(TrainingError, match=r"^rank 0: .*'nowhere'"):
+        alone.from_first(lambda: Path("nowhere").read_bytes())

@@ -18,10 +18,8 @@ from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.base import QUERY_BLOCK
 from longdraft.train.methods.build import open_method
-from longdraft.train.run import Run
-from longdraft.train.setup import open_run
-from longdraft.train.step import train_step
-from longdraft.train.step_metrics import measure
+from longdraft.train.setup import Run, open_run
+from longdraft.train.step import measure, train_step
 from longdraft.train.teacher import Teacher
 from longdraft.train.validation import validate
 
@@ -152,7 +150,9 @@ def test_a_step_over_packed_rows_is_the_step_over_their_pieces(alone, config_fil
         overrides = [f"data.path={tmp_path / label}", "data.seq_len=460", f"train.global_batch={len(rows)}"]
         overrides += [f"train.micro_batch={2 if label == 'packed' else 1}", "train.steps=1", "optimizer.warmup_steps=0"]
         run = open_run(load_config(config_file, [*METHODS[name], *overrides]), alone, target)
-        records.append(measure(run, train_step(run)))  # pyright: ignore[reportArgumentType]
+        result = train_step(run)
+        run.step += 1
+        records.append(measure(run, result))  # pyright: ignore[reportArgumentType]
     for key in ("loss", "part_loss", "grad_norm", "top1", "top3"):
         assert records[0][key] == pytest.approx(records[1][key], rel=1e-6), key
 
@@ -336,7 +336,7 @@ def test_the_evaluation_is_a_direct_computation(alone, config_file, opened, targ
     rows = Rows([["short", "middle"], ["short"], ["long"], ["long"], ["middle"], ["long"]])
     config = load_config(config_file, [*EVALUATED[name], "heldout.rows=4", f"heldout.choices={choices}"])
     method = opened(EVALUATED[name])
-    engine, teacher = DraftEngine(config, method.draft, alone), Teacher(target.model)
+    engine, teacher = DraftEngine(method.draft, alone, config.train, config.optimizer), Teacher(target.model)
     found = validate(Run(config, alone, method, engine, teacher, rows, rows, None), rows)
     used = [0, 1, 3, 4]  # four of six, evenly
     per_row = [direct(method, target, read_batch(rows, [EpochRow(0, row)])) for row in used]

@@ -13,10 +13,9 @@ from longdraft.train.config import DTYPES
 from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.build import open_method
-from longdraft.train.run import Run
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
-from longdraft.train.step import read_sums, train_step
-from longdraft.train.step_metrics import measure
+from longdraft.train.setup import Run
+from longdraft.train.step import measure, read_sums, train_step
 from longdraft.train.teacher import Teacher
 from longdraft.train.validation import validate
 
@@ -105,8 +104,8 @@ def opened(config_file, alone, packed, tiny_target, monkeypatch):
             ranks = replace(alone, device=torch.device("cuda", 0))
         parallel = SequenceParallel(target.model.config, sequence_group(1)) if shared_rows else None
         packed.poisoned = poisoned
-        engine, teacher = DraftEngine(config, method.draft, ranks), Teacher(target.model, parallel)
-        return Run(config, ranks, method, engine, teacher, packed, packed, None)
+        engine = DraftEngine(method.draft, ranks, config.train, config.optimizer)
+        return Run(config, ranks, method, engine, Teacher(target.model, parallel), packed, packed, None)
 
     return make
 
@@ -196,30 +195,16 @@ def test_rows_that_ranks_share(opened, pretended_cuda, name):
         step_without_a_wait(run, gpu, pretended_cuda)
 
 
-# An H100's share is known in bf16 alone; a part of one has a name of its own, and is no whole H100.
-@pytest.mark.parametrize(
-    ("card", "precision", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
-        ("NVIDIA H100 80GB HBM3", "fp32", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
-        ("a card of next year", "bf16", None),
-    ],
-)
-def test_a_logged_step_waits_before_and_behind(opened, pretended_cuda, monkeypatch, card, precision, peak):
+def test_a_logged_step_waits_before_and_behind(opened, pretended_cuda):
     with pretended_cuda.PretendedCuda() as gpu:
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
-        run = opened([], gpu, precision)
+        run = opened([], gpu, "bf16")
         run.step = 2
         result = train_step(run)
         assert result is not None
         record = measure(run, result)
         assert sum(n for what, n in gpu.waits.items() if "synchronize" in what) == 2
-    assert record["over_target"] > 0 and record["skipped"] == 0
+    assert record["over_target"] > 0 and record["skipped"] == 0 and record["tflops_per_rank"] > 0
     assert record["peak_memory_gib"] == pretended_cuda.PEAK / 2**30
-    share = None if peak is None else pytest.approx(record["tflops_per_rank"] / peak)
-    assert record.get("share_of_peak") == share and record["tflops_per_rank"] > 0
 
 
 @pytest.mark.parametrize("name", ["medusa", "longspec-anchored-restricted"])

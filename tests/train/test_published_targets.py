@@ -97,7 +97,6 @@ def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, t
     block = BLOCK if recipe.parent.name == "longspec" else []
     status, printed = train_command(recipe, *places, *FEW, *block)
     assert status == 0, printed
-    assert ("Positions of the target: 32,768, by target.max_positions\n" in printed) == (allowed == 32768)
     if block:
         run, draft = tmp_path / "run" / "3-sft", tmp_path / "run" / "3-sft" / "draft"
     else:

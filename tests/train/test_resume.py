@@ -2,30 +2,16 @@
 test_elastic.py and test_faults.py."""
 
 import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from longdraft.models.files import locked
 from longdraft.train import checkpoint
 from longdraft.train.config_file import load_config
 from longdraft.train.loop import train
-from longdraft.train.saving import locked_run
 from longdraft.train.tracking import read_metrics
-
-
-def test_a_junk_line_among_the_metrics_does_not_stop_a_run(runs, tmp_path, train_command):
-    run = tmp_path / "run"
-    shutil.copytree(runs / "bf16-1-1", run)
-    shutil.rmtree(run / "checkpoints" / "step_000020")
-    metrics = run / "metrics.jsonl"
-    lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join([*lines[:3], "junk\n", *lines[3:]]))
-    status, said = train_command(run / "config.yaml", f"train.run_dir={run}")
-    assert status == 0 and f"{metrics}: 1 lines " in said
-    losses = [[(r["step"], r["loss"]) for r in read_metrics(of) if "loss" in r] for of in (run, runs / "bf16-1-1")]
-    assert losses[0] == losses[1] and len(losses[0]) == 20
 
 
 def test_steps_of_more_than_six_digits_are_found(tmp_path):
@@ -53,15 +39,17 @@ def test_a_run_that_never_opened_leaves_nothing_to_continue(config_file, tmp_pat
     with pytest.raises(ValueError, match="nowhere"):
         train(config, ALONE)  # pyright: ignore[reportArgumentType]
     assert not (tmp_path / "run" / "config.yaml").exists()
-    with locked_run(tmp_path / "run", ALONE):  # and it released the lock
+    with locked(tmp_path / "run" / "lock", "train.run_dir", "busy"):  # and it released the lock
         pass
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path):
-    with locked_run(tmp_path, ALONE):
-        second = locked_run(tmp_path, ALONE)
-        with pytest.raises(ValueError, match="another process trains in"):
-            second.__enter__()
+def test_two_runs_do_not_share_a_folder(config_file, tmp_path):
+    config = load_config(config_file, [f"train.run_dir={tmp_path}"])
+    with (
+        locked(tmp_path / "lock", "train.run_dir", "busy"),
+        pytest.raises(ValueError, match=r"^train\.run_dir: another process trains in"),
+    ):
+        train(config, ALONE)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_folder_that_cannot_be_written_is_named(config_file, tmp_path):
