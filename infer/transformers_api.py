@@ -9,6 +9,7 @@ row's new tokens.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
@@ -28,7 +29,7 @@ from longdraft.models.draft_folder import draft_method
 from longdraft.models.from_transformers import refresh, target_from_transformers
 from longdraft.models.hf import load_tokenizer
 from longdraft.models.hf_config import decoder_config
-from longdraft.models.schema import Bool, Float, Int, Schema, short_repr, validate
+from longdraft.models.schema import Bool, Float, Instance, Int, Schema, Str, validate, validated
 from longdraft.models.target import Target
 
 DEFAULT_DRAFTER = "token_recycling"
@@ -36,12 +37,8 @@ DEFAULT_DRAFTER = "token_recycling"
 NEUTRAL = {"use_cache": True, "guidance_scale": 1, "cache_implementation": "dynamic"}
 # transformers itself ignores these without do_sample.
 SAMPLING_ONLY = ("top_h", "typical_p", "epsilon_cutoff")
-REMEDIES = {
-    "bad_words_ids": "ban single tokens by suppress_tokens",
-    "assistant_model": "name a drafter by drafter=",
-    "prompt_lookup_num_tokens": "give drafter='prompt_lookup'",
-    "inputs": "give the prompt as input_ids",
-}
+# Numbers that SamplingParams takes as they are.
+PASSED_ON = ("temperature", "top_k", "top_p", "min_p", "eta_cutoff")
 
 
 def _as_list(ids: Any) -> Any:
@@ -78,18 +75,19 @@ class Supported(Schema):
     disable_compile: Any = None
 
 
+@validated
 def generate(
     model: Any,
-    input_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    generation_config: GenerationConfig | None = None,
+    input_ids: Instance[Tensor] | None = None,
+    attention_mask: Instance[Tensor] | None = None,
+    generation_config: Instance[GenerationConfig] | None = None,
     *,
     tokenizer: Any = None,
-    streamer: BaseStreamer | None = None,
-    drafter: str | Drafter = DEFAULT_DRAFTER,
+    streamer: Any = None,
+    drafter: Str | Instance[Drafter] = DEFAULT_DRAFTER,
     draft: Any = None,
-    options: Mapping[str, Any] | None = None,
-    seed: int | None = None,
+    options: Mapping[Str, Any] | None = None,
+    seed: Any = None,
     **kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate as `model.generate` does, with a drafter.
@@ -117,14 +115,6 @@ def generate(
         ValueError: an unsupported model or field, padding that is not on the left, or a length beyond the model's
             positions.
     """
-    for name, value, kind in (
-        ("input_ids", input_ids, Tensor),
-        ("attention_mask", attention_mask, Tensor),
-        ("generation_config", generation_config, GenerationConfig),
-        ("options", options, Mapping),
-    ):
-        if not isinstance(value, kind | None):
-            raise ValueError(f"{name}: {short_repr(value)}; give a {kind.__name__}")
     _supported(kwargs)  # before transformers, which computes with unchecked values
     lengths = [source.max_length for source in (generation_config, model.generation_config) if source is not None]
     default_length = all(length is None for length in (*lengths, kwargs.get("max_length")))
@@ -163,14 +153,13 @@ def _refuse_unsupported(config: GenerationConfig, kwargs: Mapping[str, Any]) -> 
     """Raise ValueError for the first field that asks for something and is not supported. kwargs: those without a field
     in GenerationConfig."""
     neutral = GenerationConfig._get_default_generation_params() | NEUTRAL
-    asked = [name for name, value in kwargs.items() if not (value is None or value is False or value == [])]
-    for name, value in sorted(vars(config).items()):
-        read = name.startswith("_") or name == "transformers_version" or name in Supported.model_fields
-        without_effect = value is None or value == neutral.get(name, False)
-        if not (read or without_effect or (name in SAMPLING_ONLY and not config.do_sample)):
-            asked.append(name)
-    for name in asked:
-        raise ValueError(f"{name}: not supported here; {REMEDIES.get(name, 'leave it out')}, or use model.generate")
+    fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    read = {*Supported.model_fields, "transformers_version", *(() if config.do_sample else SAMPLING_ONLY)}
+    for name, value in sorted((fields | kwargs).items()):
+        off = neutral.get(name, False)
+        asks = value is not None and value is not off and (isinstance(value, Tensor) or value not in (off, []))
+        if asks and name not in read:
+            raise ValueError(f"{name}: not supported here; leave it out, or use model.generate")
 
 
 def generate_with_draft(
@@ -280,9 +269,7 @@ def _sampling(
     config: Supported, new: int, seed: int | None, count: int, width: int, target: Target
 ) -> list[SamplingParams]:
     """One SamplingParams for each row. End tokens and suppressed tokens outside the vocabulary are left out."""
-    names = ["repetition_penalty"]
-    if config.do_sample:
-        names += ["temperature", "top_k", "top_p", "min_p", "eta_cutoff"]
+    names = ["repetition_penalty", *(PASSED_ON if config.do_sample else ())]
     ends, banned = (
         tuple(token for token in ids if 0 <= token < target.model.config.vocab_size)
         for ids in (config.eos_token_id, config.suppress_tokens)
@@ -295,12 +282,12 @@ def _sampling(
         return [SamplingParams(**fixed)] * count
     if fixed.setdefault("temperature", 1.0) <= 0:
         raise ValueError(f"temperature={config.temperature}: with do_sample it must be above 0; give do_sample=False")
-    SamplingParams(**fixed, seed=seed)  # raises for an invalid seed
+    params = SamplingParams(**fixed, seed=seed)
     if seed is None:
         seeds = torch.randint(2**63 - 1, (count,)).tolist()
     else:
         seeds = [seed + i - 2**64 * (seed + i >= 2**64) for i in range(count)]
-    return [SamplingParams(**fixed, seed=row_seed) for row_seed in seeds]
+    return [replace(params, seed=row_seed) for row_seed in seeds]
 
 
 def _stop_strings(

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,12 +33,9 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(model, os.environ.get(API_KEY, ""), args.queue, cors=args.cors)
     listening = _listen(args.host, args.port)
     place, key = f"http://{args.host}:{listening.getsockname()[1]}", ", with a key" if settings.api_key else ""
-    # While it runs, the server handles signals itself. A signal that comes earlier is kept for it in `ended`, and one
-    # that comes later has nothing to stop any more.
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it runs, the server handles signals itself
     note(f"Serving {settings.model} on {place} with {args.slots} slots of {engine.max_length} positions{key}")
-    return 0 if serve(engine, settings, listening, args.drain, ended) else ENGINE_FAILED
+    return 0 if serve(engine, settings, listening, args.drain) else ENGINE_FAILED
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -108,8 +108,10 @@ def validated(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def checked(*args: P.args, **values: P.kwargs) -> R:
+        given = parameters.bind(*args, **values).arguments  # by name, which is what errors show
+        others = given.pop("kwargs", {})
         with _errors_in_one_line():
-            return call(**parameters.bind(*args, **values).arguments)  # by name, which is what errors show
+            return call(**given, **others)
 
     return checked
 

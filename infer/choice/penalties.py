@@ -200,18 +200,12 @@ class Penalties:
         if key not in self._tables:
             table = torch.full((len(biases), vocab), NOTHING)
             for row, pairs in zip(table, biases, strict=True):
-                last, bias = max(pairs, default=(0, 0.0))
-                if ids_R is None and last >= vocab:
-                    name = "banned_token_ids" if bias == -torch.inf else "logit_bias"
-                    raise ValueError(f"{name} has {last}; the target's vocabulary is 0..{vocab - 1}")
                 known = [pair for pair in pairs if pair[0] < vocab]
                 row.index_add_(
                     0,
                     torch.tensor([token for token, _ in known], dtype=torch.int64),
                     torch.tensor([bias for _, bias in known], dtype=torch.float32),
                 )
-                if ids_R is None and bool((row == -torch.inf).all()):
-                    raise ValueError(f"banned_token_ids has all {vocab} tokens; leave at least one")
             self._tables[key] = from_host(table, self._device)
         table_BV = self._tables[key]
         return table_BV if ids_R is None else table_BV[:, ids_R]

@@ -7,7 +7,6 @@ import asyncio
 import json
 import secrets
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -123,15 +122,9 @@ class Service:
 
     def __init__(self, engine: Engine, settings: Settings):
         self.engine, self.settings, self.meters = engine, settings, Meters()
-        self.server: uvicorn.Server | None = None
         self._created, meters = int(time.time()), self.meters
-        self.thread = EngineThread(engine, settings.queue, meters.first_token.observe, meters.finish, self._stop)
+        self.thread = EngineThread(engine, settings.queue, meters.first_token.observe, meters.finish)
         meters.watch(self.thread)
-
-    def _stop(self) -> None:
-        """End the server after the engine has failed, so that whoever supervises the process can restart it."""
-        if self.server is not None:
-            self.server.should_exit = True
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(Chat, request)
@@ -226,19 +219,17 @@ def create_app(service: Service) -> Starlette:
 
 
 class Server(uvicorn.Server):
-    """Gives up the answers that are not done `drain_seconds` after the signal, so that each of them ends with an error.
-    uvicorn itself would cut them off and log tracebacks. `ended` is set by a signal that came before it handled them;
-    it then ends as soon as it has started."""
+    """Ends when the engine has failed, so that whoever supervises the process can restart it. It gives up the answers
+    that are not done `drain_seconds` after the signal, so that each of them ends with an error; uvicorn itself would
+    cut them off and log tracebacks."""
 
-    def __init__(self, service: Service, drain_seconds: int, ended: threading.Event | None = None):
+    def __init__(self, service: Service, drain_seconds: int):
         patience, app = drain_seconds + UNREAD_SECONDS, create_app(service)
         super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience))
-        self._thread, self._drain_seconds, self._ended = service.thread, drain_seconds, ended
-        service.server = self
+        self._thread, self._drain_seconds = service.thread, drain_seconds
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.should_exit |= self._ended is not None and self._ended.is_set()
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._thread.failed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         giving_up = asyncio.get_running_loop().call_later(self._drain_seconds, self._thread.give_up)
@@ -246,15 +237,11 @@ class Server(uvicorn.Server):
         giving_up.cancel()
 
 
-def serve(
-    engine: Engine, settings: Settings, listening: socket.socket, drain_seconds: int, ended: threading.Event
-) -> bool:
-    """Serve until a signal comes. Running answers then have `drain_seconds` left. Returns False if the engine failed.
-
-    `ended` is set by a signal that came before.
-    """
+def serve(engine: Engine, settings: Settings, listening: socket.socket, drain_seconds: int) -> bool:
+    """Serve until a signal comes. Running answers then have `drain_seconds` left. Returns False if the engine
+    failed."""
     service = Service(engine, settings)
-    Server(service, drain_seconds, ended).run([listening])
+    Server(service, drain_seconds).run([listening])
     return not service.thread.failed
 
 

@@ -56,12 +56,14 @@ class Job:
 class EngineThread:
     """Decodes what is submitted, until it is closed. Methods run on the event loop, except those marked below.
 
+    Attributes:
+        failed: whether the engine raised. After that nothing is decoded any more.
+
     Args:
         engine: from `start` on, nobody else may use it.
         queue: the number of requests that may wait for a slot.
         on_first_token: called once for each request, with the seconds since its submission.
         on_finish: called with each generation and the seconds since its submission.
-        on_failure: called if the engine raises. After that nothing is decoded any more.
     """
 
     def __init__(
@@ -70,11 +72,10 @@ class EngineThread:
         queue: int,
         on_first_token: Callable[[float], None],
         on_finish: Callable[[Generation, float], None],
-        on_failure: Callable[[], None],
     ):
         self.engine, self.slots = engine, engine.slots or MOST_SLOTS
         self._capacity = self.slots + queue
-        self._on_first_token, self._on_finish, self._on_failure = on_first_token, on_finish, on_failure
+        self._on_first_token, self._on_finish = on_first_token, on_finish
         self._inbox = SimpleQueue[Request | int | None]()  # a request, an index to cancel, or None for the end
         self._outbox: list[Piece] = []  # pieces of the current step; used only by the thread
         self._jobs: dict[int, Job] = {}
@@ -198,4 +199,3 @@ class EngineThread:
         for job in self._jobs.values():
             job.inbox.put_nowait(None)
         self._jobs.clear()
-        self._on_failure()

@@ -279,13 +279,14 @@ def _new_tokens(asked: Asked, prompt_tokens: int, max_length: int) -> int:
 
 def _sampling(body: Body, asked: Asked, max_new_tokens: int) -> SamplingParams:
     """The body's sampling. Missing fields have OpenAI's defaults: temperature 1, no filter, no penalty."""
-    given = {SAMPLING[name]: value for name, value in body.others.items() if name in SAMPLING}
+    given: dict[str, Any] = {"temperature": 1.0}
+    given |= {SAMPLING[name]: value for name, value in body.others.items() if name in SAMPLING}
     if given.get("top_k") == -1:  # vLLM's value for off
         del given["top_k"]
     if isinstance(stop := given.get("stop_strings"), str):
         given["stop_strings"] = [stop]
     return SamplingParams(
-        **{"temperature": 1.0} | given,
+        **given,
         max_new_tokens=max_new_tokens,
         banned_token_ids=tuple(token for token, bias in body.logit_bias.items() if bias == BAN),
         logit_bias={token: bias for token, bias in body.logit_bias.items() if bias != BAN},

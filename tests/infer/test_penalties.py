@@ -223,18 +223,10 @@ def test_ranking_with_a_restricted_vocabulary_is_a_part_of_the_whole(nodes, temp
         assert torch.equal(whole[b, 1] if nodes else whole[b], expected)
 
 
-def test_bans_name_what_cannot_be():
-    history, positions, logits = History(1, 4), torch.tensor([1]), torch.zeros(1, 6)
-    with pytest.raises(ValueError, match=r"banned_token_ids has 6; the target's vocabulary is 0..5"):
-        Penalties([SamplingParams(banned_token_ids=(2, 6))], CPU).apply(logits, history, positions)
-    with pytest.raises(ValueError, match=r"logit_bias has 6; the target's vocabulary is 0..5"):
-        Penalties([SamplingParams(logit_bias={6: 1.0})], CPU).apply(logits, history, positions)
-    with pytest.raises(ValueError, match="banned_token_ids has all 6 tokens; leave at least one"):
-        Penalties([SamplingParams(banned_token_ids=range(6))], CPU).apply(logits, history, positions)
-    # A restricted vocabulary need not hold the banned ids.
-    ids = torch.tensor([4, 1])
-    out = Penalties([SamplingParams(banned_token_ids=(1, 5))], CPU).apply(logits[:, ids], history, positions, ids)
-    assert out.tolist() == [[0.0, -torch.inf]]
+def test_a_restricted_vocabulary_need_not_hold_the_banned_ids():
+    history, positions, ids = History(1, 4), torch.tensor([1]), torch.tensor([4, 1])
+    penalties = Penalties([SamplingParams(banned_token_ids=(1, 5))], CPU)
+    assert penalties.apply(torch.zeros(1, 2), history, positions, ids).tolist() == [[0.0, -torch.inf]]
 
 
 def test_history_writes_stay_inside():

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.server.app import UNREAD_SECONDS, Server, Service, Settings, serve
+from longdraft.infer.server.app import UNREAD_SECONDS, Server, Service, Settings
 from longdraft.infer.server.protocol import Completion, parse, requests_of
 from longdraft.infer.text import token_bytes
 from longdraft.models.hf import load_target
@@ -41,7 +41,7 @@ def served(target, queue=64, slots=3, drafter="token_recycling+prompt_lookup", d
     """Run a server on a free port of this machine; yields its service."""
     engine = Engine(target, drafter, slots=slots, max_length=200, prefill_chunk=16, nodes=None)
     service = Service(engine, Settings("tiny", queue=queue, **settings))
-    server = Server(service, drain)
+    service.server = server = Server(service, drain)
     listening = socket.create_server(("127.0.0.1", 0))
     service.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
@@ -560,18 +560,6 @@ def test_a_chat_template_that_fails_is_the_messages_fault(target, service, monke
     assert answer["usage"]["prompt_tokens"] == len(target.tokenizer('{"a": 1}!').input_ids)
 
 
-def test_a_signal_that_came_before_the_server_ends_it(target):
-    ended, found = threading.Event(), []
-    ended.set()
-    listening = socket.create_server(("127.0.0.1", 0))
-    engine = Engine(target, slots=1, max_length=50)
-    thread = threading.Thread(target=lambda: found.append(serve(engine, Settings("tiny"), listening, 5, ended)))
-    thread.daemon = True
-    thread.start()
-    thread.join(30)
-    assert found == [True]
-
-
 def test_a_full_queue_says_when_to_come_again(target, monkeypatch):
     with served(target, queue=1, slots=1) as service, httpx.Client(timeout=60) as client:
         go_on, step = threading.Event(), service.engine.runner.step
@@ -669,7 +657,7 @@ def test_an_engine_that_fails_ends_every_answer_and_the_server(target, monkeypat
             monkeypatch.setattr(service.engine.runner, "step", lambda: 1 / 0)
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert events[-1]["error"]["type"] == "server_error"
-        assert service.thread.failed and service.server.should_exit
+        assert service.thread.failed
 
 
 def test_what_is_not_done_when_the_server_must_end_gets_an_error(target, monkeypatch, capfd):

