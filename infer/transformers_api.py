@@ -155,7 +155,7 @@ def _refuse_unsupported(config: GenerationConfig, kwargs: Mapping[str, Any]) -> 
     neutral = GenerationConfig._get_default_generation_params() | NEUTRAL
     fields = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     read = {*Supported.model_fields, "transformers_version", *(() if config.do_sample else SAMPLING_ONLY)}
-    for name, value in sorted((fields | kwargs).items()):
+    for name, value in sorted({**fields, **kwargs}.items()):
         off = neutral.get(name, False)
         asks = value is not None and value is not off and (isinstance(value, Tensor) or value not in (off, []))
         if asks and name not in read:

@@ -24,7 +24,7 @@ class Job:
         streamed: whether the caller wants every piece, or only the last one of each request.
         submitted: when it was submitted, by `time.perf_counter`.
         inbox: its pieces, and None if no more will come.
-        unfinished, silent: indices of the requests that are not done, and of those without a token yet.
+        silent: indices of the requests without a token yet.
     """
 
     requests: list[Request]
@@ -33,8 +33,7 @@ class Job:
     inbox: asyncio.Queue[Piece | None] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self):
-        self.unfinished = {one.index for one in self.requests}
-        self.silent = set(self.unfinished)
+        self.silent = {one.index for one in self.requests}
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yield (place of the request in the job, its next piece) until all requests are finished. Raises ApiError if
@@ -77,7 +76,6 @@ class EngineThread:
         self._capacity = self.slots + queue
         self._on_first_token, self._on_finish = on_first_token, on_finish
         self._inbox = SimpleQueue[Request | int | None]()  # a request, an index to cancel, or None for the end
-        self._outbox: list[Piece] = []  # pieces of the current step; used only by the thread
         self._jobs: dict[int, Job] = {}
         self._indices = itertools.count()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -122,9 +120,10 @@ class EngineThread:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Cancel the job's unfinished requests."""
-        for index in job.unfinished:
-            self._inbox.put(index)
+        """Cancel the job's requests, as far as they are not finished."""
+        for request in job.requests:
+            if request.index in self._jobs:
+                self._inbox.put(request.index)
 
     def give_up(self) -> None:
         """Accept nothing more, and cancel what is not done. Whoever waits for it gets an ApiError."""
@@ -144,17 +143,13 @@ class EngineThread:
     def _run(self) -> None:
         try:
             for piece in self.engine.serve(self._arrivals):
-                self._outbox.append(piece)
-            self._send()
+                self._call(self._deliver, piece)
         except BaseException:
-            self._send()  # the pieces from before the failure
             self._call(self._fail)
             raise
 
     def _arrivals(self, idle: bool) -> list[Request] | None:
-        """The requests that arrived since the last step, as `Engine.serve` asks for them; None ends it. The last step's
-        pieces are sent first, so the event loop delivers them while the thread waits or runs the next step."""
-        self._send()
+        """The requests that arrived since the last step, as `Engine.serve` asks for them; None ends it."""
         arrived: list[Request] = []
         while True:
             idle = idle and not arrived
@@ -169,30 +164,23 @@ class EngineThread:
             else:
                 self.engine.cancel(item)
 
-    def _send(self) -> None:
-        if self._outbox:
-            pieces, self._outbox = self._outbox, []
-            self._call(self._deliver, pieces)
-
     def _call(self, function: Callable, *arguments: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
     # These run on the event loop, called by the thread.
 
-    def _deliver(self, pieces: Sequence[Piece]) -> None:
-        now = time.perf_counter()
-        for piece in pieces:
-            job, generation = self._jobs[piece.index], piece.generation
-            if piece.tokens and piece.index in job.silent:
-                job.silent.discard(piece.index)
-                self._on_first_token(now - job.submitted)
-            if generation is not None:
-                del self._jobs[piece.index]
-                job.unfinished.discard(piece.index)
-                self._on_finish(generation, now - job.submitted)
-            if job.streamed or generation is not None:
-                job.inbox.put_nowait(piece)
+    def _deliver(self, piece: Piece) -> None:
+        job = self._jobs[piece.index]
+        seconds = time.perf_counter() - job.submitted
+        if piece.tokens and piece.index in job.silent:
+            job.silent.discard(piece.index)
+            self._on_first_token(seconds)
+        if piece.generation is not None:
+            del self._jobs[piece.index]
+            self._on_finish(piece.generation, seconds)
+        if job.streamed or piece.generation is not None:
+            job.inbox.put_nowait(piece)
 
     def _fail(self) -> None:
         self.failed = True

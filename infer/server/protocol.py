@@ -45,9 +45,9 @@ NOT_SERVED = set(_NOT_SERVED.split())
 NEUTRAL = {"tool_choice": "auto", "function_call": "auto", "response_format": {"type": "text"}, "modalities": ["text"]}
 NEUTRAL |= {"verbosity": "medium", "best_of": 1, "length_penalty": 1, "typical_p": 1, "tfs_z": 1}
 NEUTRAL |= {"add_generation_prompt": True, "skip_special_tokens": True}
-# The keys of a message that the chat template reads, those that are read as one of them, and those that are refused.
+# The keys of a message that the chat template reads, and those that are refused.
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-ALSO_READ, NOT_READ = ("reasoning", "refusal"), ("audio", "function_call")
+NOT_READ = ("audio", "function_call")
 
 
 class ApiError(Exception):
@@ -156,23 +156,15 @@ class Chat(Body):
         alternatives = self.top_logprobs if self.logprobs else None
         return Asked(True, [prompt], options, getattr(self, limit_field), limit_field, alternatives)
 
-    @property
-    def ignored(self) -> set[str]:
-        known = {*MESSAGE_KEYS, *ALSO_READ, *NOT_READ}
-        given = {key for message in self.messages for key, value in message.items() if value}
-        return super().ignored | {f"messages.{key}" for key in given - known}
-
-    @model_validator(mode="after")
-    def _messages_are_served(self) -> Self:
-        for i, message in enumerate(self.messages):
-            if found := [key for key in NOT_READ if message.get(key)]:
-                raise ValueError(f"messages.{i}.{found[0]}: this is not served; give {', '.join(MESSAGE_KEYS)}")
-        return self
-
 
 def _readable(message: dict[str, Any]) -> dict[str, Any]:
     """The keys of a message that the template reads. A key that asks for nothing is left out, since templates ask which
-    there are. `reasoning` is vLLM's newer name of reasoning_content, and a refusal stands in place of the content."""
+    there are. `reasoning` is vLLM's newer name of reasoning_content, and a refusal stands in place of the content.
+
+    Raises ValueError for a key that would change the answer and is not read.
+    """
+    if found := [key for key in NOT_READ if message.get(key)]:
+        raise ValueError(f"messages: {found[0]} is not served; give {', '.join(MESSAGE_KEYS)}")
     named = {"reasoning_content": message["reasoning"]} if "reasoning" in message else {}
     named |= {key: message[key] for key in MESSAGE_KEYS if key in message}
     if named.get("content") is None and message.get("refusal"):
@@ -227,7 +219,10 @@ def requests_of(body: Body, target: Target, max_length: int) -> list[Request]:
 
     Raises ApiError.
     """
-    asked, requests = body.asked(), list[Request]()
+    try:
+        asked, requests = body.asked(), list[Request]()
+    except ValueError as error:
+        raise _refused(error, {}) from error
     if (count := len(asked.prompts) * body.n) > MOST_CHOICES:
         raise ApiError(400, f"n: {count} answers, prompts times n; give 1 to {MOST_CHOICES} in one request", "n")
     own = signature(target.tokenizer.apply_chat_template).parameters if asked.is_chat else {}

@@ -238,24 +238,19 @@ def test_models_health_metrics_and_the_page(client, service):
     ("field", "body"),
     [
         ("messages", {"messages": []}),
-        ("messages", {"messages": "hello"}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}),
         ("messages", {"messages": [{"content": "x"}]}),
         ("messages", {"messages": [*CHAT, CHAT[0] | {"audio": {"id": "a"}}]}),
         ("messages", {"messages": [{"role": "user", "content": "x " * 300}]}),
         ("max_tokens", {"max_tokens": 0}),
         ("max_tokens", {"max_tokens": 2000}),
-        ("max_tokens", {"max_tokens": 10**30}),
         ("max_tokens", {"max_tokens": "4"}),
-        ("max_tokens", {"prompt": "the", "max_tokens": 0}),
         ("max_tokens", {"prompt": "the", "max_tokens": 300}),
         ("max_tokens", {"prompt": "x " * 95}),
-        ("max_completion_tokens", {"max_tokens": None, "max_completion_tokens": 0}),
         ("max_completion_tokens", {"max_tokens": None, "max_completion_tokens": 999}),
         ("max_completion_tokens", {"prompt": "the", "max_completion_tokens": 30}),
         ("temperature", {"temperature": -1}),
         ("top_p", {"top_p": 0}),
-        ("n", {"n": 0}),
         ("n", {"n": 1000}),
         ("n", {"prompt": ["the"] * 50, "n": 3}),
         ("seed", {"seed": 2**70}),
@@ -263,16 +258,13 @@ def test_models_health_metrics_and_the_page(client, service):
         ("stop", {"stop": 5}),
         ("logprobs", {"logprobs": 3}),
         ("logprobs", {"prompt": "the", "logprobs": True}),
-        ("logprobs", {"prompt": "the", "logprobs": 21}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
         ("echo", {"prompt": "the", "echo": True, "logprobs": 1, "stream": True}),
         ("best_of", {"prompt": "a", "best_of": 3}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "x"}}),
         ("min_tokens", {"min_tokens": -1}),
         ("logit_bias", {"logit_bias": {"9" * 5000: -100}}),
-        ("logit_bias", {"logit_bias": {"-1": 5}}),
         ("logit_bias", {"logit_bias": {"999": 5}}),
-        ("logit_bias", {"logit_bias": {"999": -100}}),
         ("stop_token_ids", {"stop_token_ids": [999]}),
         ("prompt", {"prompt": [1, "a"]}),
         ("prompt", {"prompt": []}),
@@ -312,7 +304,6 @@ def test_other_refusals_are_errors_that_the_client_knows(client, service):
 
 
 # Bodies as clients send them, each with the plain body that it must be answered like; from the clients' own code.
-WHO_ASKS = {"prompt_cache_key": "s-1", "safety_identifier": "u-1", "prompt_cache_retention": "24h", "user": "u"}
 GIVEN_BACK = {  # what OpenAI's interface answers, as the SDK's model_dump gives it back
     "role": "assistant", "content": "the log", "refusal": None, "annotations": [], "audio": None, "function_call": None,
     "tool_calls": None,
@@ -320,11 +311,10 @@ GIVEN_BACK = {  # what OpenAI's interface answers, as the SDK's model_dump gives
 TURNS = [CHAT[0], {"role": "assistant", "content": "the log"}, CHAT[0]]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": CHAT[0]["content"]}]}]
 ASKED = {
-    "openai, who asks": ({"messages": CHAT, "max_tokens": 9} | WHO_ASKS, {"messages": CHAT, "max_tokens": 9}),
     "openai, all that asks for nothing": (
         {
             "messages": CHAT, "max_completion_tokens": 9, "tools": [], "tool_choice": "none", "n": 1, "store": False,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": True, "user": "u",
             "response_format": {"type": "text"}, "modalities": ["text"], "audio": None,
             "metadata": {"a": "b"}, "service_tier": "auto", "logprobs": False, "top_logprobs": None, "seed": None,
             "stop": None, "prediction": None, "stream_options": None, "logit_bias": None, "web_search_options": None,
@@ -334,30 +324,15 @@ ASKED = {
     "openai, its own answers in the history": (
         {"messages": [CHAT[0], GIVEN_BACK, CHAT[0]], "max_tokens": 9}, {"messages": TURNS, "max_tokens": 9}
     ),
-    "vllm, its answers in the history": (
-        {"messages": [CHAT[0], TURNS[1] | {"tool_calls": [], "id": "m"}, CHAT[0]], "max_tokens": 9},
-        {"messages": TURNS, "max_tokens": 9},
-    ),
     "openai, a refusal in the history": (
         {"messages": [CHAT[0], {"role": "assistant", "content": None, "refusal": "No."}, CHAT[0]], "max_tokens": 9},
         {"messages": [CHAT[0], {"role": "assistant", "content": "No."}, CHAT[0]], "max_tokens": 9},
-    ),
-    "an empty answer in the history": (
-        {"messages": [CHAT[0], {"role": "assistant", "content": None}, CHAT[0]], "max_tokens": 9},
-        {"messages": [CHAT[0], {"role": "assistant", "content": ""}, CHAT[0]], "max_tokens": 9},
     ),
     "llama.cpp": (
         {"prompt": TEXT, "max_tokens": 9, "repeat_penalty": 1.3, "mirostat": 0, "tfs_z": 1.0, "cache_prompt": True},
         {"prompt": TEXT, "max_tokens": 9, "repetition_penalty": 1.3},
     ),
     "nobody's": ({"prompt": TEXT, "max_tokens": 9, "foo": {"bar": 1}}, {"prompt": TEXT, "max_tokens": 9}),
-    "guidellm, text": (
-        {
-            "prompt": TEXT, "max_tokens": 9, "stream": True, "stop": None, "ignore_eos": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        },
-        {"prompt": TEXT, "max_tokens": 9, "ignore_eos": True},
-    ),
     "guidellm, chat": (
         {
             "messages": PARTS, "max_completion_tokens": 9, "stream": True, "stop": None, "ignore_eos": True,
@@ -375,13 +350,6 @@ ASKED = {
     "lm-eval, generation from text": (
         {"prompt": [TEXT], "max_tokens": 9, "temperature": 0, "stop": ["\n\n", END, "Question:"], "seed": 1234},
         {"prompt": TEXT, "max_tokens": 9},
-    ),
-    "lm-eval, generation from a chat": (
-        {
-            "messages": [CHAT[0] | {"type": "text"}], "max_tokens": 9, "temperature": 0, "stop": [END, "Question:"],
-            "seed": 1234,
-        },
-        {"messages": CHAT, "max_tokens": 9},
     ),
 }  # fmt: skip
 
@@ -408,23 +376,26 @@ def test_what_is_not_read_is_counted(target):
         for _ in range(2):
             assert post(service, "completions", headers={}, **body).status_code == 200
         options = {"stream": True, "stream_options": {"include_obfuscation": False}}
-        messages = [CHAT[0] | {"annotations": [], "cache_control": {"type": "ephemeral"}}]
-        assert post(service, headers={}, messages=messages, **options).status_code == 200
+        assert post(service, headers={}, **options).status_code == 200
         many = {f"f{i}": 1 for i in range(120)}  # their number is bounded
         assert post(service, "completions", headers={}, prompt="a", max_tokens=1, **many).status_code == 200
         text = httpx.get(f"{service.url}/metrics").text
     counts = dict(re.findall(r'longdraft_ignored_fields_total\{field="(.+)"\} (\S+)', text))
     assert counts["user"] == counts["x" * 64] == "2.0" and "store" not in counts
-    assert counts["messages.cache_control"] == counts["stream_options.include_obfuscation"] == "1.0"
-    assert len(counts) == 101 and float(counts["others"]) == 120 - 96 and "messages.annotations" not in counts
+    assert counts["stream_options.include_obfuscation"] == "1.0"
+    assert len(counts) == 101 and float(counts["others"]) == 120 - 97
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
 @pytest.mark.parametrize(
-    ("words", "limit", "status"), [(300, 4, 400), (300, None, 400), (20, 9999, 400), (2_500_000, 4, 413)]
+    ("path", "words", "limit", "stream", "status"),
+    [
+        ("chat/completions", 300, 4, False, 400),
+        ("chat/completions", 20, 9999, True, 400),
+        ("completions", 300, None, True, 400),
+        ("completions", 2_500_000, 4, False, 413),
+    ],
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_is_too_long_is_known_by_its_code(service, path, words, limit, status, stream):
+def test_a_prompt_that_is_too_long_is_known_by_its_code(service, path, words, limit, stream, status):
     text = "x " * words
     body = {"messages": [{"role": "user", "content": text}]} if path.startswith("chat") else {"prompt": text}
     answer = post(service, path, **body | {"max_tokens": limit, "stream": stream})
