@@ -292,7 +292,7 @@ def asked_for(drafting: Drafting, settings: BenchSettings, prompts: object) -> d
         "target": Path(source[0]).name,
         "gguf_file": source[1],
         "loader": drafting.loader,
-        "checkpoint": checkpoint_digest(*source),
+        "checkpoint": checkpoint_digest(source[0]),
         "draft": ",".join(map(draft_digest, args.draft)) or None,
         "drafters": {name: {key: str(value) for key, value in of.items()} for name, of in of_drafters.items()},
         "small": [checkpoint_digest(small) for small in _small_models(drafting)],

@@ -101,14 +101,14 @@ def ask(
     if not todo:
         return
     log(f"timing at T {temperature:g}: {len(todo)} answers of {', '.join(answerers)}")
-    record.set_machine(machine(target))
+    record.add("machine", machine(target))
     warm = asked[0].question.prompt(target)[-WARM_UP_PROMPT:][::-1]
     for answerer in answerers.values():
         answerer.answer(warm, replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens)))
     for question, name in tqdm(todo, desc="answers", leave=False, disable=None):
         answerer, key = answerers[name], (question.id, question.task, question.category, name, temperature)
         turns, stopped = converse(target, answerer, question, params)
-        record.add(Entry(*key, turns, answerer.max_depth, stopped))
+        record.add("entry", Entry(*key, turns, answerer.max_depth, stopped))
 
 
 def machine(target: Target) -> dict:

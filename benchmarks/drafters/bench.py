@@ -125,9 +125,8 @@ class _Bench:
         form, params = self.settings.proof, SamplingParams(seed=self.settings.seed, ignore_eos=True)
         with fp32_layer_by_layer(self.target.model) if form == "layerwise" else nullcontext():
             prompts = self._prompts(PROMPTS)
-            self.record.set_proof(
-                prove(self.target, self.builders, prompts, params, form, self.settings.dtype, self.log)
-            )
+            proof = prove(self.target, self.builders, prompts, params, form, self.settings.dtype, self.log)
+        self.record.add("proof", proof)
 
     def measure(self) -> dict:
         """Measure in the dtype that was asked for, and return all figures."""

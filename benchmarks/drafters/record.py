@@ -12,8 +12,6 @@ from longdraft.models.files import WorkFolder, file_digest, read_plan
 from longdraft.models.schema import validate
 
 FORMAT = "longdraft bench 2"
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "**/*.gguf")
-SAMPLE_BYTES = 2**16  # of a weight file: enough to tell two trainings of one network apart
 
 
 @dataclass(frozen=True)
@@ -98,29 +96,20 @@ class Record:
         else:
             setattr(self, part, value)
 
-    def _add(self, part: str, value: Any) -> None:
+    def add(self, part: str, value: Any) -> None:
+        """Append a part. An answer replaces an earlier one of the same drafter; the machine is that of the answers that
+        follow."""
         self._take(part, value)
         if self.work is not None:
             self.work.write(f"{self._count:06d}", {part: asdict(value) if isinstance(value, Entry) else value})
         self._count += 1
-
-    def set_proof(self, proof: dict) -> None:
-        self._add("proof", proof)
-
-    def set_machine(self, machine: dict) -> None:
-        """Note on which machine and with which versions the following answers are made."""
-        self._add("machine", machine)
 
     def leave_out(self, questions: Sequence[Mapping[str, Any]]) -> None:
         """Note questions that are not asked, each of them once."""
         known = {one["id"] for one in self.left_out}
         for one in questions:
             if one["id"] not in known:
-                self._add("left_out", dict(one))
-
-    def add(self, entry: Entry) -> None:
-        """Append an answered question; it replaces an earlier answer of the same drafter."""
-        self._add("entry", entry)
+                self.add("left_out", dict(one))
 
     def of(self, drafter: str, temperature: float) -> list[Entry]:
         return self.by_drafter().get(temperature, {}).get(drafter, [])
@@ -168,27 +157,14 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def checkpoint_digest(path: str, gguf_file: str | None = None) -> str | None:
-    """Tells a local checkpoint from another one of its name: covers config.json and each weight file's name, size, and
-    bytes in its middle and at its end. None if `path` is not a local file or folder.
-    """
+def checkpoint_digest(path: str) -> str | None:
+    """Tells a local checkpoint from another one of its name, by its files' names, sizes and times of change. None if
+    `path` is not a local file or folder."""
     place = Path(path).expanduser()
     if not place.exists():
         return None
-    files = [place] if place.is_file() else sorted(file for kind in WEIGHT_FILES for file in place.glob(kind))
-    files = files if gguf_file is None else [place / gguf_file]
-    config = place / CONFIG
-    content = [digest(config.read_bytes()) if config.is_file() else None]
-    return digest(repr(content + [(file.name, *_sample(file)) for file in files if file.is_file()]).encode())
-
-
-def _sample(file: Path) -> tuple[int, str]:
-    size, content = file.stat().st_size, b""
-    with file.open("rb") as opened:
-        for start in (size // 2, max(0, size - SAMPLE_BYTES)):
-            opened.seek(start)
-            content += opened.read(SAMPLE_BYTES)
-    return size, digest(content)
+    files = sorted(file for file in ([place] if place.is_file() else place.iterdir()) if file.is_file())
+    return digest(repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]).encode())
 
 
 def draft_digest(draft: str) -> str:

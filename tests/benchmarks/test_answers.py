@@ -83,12 +83,12 @@ def test_a_killed_run_goes_on_to_the_same_record(whole, command, tmp_path, parts
         "import os, sys\n"
         "from longdraft.benchmarks.drafters.record import Record\n"
         "from longdraft.launch import bench\n"
-        "add, count = Record._add, []\n"
+        "add, count = Record.add, []\n"
         "def counted(self, part, value):\n"
         "    add(self, part, value)\n"
         "    count.append(1)\n"
         f"    if len(count) == {parts}: os.kill(os.getpid(), 9)\n"
-        "Record._add = counted\n"
+        "Record.add = counted\n"
         "bench.main(sys.argv[1:])\n"
     )
     done = subprocess.run([sys.executable, "-c", program, *command, "--out", str(tmp_path)], capture_output=True)
@@ -179,13 +179,13 @@ def test_what_is_no_record_is_refused_and_left_as_it_is(tmp_path):
 def test_a_damaged_part_is_made_again_and_a_wrong_one_named(tmp_path):
     entry = Entry(1, "t", "t", "d", 0.0, [])
     with recorded(tmp_path, {}) as record:
-        record.add(entry)
-        record.add(replace(entry, id=2))
+        record.add("entry", entry)
+        record.add("entry", replace(entry, id=2))
     last = tmp_path / "progress" / "000001.json"
     last.write_bytes(last.read_bytes()[:20])
     with recorded(tmp_path, {}) as record:
         assert [one.id for one in record.entries.values()] == [1]
-        record.add(replace(entry, id=3))
+        record.add("entry", replace(entry, id=3))
         record.work.write("000009", {"entry": {"id": 4}})
     with pytest.raises(ValueError, match=r"entry\.task"):
         read_record(tmp_path)

@@ -34,11 +34,11 @@ def folder(tmp_path) -> Path:
     record = Record({"suite": "speed-bench"})
     record.machine = {"target": "t"}
     for entry in (ONE, TWO):
-        record.add(entry)
+        record.add("entry", entry)
         plain = [
             answer([1] * len(turn.tokens), [0.1 * i for i in range(1, len(turn.tokens) + 1)], 0) for turn in entry.turns
         ]
-        record.add(Entry(entry.id, entry.task, entry.category, "plain", 0.0, plain))
+        record.add("entry", Entry(entry.id, entry.task, entry.category, "plain", 0.0, plain))
     assert write_files(record, tmp_path) == [tmp_path / "spec_bench", tmp_path / "vllm"] == sorted(tmp_path.iterdir())
     return tmp_path
 

@@ -18,9 +18,9 @@ RATES = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.0]]
 def made(drafters: dict[str, int], every: int = 5120, temperatures=(0.0,)) -> Record:
     """Six questions of three tasks; a drafter commits so many tokens a step, plain decoding one, a millisecond each."""
     record = Record({"suite": "mrcr", "drafters": drafters, "dtype": "bf16", "nodes": 4, "seed": 0, "sampling": {}})
-    record.set_proof({"exact": True, "exact_checked": "96 tokens a drafter in fp32", "proof": {"form": "fp32"}})
-    record.set_machine(
-        {"target": "a <target>", "device": "a machine", "threads": 2, "date": "2026-01-01", "versions": {}}
+    record.add("proof", {"exact": True, "exact_checked": "96 tokens a drafter in fp32", "proof": {"form": "fp32"}})
+    record.add(
+        "machine", {"target": "a <target>", "device": "a machine", "threads": 2, "date": "2026-01-01", "versions": {}}
     )
     record.leave_out([{"id": "too & long", "task": "t", "tokens": 9, "why": "too long"}])
     for temperature in temperatures:
@@ -32,7 +32,7 @@ def made(drafters: dict[str, int], every: int = 5120, temperatures=(0.0,)) -> Re
                     900 << i, [1] * sum(steps), "", "stop", steps, seconds, 4 * len(steps) * (length > 1),
                     decode_seconds=seconds[-1], draft_seconds=seconds[-1] / 4, target_seconds=seconds[-1] / 2,
                 )  # fmt: skip
-                record.add(Entry(i, f"{2 << i % 3}needle", "", name, temperature, [answer]))
+                record.add("entry", Entry(i, f"{2 << i % 3}needle", "", name, temperature, [answer]))
     return record
 
 

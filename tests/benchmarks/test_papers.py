@@ -114,7 +114,7 @@ def test_tokenswift_s_figures_by_hand():
     """alpha and speed of the first 20480 tokens: steps bring five tokens and one in turn, at twice the cost."""
     record = Record({})
     for entry in (answered("plain", [1] * 30000, 0.1), answered("tokenswift", [5, 1] * 5000, 0.2)):
-        record.add(entry)
+        record.add("entry", entry)
     found = beside(PAPERS["tokenswift"], record, ["tokenswift"], [1.0], "somewhere/TokenSwift-Llama-3.1-8B")
     (row,) = found["rows"]
     assert found["same_target"] and row["task"] == "pg19, 20480 tokens"
