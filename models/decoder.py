@@ -57,28 +57,27 @@ class _CLayers:
 
     def __init__(self, layers: "list[Layer]", config: DecoderConfig):
         modules = [module for layer in layers for module in layer.modules()]
-        self._all = [(m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None]
-        self._one_per_layer = [(layer.attention_norm._parameters, "weight") for layer in layers]
-        self._all_seen, self._one_per_layer_seen = self._addresses(self._all), self._addresses(self._one_per_layer)
+        self._weights = [(m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None]
+        self._step = max(1, len(self._weights) // len(layers))
+        self._seen = self._addresses()
         weights = [layer.c_weights() for layer in layers]
         known = [layer for layer in weights if layer is not None]
         computable = len(known) == len(weights) and can_run(known, config.head_dim)
         shape = config.n_heads, config.n_kv_heads, config.rms_norm_eps
         self.table = LayerTable(known, *shape) if computable else None
 
-    @staticmethod
-    def _addresses(parameters: Sequence[tuple[dict, str]]) -> list[object]:
-        """The weights' addresses and dtype now: each may have been moved, cast or replaced in its module's dict."""
-        weights = [cast(Tensor, owner[name]) for owner, name in parameters]
-        return [weights[0].dtype, *(weight.data_ptr() for weight in weights)]
+    def _addresses(self, step: int = 1) -> list[tuple[torch.dtype, int]]:
+        """Each weight's dtype and address now: it may have been moved, cast or replaced in its module's dict."""
+        weights = [cast(Tensor, owner[name]) for owner, name in self._weights[::step]]
+        return [(weight.dtype, weight.data_ptr()) for weight in weights]
 
     def is_valid(self, check_all: bool) -> bool:
         """Whether the weights are where they were: one per layer, or all, which takes longer.
 
         So a single weight that is replaced while a text is decoded is only noticed when the next prompt is read.
         """
-        unmoved = self._addresses(self._one_per_layer) == self._one_per_layer_seen
-        return unmoved and (not check_all or self._addresses(self._all) == self._all_seen)
+        step = 1 if check_all else self._step
+        return self._addresses(step) == self._seen[::step]
 
     def __reduce__(self) -> tuple:
         """Copy as None: a copied decoder makes a table of its own weights."""

@@ -198,8 +198,11 @@ class WorkFolder:
         """
         if share and overwrite:
             raise ValueError("overwrite would remove the other shards' work; leave it out, or choose another folder")
-        if not (self.path / PLAN).exists():
-            self._check_unused()
+        foreign = [name for name in self._files() if not re.fullmatch(rf"\.?{PLAN}.*|{PROGRESS}/.*", name)]
+        if (
+            foreign and not (self.path / PLAN).exists()
+        ):  # looked for last: another machine may have written it meanwhile
+            raise ValueError(f"{self.path} holds {foreign[0]} and no {PLAN}; choose a new or empty folder")
         (self.path / PROGRESS).mkdir(parents=True, exist_ok=True)
         with self._locked(share):
             try:
@@ -211,10 +214,14 @@ class WorkFolder:
 
     def _make_ready(self, share: str, overwrite: bool) -> None:
         if overwrite and (self.path / PLAN).exists():
-            self._clear()
+            read_plan(self.path)
+            # The plan is the last, so that a kill leaves a folder that can be cleared again.
+            for name in sorted(self._own(), key=lambda name: name == PLAN):
+                if not name.endswith(".lock"):
+                    (self.path / name).unlink()
         if not share:
-            for name in self._files():
-                if HALF_WRITTEN.search(name) and self._is_own(name):
+            for name in self._own():
+                if HALF_WRITTEN.search(name):
                     (self.path / name).unlink()
         if not (self.path / PLAN).exists():
             write_json(self.path / PLAN, {"address": self.address, **self.plan})
@@ -257,8 +264,8 @@ class WorkFolder:
 
     def remove_progress(self) -> None:
         """Remove records and locks of a folder that is complete, and `progress` itself unless it holds other files."""
-        for name in self._files():
-            if name.startswith(f"{PROGRESS}/") and self._is_own(name):
+        for name in self._own():
+            if name.startswith(f"{PROGRESS}/"):
                 (self.path / name).unlink()
         if (self.path / PROGRESS).is_dir() and not any((self.path / PROGRESS).iterdir()):
             (self.path / PROGRESS).rmdir()
@@ -285,20 +292,9 @@ class WorkFolder:
         found = (Path(root, name) for root, _, names in os.walk(self.path) for name in names)
         return sorted(path.relative_to(self.path).as_posix() for path in found)
 
-    def _is_own(self, name: str) -> bool:
-        return re.fullmatch(self._own_files, HALF_WRITTEN.sub(r"\1", name)) is not None
-
-    def _check_unused(self) -> None:
-        foreign = [name for name in self._files() if not re.fullmatch(rf"\.?{PLAN}.*|{PROGRESS}/.*", name)]
-        if foreign and not (self.path / PLAN).exists():  # another machine may have written it meanwhile
-            raise ValueError(f"{self.path} holds {foreign[0]} and no {PLAN}; choose a new or empty folder")
-
-    def _clear(self) -> None:
-        """Remove all files of ours; the plan is the last, so that a kill leaves a folder that can be cleared again."""
-        read_plan(self.path)
-        for name in sorted(self._files(), key=lambda name: name == PLAN):
-            if self._is_own(name) and not name.endswith(".lock"):
-                (self.path / name).unlink()
+    def _own(self) -> list[str]:
+        """Those that this class or its caller wrote, half-written ones too."""
+        return [name for name in self._files() if re.fullmatch(self._own_files, HALF_WRITTEN.sub(r"\1", name))]
 
 
 def read_plan(folder: Path) -> dict[str, Any]:

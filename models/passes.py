@@ -4,7 +4,7 @@ Shapes: B slots, T query tokens per slot, R of them with logits (or in spans), L
 K key/value heads, d head width, V vocabulary, P pieces of a packed sequence.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -94,16 +94,10 @@ class Pass:
     prompt_lengths: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        cached, has_tree, prompts = self.cache is not None, self.tree_mask_BTT is not None, self.prompt_lengths
-        n_sequences, n_tokens = self.tokens_BT.shape
+        cached, (n_sequences, n_tokens) = self.cache is not None, self.tokens_BT.shape
         assert self.tokens_BT.numel(), "tokens_BT: at least one token a slot"
         assert self.needs <= NEEDS, f"needs: unknown {sorted(self.needs - NEEDS)}"
-        assert not has_tree or (cached and self.positions_BT is not None), "tree_mask_BTT needs cache and positions_BT"
-        assert prompts is None or (cached and not has_tree and len(prompts) == n_sequences), (
-            "prompt_lengths: one a slot"
-        )
         assert self.chunk is None or (not cached and self.chunk > 0), "chunk: none with a cache"
-        assert self.shard is None or self.borders is not None, "shard needs borders"
         if self.borders is not None:
             assert not cached and n_sequences == 1, "borders: pieces lie end to end in one sequence without a cache"
             start, *_, end = self.borders
@@ -164,25 +158,22 @@ class TargetOutput:
 
     def among(self, slots: slice, batch: int) -> "TargetOutput":
         """The output of `batch` slots, of which `slots` have this output and the others zeros. Drops `of_spans`."""
-
-        def all_slots(x: Tensor | None) -> Tensor | None:
-            return None if x is None else spread(x, slots, batch)
-
         queries = None if self.queries is None else spread(self.queries.transpose(0, 1), slots, batch).transpose(0, 1)
-        last_kv = self.last_kv and (spread(self.last_kv[0], slots, batch), spread(self.last_kv[1], slots, batch))
-        logits, pre_norm, post_norm = (all_slots(x) for x in (self.logits, self.pre_norm, self.post_norm))
-        return TargetOutput(logits, pre_norm, post_norm, last_kv, queries)
+        return self._each(lambda x_BTX: spread(x_BTX, slots, batch), queries)
 
     def of_slot(self, slot: int, n_tokens: int) -> "TargetOutput":
         """The first `n_tokens` tokens of one slot: views with B = 1. Drops `of_spans`."""
-        one = slice(slot, slot + 1)
+        queries = None if self.queries is None else self.queries[:, slot : slot + 1]
+        return self._each(lambda x_BTX: x_BTX[slot : slot + 1, :n_tokens], queries)
 
-        def first(x_BTX: Tensor | None) -> Tensor | None:
-            return None if x_BTX is None else x_BTX[one, :n_tokens]
-
-        last_kv = self.last_kv and (self.last_kv[0][one, :n_tokens], self.last_kv[1][one, :n_tokens])
-        queries = None if self.queries is None else self.queries[:, one]
-        return TargetOutput(first(self.logits), first(self.pre_norm), first(self.post_norm), last_kv, queries)
+    def _each(self, change: Callable[[Tensor], Tensor], queries: Tensor | None) -> "TargetOutput":
+        """The output with `change` of each field [B, T, ...], and with these queries."""
+        logits, pre_norm, post_norm, k_BTKd, v_BTKd = (
+            None if x is None else change(x)
+            for x in (self.logits, self.pre_norm, self.post_norm, *(self.last_kv or (None, None)))
+        )
+        last_kv = None if k_BTKd is None or v_BTKd is None else (k_BTKd, v_BTKd)
+        return TargetOutput(logits, pre_norm, post_norm, last_kv, queries)
 
 
 def take_at(x_BTD: Tensor, at_BR: Tensor | None) -> Tensor:

@@ -98,10 +98,8 @@ def _one_of(fields: Mapping[str, Any], name: str, *known: Any) -> Any:
 
 def _fp8(fields: Mapping[str, Any]) -> Quantisation:
     _one_of(fields, "fmt", "e4m3")
-    return _fp8_in_blocks(fields.get("weight_block_size"))
+    block = fields.get("weight_block_size")
 
-
-def _fp8_in_blocks(block: tuple[int, int] | None) -> Quantisation:
     def value(weight_NK: Tensor, scale: Tensor) -> Tensor:
         return weight_NK.float() * _expand_scale(scale, weight_NK, block)
 
@@ -129,7 +127,7 @@ def _compressed(fields: Mapping[str, Any]) -> Quantisation | None:
         return Quantisation(f"integers of {bits} bits", ("weight_packed", "weight_scale"), packed)
     _one_of(weights[0], "type", "float")
     _one_of(weights[0], "num_bits", 8)
-    return _fp8_in_blocks(weights[0].get("block_structure"))
+    return _fp8({"weight_block_size": weights[0].get("block_structure")})
 
 
 def _awq(fields: Mapping[str, Any]) -> Quantisation:

@@ -136,7 +136,7 @@ class TransformersModel(Decoder):
     ):
         nn.Module.__init__(self)
         self.hf_model, self.known, self.around_layer = model.requires_grad_(False).eval(), known, around_layer
-        self.hf_attention = model.config._attn_implementation
+        self.hf_attention, self._class_name = model.config._attn_implementation, type(model).__name__
         model.set_attn_implementation(ATTENTION)
         self.layers, self._body = find_layers(model), model.get_decoder()
         self.embed_tokens, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -173,10 +173,6 @@ class TransformersModel(Decoder):
         if "logits" in needs:
             output.logits = self.lm_head(take_at(hidden_BTD, inputs.logits_at_BR))
         return output
-
-    @property
-    def _class_name(self) -> str:
-        return type(self.hf_model).__name__
 
     def _run(self, module: nn.Module, running: _Running) -> Any:
         """Call the whole model or its body with the pass's tokens and positions."""
@@ -299,7 +295,7 @@ def check_against(model: TransformersModel) -> dict[str, str]:
     # The layers' roundings add up like the steps of a random walk.
     if not distances[worst] < TOLERANCES[model.embed_tokens.weight.dtype] * len(model.layers) ** 0.5:
         raise ValueError(
-            f"target.loader: a pass of {type(model.hf_model).__name__} differs from transformers' own attention, most "
+            f"target.loader: a pass of {model._class_name} differs from transformers' own attention, most "
             f"in its {worst}, by {distances[worst]:.3g} of their norm; take another target"
         )
     if model.known is not None:

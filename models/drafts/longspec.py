@@ -179,8 +179,6 @@ class LongSpec(DraftVocabulary):
         if not copied or (target is None and generator is None):
             return
         assert target is not None, f"{copied[0]}: it starts from the target's weights; give the target"
-        different = [name for name, value in shape_of(target.config).items() if getattr(self.config, name) != value]
-        assert not different, f"target: not of this draft's {', '.join(different)}; use LongSpecConfig.for_target"
         if self.final_norm is not None:
             self.final_norm.weight.copy_(target.norm.weight)
         if self.config.warm_start:
@@ -194,28 +192,21 @@ class LongSpec(DraftVocabulary):
         feed-forward, a gate other than silu. If the last layer has experts, the feed-forward keeps its random weights.
         """
         first, last = cast(Layer, target.layers[0]), cast(Layer, target.layers[-1])
-        q_rows = self.cross_q.out_features
-        pairs: list[tuple[Tensor, Tensor]] = [
-            (self.self_norm.weight, first.attention_norm.weight),
-            (self.self_qkv.weight, first.attention.qkv_proj.weight),
-            (self.self_o.weight, first.attention.o_proj.weight),
-            (self.cross_norm.weight, last.attention_norm.weight),
-            (self.cross_q.weight, last.attention.qkv_proj.weight[:q_rows]),
-            (self.cross_o.weight, last.attention.o_proj.weight),
-            (self.mlp_norm.weight, last.mlp_norm.weight),
+        copied: list[tuple[Any, Any]] = [
+            (self.self_norm, first.attention_norm),
+            (self.self_o, first.attention.o_proj),
+            (self.cross_norm, last.attention_norm),
+            (self.cross_o, last.attention.o_proj),
+            (self.mlp_norm, last.mlp_norm),
         ]
         if not isinstance(last.mlp, Experts):
-            pairs += [
-                (self.gate_up.weight, last.mlp.gate_up_proj.weight),
-                (self.down.weight, last.mlp.down_proj.weight),
-            ]
-        if target.config.attention_bias:
-            pairs += [
-                (self.self_qkv.bias, first.attention.qkv_proj.bias),
-                (self.cross_q.bias, last.attention.qkv_proj.bias[:q_rows]),
-            ]
-        for ours, theirs in pairs:
-            ours.copy_(theirs)
+            copied += [(self.gate_up, last.mlp.gate_up_proj), (self.down, last.mlp.down_proj)]
+        for ours, theirs in copied:
+            ours.weight.copy_(theirs.weight)
+        for ours, theirs in ((self.self_qkv, first.attention.qkv_proj), (self.cross_q, last.attention.qkv_proj)):
+            ours.weight.copy_(theirs.weight[: ours.out_features])
+            if theirs.bias is not None:
+                ours.bias.copy_(theirs.bias[: ours.out_features])
 
     def tables(self, positions_BT: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """RoPE's cos and sin at these positions (int64, jumps allowed), in the draft's dtype.

@@ -162,7 +162,7 @@ def test_ragged_batch_equals_single_runs(tiny_target, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk", [1, 4, 13])
+@pytest.mark.parametrize("chunk", [1, 13])
 def test_chunked_prefill_equals_one_pass(tiny_target, kind, chunk):
     model = tiny_target(**KINDS[kind]).model
     prompt = tokens(1, 31)
@@ -221,20 +221,3 @@ def test_rows_of_logits_and_queries(tiny_target):
     shorter = model(Pass(ids[:, :3], needs={"queries"})).queries
     chosen = model(Pass(ids, needs={"queries"}, queries_at_B=torch.tensor([2, 2]))).queries
     assert error(chosen, shorter) < 1e-5
-    with pytest.raises(AssertionError, match="hidden"):
-        model(Pass(ids, needs={"hidden"}))
-    with pytest.raises(AssertionError, match="tree_mask_BTT needs"):
-        model(Pass(ids, tree_mask_BTT=torch.ones(2, 6, 6, dtype=torch.bool)))
-
-
-def test_positions_do_not_mask(tiny_target):
-    """With any positions, even falling ones, attention stays causal by row: a change of row 0 reaches the last row."""
-    model = tiny_target().model
-    ids = tokens(1, 9)
-    positions = torch.tensor([[0, 1, 90, 91, 5, 6, 200, 201, 3]])
-    changed = ids.clone()
-    changed[0, 0] = (ids[0, 0] + 1) % 97
-    out, other = (model(Pass(x, positions_BT=positions)).logits for x in (ids, changed))
-    assert error(other[:, -1], out[:, -1]) > 1e-3
-    shorter = model(Pass(ids[:, :5], positions_BT=positions[:, :5])).logits
-    assert error(out[:, :5], shorter) < 1e-5

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,65 +67,6 @@ def test_pieces_are_each_alone(tiny_target, kind, jump):
             assert error(packed[name][:, start:stop], expected) < 1e-5, (name, start)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_piece_is_the_row_without_borders(tiny_target, kind):
-    model, ids = tiny_target(**KINDS[kind]).model, tokens(33)
-    whole, one = (parts_of(model(Pass(ids, borders=borders, needs=EVERYTHING))) for borders in (None, [0, 33]))
-    for name, expected in whole.items():
-        assert error(one[name], expected) < 1e-5, name
-
-
-def written_out(model, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-    """Logits [N, V] by the formula in fp64, under an explicit mask (bool [N, N]: what each token attends to)."""
-    config, weights = model.config, {name: weight.double() for name, weight in model.state_dict().items()}
-    half, groups = config.head_dim // 2, config.n_heads // config.n_kv_heads
-    angles = positions[:, None] * config.rope.parameters["rope_theta"] ** (-torch.arange(half).double() / half)
-
-    def norm(x, name):
-        return F.rms_norm(x, (config.hidden_size,), weights[f"{name}.weight"], config.rms_norm_eps)
-
-    def rotated(x_NHd):
-        a, b = x_NHd[..., :half], x_NHd[..., half:]
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-    x = weights["embed_tokens.weight"][ids]
-    for i in range(config.n_layers):
-        name = f"layers.{i}"
-        qkv = (norm(x, f"{name}.attention_norm") @ weights[f"{name}.attention.qkv_proj.weight"].T).unflatten(
-            1, (-1, config.head_dim)
-        )
-        q, k, v = qkv.split([config.n_heads, config.n_kv_heads, config.n_kv_heads], 1)
-        q, k, v = rotated(q), rotated(k).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = torch.einsum("nhd,mhd->hnm", q, k) * config.head_dim**-0.5
-        weights_HNM = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        attended = torch.einsum("hnm,mhd->nhd", weights_HNM, v).flatten(1)
-        x = x + attended @ weights[f"{name}.attention.o_proj.weight"].T
-        gate, up = (norm(x, f"{name}.mlp_norm") @ weights[f"{name}.mlp.gate_up_proj.weight"].T).chunk(2, 1)
-        x = x + (F.silu(gate) * up) @ weights[f"{name}.mlp.down_proj.weight"].T
-    return norm(x, "norm") @ weights["lm_head.weight"].T
-
-
-@pytest.mark.parametrize("kind", ["gqa", "mha"])
-def test_the_target_attends_to_the_sinks_over_a_jump(tiny_target, kind):
-    """Anchor-Offset positions agree with an explicit causal mask; a mask with a border at the jump is far off."""
-    model, ids, positions = tiny_target(**KINDS[kind]).model, tokens()[0], anchor_offset()[0]
-    mask, cut = (torch.zeros(len(ids), len(ids), dtype=torch.bool) for _ in range(2))
-    for start, stop in pairwise(BORDERS):
-        for row in range(start, stop):
-            mask[row, start : row + 1] = True
-            cut[row, (start + 3 if row >= start + 3 else start) : row + 1] = True
-    logits = model(Pass(ids[None], positions_BT=positions[None], borders=BORDERS)).logits[0].double()
-    assert error(logits, written_out(model, ids, positions, mask)) < 1e-5
-    assert error(logits, written_out(model, ids, positions, cut)) > 0.1
-    # The draft reads the same keys: of the last layer, rotated at these positions.
-    plain, moved = (
-        model(Pass(ids[None], positions_BT=p, borders=BORDERS, needs={"last_kv"})).last_kv
-        for p in (None, positions[None])
-    )
-    assert error(moved[0][:, :3], plain[0][:, :3]) < 1e-5 < error(moved[0][:, 3:7], plain[0][:, 3:7])
-
-
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_spans_are_rows_of_the_whole(tiny_target, kind, chunk):
@@ -143,7 +83,7 @@ def test_spans_are_rows_of_the_whole(tiny_target, kind, chunk):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk", [1, 7, 25, 59, 60, 100])
+@pytest.mark.parametrize("chunk", [1, 25, 60])
 def test_chunks_of_rows_change_nothing(tiny_target, kind, chunk):
     model, ids = tiny_target(**KINDS[kind]).model, tokens()
     for borders in (None, BORDERS):
@@ -212,26 +152,6 @@ def test_each_layer_works_within_its_context(tiny_target):
             assert event == "enter" or i == inside
             inside = i if event != "leave" else None
         assert all(("work", i) in log for i in range(3))
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"borders": [0, 30]}, "borders"),
-        ({"borders": [1, 60]}, "borders"),
-        ({"borders": [0, 30, 20, 60]}, "borders"),
-        ({"borders": [0, 60], "tokens_BT": torch.zeros(2, 60, dtype=torch.long)}, "borders"),
-        ({"borders": [0, 60], "cache": True}, "borders"),
-        ({"chunk": 8, "cache": True}, "chunk"),
-        ({"chunk": 0}, "chunk"),
-        ({"tokens_BT": torch.zeros(1, 0, dtype=torch.long)}, "tokens_BT"),
-    ],
-)
-def test_what_cannot_be_is_refused(tiny_target, options, name):
-    model = tiny_target().model
-    cache = {"cache": model.new_cache(1, 60)} if "cache" in options else {}
-    with pytest.raises(AssertionError, match=name):
-        model(Pass(**{"tokens_BT": tokens()} | options | cache))
 
 
 def test_a_pieces_length_is_its_largest_position_and_one():

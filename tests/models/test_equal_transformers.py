@@ -188,17 +188,18 @@ def load_cache(ours, ids: Tensor):
 
 @torch.no_grad()
 def test_token_by_token(pair):
-    """A prompt in one pass, then one token per pass, across the original lengths (16, 40, 64).
+    """A prompt in one pass, then one token per pass across the original lengths (16, 40, 64), and pieces between them.
 
     In fp32 transformers rounds as much as we do (Mixtral: 1e-5, ours 7e-6), so on some processors only its fp64 is as
     near as 1e-5; where tables of RoPE are fp32 by definition (longrope), only its fp32 is."""
     _, theirs, ours = pair
     references = theirs, copy.deepcopy(theirs).double()
     references[1].config._experts_implementation = "eager"  # grouped products have no fp64
-    ids, prompt = tokens(1, 80), 11
-    caches, ours_cache = [DynamicCache() for _ in references], ours.new_cache(1, 80)
-    ours_cache.reset(prompt_lengths=[prompt])
-    for piece in [ids[:, :prompt], *ids[:, prompt:].split(1, 1)]:
+    sizes = [11, *[1] * 7, 20, *[1] * 5, 19, *[1] * 6]
+    ids, length = tokens(1, sum(sizes)), sum(sizes)
+    caches, ours_cache = [DynamicCache() for _ in references], ours.new_cache(1, length)
+    ours_cache.reset(prompt_lengths=sizes[:1])
+    for piece in ids.split(sizes, 1):
         expected = [one(piece, past_key_values=cache).logits for one, cache in zip(references, caches, strict=True)]
         out = ours(Pass(piece, cache=ours_cache)).logits
         ours_cache.commit(None, torch.tensor([piece.shape[1]]))
@@ -206,7 +207,7 @@ def test_token_by_token(pair):
         assert min(errors) < 1e-5 and max(errors) < 2e-5, f"at length {int(ours_cache.lengths[0])}"
     theirs_keys = caches[0].layers[-1].keys
     seen = theirs_keys.shape[2]
-    assert error(ours_cache.keys[-1, :, 80 - seen :].transpose(1, 2), theirs_keys) < 1e-5
+    assert error(ours_cache.keys[-1, :, length - seen :].transpose(1, 2), theirs_keys) < 1e-5
 
 
 @torch.no_grad()

@@ -2,24 +2,10 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.from_transformers import target_from_transformers
 from longdraft.models.hf import load_target
-from longdraft.models.hf_weights import places
-
-
-def test_the_same_values_from_a_gguf_file_and_from_safetensors_in_both_precisions(tmp_path):
-    smollm2 = load_target("smollm2-135m", torch.float32)
-    expected, parameters = weights_hash(smollm2.model), dict(smollm2.model.named_parameters())
-    assert expected is not None
-    tensors = {name: parameters[p.parameter][p.start : p.stop] for name, p in places(smollm2.model.config).items()}
-    save_file({name: one.to(torch.bfloat16) for name, one in tensors.items()}, tmp_path / "model.safetensors")
-    smollm2.hf_config.save_pretrained(tmp_path)
-    for dtype in (torch.bfloat16, torch.float32):
-        assert weights_hash(load_target(tmp_path, dtype).model) == expected
-    assert weights_hash(load_target("smollm2-135m", torch.bfloat16).model) == expected
 
 
 def test_any_other_weights_are_others(tiny_target):

@@ -104,5 +104,5 @@ def test_other_divisors_are_refused(tmp_path, model, other):
 def test_a_tensor_that_has_no_place_is_named(tmp_path, model):
     path = write(tmp_path / "a.gguf", model, {"blk.0.unknown.weight": np.ones(4, np.float32)})
     for load in (load_target, load_through_transformers):
-        with pytest.raises(ValueError, match=r"does not fit its configuration:\s+unexpected blk\.0\.unknown\.weight"):
+        with pytest.raises(ValueError, match=r"blk\.0\.unknown\.weight"):
             load(path)

@@ -1,7 +1,6 @@
 """LongSpec's block: every row against attention written out, pieces, windows, noise shifts, subsets of queries,
 initialisation, gradients."""
 
-import json
 from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -120,20 +119,6 @@ def test_every_row_is_the_formula(target, window, offset):
         torch.testing.assert_close(out[start:stop], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_window_of_512_is_513_keys_with_its_own(target):
-    """A row's output changes with the embedding 512 rows before, not with the one 513 before."""
-    draft = drafted(target)
-    assert draft.config.window == 512
-    torch.manual_seed(0)
-    none = torch.zeros(514, draft.config.n_kv_heads, draft.config.head_dim)
-    row, queries = Row(torch.randn(514, 32), torch.arange(514), none, none), planned(draft, [0, 514], [514])
-    out = draft.states(*row, queries)[-1]
-    for token, seen in ((0, False), (1, True)):
-        changed = row.embeddings.clone()
-        changed[token] += 1.0
-        assert torch.equal(draft.states(changed, *row[1:], queries)[-1], out) is not seen
-
-
 def may_read(window: int) -> tuple[Tensor, Tensor]:
     """Bool [N, N]: whose embedding, and whose target key, each token's state depends on, by the definition."""
     n = BORDERS[-1]
@@ -175,21 +160,9 @@ def test_what_a_query_may_not_read_may_be_anything(target):
         torch.testing.assert_close(state[0], whole[token], rtol=1e-5, atol=1e-5)
 
 
-def test_rows_before_the_shift_get_nothing_from_the_target(target):
-    """A shift beyond the piece is a draft without cross-attention, whatever the target's values."""
-    draft, row = drafted(target), row_of(target)
-    shifted = draft.states(*row, planned(draft))
-    nothing = [torch.full_like(x, torch.nan) for x in (row.keys, row.values)]
-    blind = draft.states(*row[:2], *nothing, planned(draft, shifts=[11, 3, 40]))
-    assert torch.equal(shifted[14:17], blind[14:17]) and torch.equal(shifted[11:14], blind[11:14])
-    assert not torch.equal(shifted[17], blind[17]) and bool(blind.isfinite().all())
-
-
 RANGES = {
     "blocks": [(0, 4), (4, 9), (13, 14), (20, 37)],
-    "one piece": [(11, 14)],
     "single tokens": [(t, t + 1) for t in range(0, 37, 5)],
-    "all": [(0, 11), (11, 14), (14, 30), (30, 37)],
     "empty ones": [(0, 0), (3, 5), (11, 11), (37, 37)],
 }
 
@@ -316,30 +289,21 @@ def test_warm_start_takes_the_targets_first_and_last_layer(tiny_target):
         config = LongSpecConfig.for_target(model.config, warm_start=True, final_norm=True)
         draft = LongSpec(config, torch.Generator().manual_seed(1), model)
         first, last = model.layers[0], model.layers[-1]
-        assert torch.equal(draft.self_qkv.weight, first.attention.qkv_proj.weight)
-        assert torch.equal(draft.self_o.weight, first.attention.o_proj.weight)
-        assert torch.equal(draft.self_norm.weight, first.attention_norm.weight)
-        assert torch.equal(draft.cross_q.weight, last.attention.qkv_proj.weight[:64])
-        assert torch.equal(draft.cross_o.weight, last.attention.o_proj.weight)
-        assert torch.equal(draft.cross_norm.weight, last.attention_norm.weight)
-        assert torch.equal(draft.mlp_norm.weight, last.mlp_norm.weight)
-        assert torch.equal(draft.gate_up.weight, last.mlp.gate_up_proj.weight)
-        assert torch.equal(draft.down.weight, last.mlp.down_proj.weight)
-        assert torch.equal(draft.final_norm.weight, model.norm.weight)
-        wanted = first.attention.qkv_proj.bias if biased else torch.zeros(96)
-        assert torch.equal(draft.self_qkv.bias, wanted)
-        wanted = last.attention.qkv_proj.bias[:64] if biased else torch.zeros(64)
-        assert torch.equal(draft.cross_q.bias, wanted)
-
-
-def test_what_starts_from_the_target_needs_it(tiny_target):
-    target = tiny_target()
-    config = LongSpecConfig.for_target(target.model.config, warm_start=True)
-    with pytest.raises(AssertionError, match="warm_start"):
-        LongSpec(config, torch.Generator())
-    with pytest.raises(AssertionError, match="intermediate_size"):
-        LongSpec(config, torch.Generator(), tiny_target(intermediate_size=64).model)
-    LongSpec(config)  # for weights read from a file
+        for name, wanted in {
+            "self_qkv.weight": first.attention.qkv_proj.weight,
+            "self_qkv.bias": first.attention.qkv_proj.bias if biased else torch.zeros(96),
+            "self_o.weight": first.attention.o_proj.weight,
+            "self_norm.weight": first.attention_norm.weight,
+            "cross_q.weight": last.attention.qkv_proj.weight[:64],
+            "cross_q.bias": last.attention.qkv_proj.bias[:64] if biased else torch.zeros(64),
+            "cross_o.weight": last.attention.o_proj.weight,
+            "cross_norm.weight": last.attention_norm.weight,
+            "mlp_norm.weight": last.mlp_norm.weight,
+            "gate_up.weight": last.mlp.gate_up_proj.weight,
+            "down.weight": last.mlp.down_proj.weight,
+            "final_norm.weight": model.norm.weight,
+        }.items():
+            assert torch.equal(draft.state_dict()[name], wanted), name
 
 
 @pytest.mark.parametrize("subset", [False, True])
@@ -401,17 +365,6 @@ def test_restricted_vocabulary_is_a_buffer(tiny_target):
     assert draft.state_dict()["token_ids"].tolist() == [4, 90, 7] and draft.token_ids.dtype == torch.int64
     assert draft.to(torch.bfloat16).token_ids.dtype == torch.int64
     assert LongSpec(config).token_ids.tolist() == [0, 1, 2]
-    with pytest.raises(AssertionError, match="token_ids_E"):
-        LongSpec(config, token_ids_E=torch.tensor([4, 90]))
-    with pytest.raises(AssertionError, match="token_ids_E"):
-        LongSpec(LongSpecConfig.for_target(target.model.config), token_ids_E=torch.tensor([4]))
-
-
-def test_config_survives_json(tiny_target):
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 128}  # fmt: skip
-    config = LongSpecConfig.for_target(tiny_target(rope=rope).model.config, noise=4, final_norm=True)
-    assert LongSpecConfig(**json.loads(json.dumps(asdict(config)))) == config
 
 
 @pytest.mark.parametrize(
@@ -428,15 +381,3 @@ def test_config_says_what_is_wrong(tiny_target, field, value, named):
     good = asdict(LongSpecConfig.for_target(tiny_target().model.config))
     with pytest.raises(ValueError, match=rf"^{named}: "):
         LongSpecConfig(**(good | {field: value}))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"shifts": [1, 2]}, {"shifts": [1, 0, 2]}, {"ranges": [(0, 12)]}, {"ranges": [(20, 25), (15, 17)]},
-        {"ranges": [(20, 25), (24, 27)]}, {"ranges": [(5, 4)]}, {"ranges": [(30, 38)]},
-    ],
-)  # fmt: skip
-def test_queries_that_cannot_be_are_refused(given):
-    with pytest.raises(AssertionError, match="|".join(given)):
-        plan_queries(**({"borders": BORDERS, "shifts": SHIFTS, "window": 8} | given))

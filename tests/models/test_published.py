@@ -1,10 +1,7 @@
 """Published drafts to draft folders: files, folders and a hub's, what decodes and trains with them, what is refused."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import convert as command
 from longdraft.launch import generate
-from longdraft.models import published
+from longdraft.models import hub, published
 from longdraft.models.draft_folder import load_draft, read_info
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import describe_target, load_target
@@ -128,25 +125,24 @@ def test_training_begins_with_a_converted_draft(tmp_path, target, block, merged,
     assert same_weights(opened.draft, draft)
 
 
-def test_by_the_hub_s_name(tmp_path, folder, block, merged, serving):
+def test_by_the_hub_s_name(tmp_path, folder, block, merged, monkeypatch, capsys):
     """The authors' names give the target; of a block's target no weights are fetched."""
-    root, repository = tmp_path / "hub", "sail/longspec-vicuna-7b-v1.5-16k"
-    shutil.copytree(block[0], root / repository)
-    shutil.copytree(folder, root / published.LONGSPEC_TARGETS[repository])
-    shutil.copytree(merged[0], root / "TokenSwift/TokenSwift-Llama-3.1-8B")
+    repository = "sail/longspec-vicuna-7b-v1.5-16k"
+    base = published.LONGSPEC_TARGETS[repository]
+    places = {repository: block[0], base: folder, "TokenSwift/TokenSwift-Llama-3.1-8B": merged[0]}
+    asked = {}
+
+    def snapshot(name, allow_patterns, **options):
+        asked[name] = allow_patterns
+        if name not in places:
+            raise OSError("404")
+        return str(places[name])
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
     names = [repository, "TokenSwift/TokenSwift-Llama-3.1-8B", "nobody/nothing"]
-    script = (
-        "import sys\nfrom longdraft.launch.convert import main\n"
-        "print([main([name, '--out', f'{sys.argv[1]}/{i}']) for i, name in enumerate(sys.argv[2:])])"
-    )
-    with serving(root) as (address, requests):
-        env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
-        asked = [sys.executable, "-c", script, str(tmp_path), *names]
-        done = subprocess.run(asked, env=env, capture_output=True, text=True, timeout=120)
-    assert done.stdout.endswith("[0, 0, 2]\n"), done.stderr
-    assert "source: nobody/nothing is no file and no folder, and could not be had from the hub" in done.stderr
-    got = [name for method, name, _ in requests if method == "GET" and "/resolve/" in name]
-    assert not [name for name in got if name.startswith("/lmsys/") and name.endswith(".safetensors")]
+    assert [command.main([name, "--out", str(tmp_path / str(i))]) for i, name in enumerate(names)] == [0, 0, 2]
+    assert "source: nobody/nothing is no file and no folder, and could not be had" in capsys.readouterr().err
+    assert "*.safetensors" in asked[repository] and "*.safetensors" not in asked[base]
     paths = [read_info(tmp_path / str(i)).train_config["target"]["path"] for i in range(2)]
     assert paths == ["lmsys/vicuna-7b-v1.5-16k", "TokenSwift/TokenSwift-Llama-3.1-8B"]
 

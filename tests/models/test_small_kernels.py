@@ -61,7 +61,7 @@ def passes(model):
     return [*found, cache.keys, cache.values]
 
 
-@pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"sliding_windows": (3, None)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "sliding_windows": (3, None)}], ids=str)
 def test_passes_of_a_decoder(tiny_target, small_kernels, options):
     model = tiny_target(**options).model
     wanted = passes(model)
