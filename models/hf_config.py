@@ -1,16 +1,12 @@
 """Reads a Hugging Face configuration: the DecoderConfig that it stands for."""
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from transformers import PretrainedConfig
 
 from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 from longdraft.models.rope import RopeConfig
-from longdraft.models.schema import Float, validate
-
-Factor = Annotated[Float, Field(ge=1)]
 
 SUPPORTED = {
     "llama": "Llama 2/3/3.1, Vicuna, LongChat, YaRN-Llama, SmolLM2",
@@ -154,7 +150,9 @@ def _positions(hf_config: PretrainedConfig, rope: RopeConfig) -> int:
     factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings") or length
     if factor is None:  # then YaRN's is max_position_embeddings / original
         return length
-    return max(length, int(original * validate(Factor, factor, "rope_parameters.factor")))
+    if not isinstance(factor, (int, float)) or not factor >= 1:
+        raise ValueError(f"factor: {factor!r}; rope_parameters in config.json must give a number of at least 1")
+    return max(length, int(original * factor))
 
 
 def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | None:

@@ -288,9 +288,9 @@ def check_against(model: TransformersModel) -> dict[str, str]:
     """
     probe = model.probe_pass(needs=frozenset({"post_norm", "last_kv"}))
     output, expected = model(probe), _by_hf_attention(model, probe)
-    pairs = {"post_norm": (output.post_norm, expected.post_norm)}
-    pairs |= zip(("last keys", "values"), zip(output.last_kv, expected.last_kv, strict=True), strict=True)
-    distances = {name: distance(*pair) for name, pair in pairs.items()}
+    assert output.last_kv is not None and output.post_norm is not None
+    found = dict(zip(expected, (output.post_norm, *output.last_kv), strict=True))
+    distances = {name: distance(found[name], expected[name]) for name in expected}
     worst = max(distances, key=lambda name: distances[name])
     # The layers' roundings add up like the steps of a random walk.
     if not distances[worst] < TOLERANCES[model.embed_tokens.weight.dtype] * len(model.layers) ** 0.5:
@@ -306,8 +306,8 @@ def check_against(model: TransformersModel) -> dict[str, str]:
 
 
 @torch.no_grad()
-def _by_hf_attention(model: TransformersModel, probe: Pass) -> TargetOutput:
-    """The probe as transformers computes it, piece by piece."""
+def _by_hf_attention(model: TransformersModel, probe: Pass) -> dict[str, Tensor]:
+    """The probe's outputs as transformers computes them, piece by piece."""
     outputs, positions_BT = [], probe.positions()
     model.hf_model.set_attn_implementation(model.hf_attention)
     try:
@@ -323,11 +323,11 @@ def _by_hf_attention(model: TransformersModel, probe: Pass) -> TargetOutput:
     finally:
         model.hf_model.set_attn_implementation(ATTENTION)
     layers = [output.past_key_values.layers[-1] for output in outputs]
-    k_BTKd, v_BTKd = (
-        torch.cat([getattr(layer, name).transpose(1, 2) for layer in layers], 1) for name in ("keys", "values")
-    )
-    post_norm_BTD = torch.cat([output.last_hidden_state for output in outputs], 1)
-    return TargetOutput(post_norm=post_norm_BTD, last_kv=(k_BTKd, v_BTKd))
+    return {
+        "final states": torch.cat([output.last_hidden_state for output in outputs], 1),
+        "last keys": torch.cat([layer.keys.transpose(1, 2) for layer in layers], 1),
+        "last values": torch.cat([layer.values.transpose(1, 2) for layer in layers], 1),
+    }
 
 
 def distance(a: Tensor, b: Tensor) -> float:

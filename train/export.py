@@ -131,12 +131,12 @@ def _restricted(config: Config, target: Target, draft: Draft, n: int) -> Draft:
 
 def _info(config: Config, saved: dict[str, Any], entry: TargetEntry, draft: Draft) -> DraftInfo:
     noise = draft.config.noise if isinstance(draft, LongSpec) else None
-    levels = [RANKS] * draft.config.n_heads if noise is None else list(BEAM[:noise])  # pyright: ignore
-    rates = {name: saved["extra"]["heldout"].get(name) for name in ("rank_rates", "choice_rates")}
+    levels: list[int] = [RANKS] * draft.config.n_heads if noise is None else list(BEAM[:noise])  # pyright: ignore
+    heldout = saved["extra"]["heldout"]
     return DraftInfo(
         target=entry,
         train_length=config.data.seq_len,
-        tree={"levels": levels} | rates,
+        tree={"levels": levels, "rank_rates": heldout.get("rank_rates"), "choice_rates": heldout.get("choice_rates")},
         versions={name: version(name) for name in VERSIONS},
         train_config=to_dict(config.changed(target={"path": lasting_name(config.target.path)})),
         noise=noise,
