@@ -81,11 +81,10 @@ def export(
     if draft_vocab_size is not None:
         draft = _restricted(config, target, draft, draft_vocab_size)
     save_draft(out, draft, _info(config, saved, entry, draft), lambda staged: _check_same(load_draft(staged), draft))
-    words = (
-        "" if draft.token_ids is None else f", for {len(draft.token_ids)} of {target.model.config.vocab_size} tokens"
-    )
+    ids, vocab_size = draft.token_ids, target.model.config.vocab_size
+    n_known = "" if ids is None else f", for {len(ids)} of {vocab_size} tokens"
     # Equal bits under an equal config are equal logits.
-    print(f"Exported step {saved['step']} of {run_dir} to {out}{words}: reloaded, largest difference of a logit 0")
+    print(f"Exported step {saved['step']} of {run_dir} to {out}{n_known}: reloaded, largest difference of a logit 0")
     if card or push:
         model_card.write_card(run_dir, out, config, saved["step"], push)
     if push is not None:
@@ -95,18 +94,12 @@ def export(
 
 def _read(run_dir: str | Path, best: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """State and draft of the newest checkpoint, or of the best weights."""
-    for attempt in range(2):  # if a run that trains on removes the folder meanwhile, there is another by then
-        found = checkpoint.best(run_dir) if best else checkpoint.newest(run_dir, read=[checkpoint.WEIGHTS])
-        if found is None and best:
-            raise ValueError(f"best: {run_dir} keeps no best weights; train with decoding.every above 0, or do without")
-        if found is None:
-            raise ValueError(f"run_dir: {run_dir} holds no whole checkpoint; train first, or give another run's folder")
-        try:
-            return found[1], load_file(found[0] / checkpoint.WEIGHTS)
-        except FileNotFoundError:
-            if attempt:
-                raise
-    raise AssertionError
+    found = checkpoint.best(run_dir) if best else checkpoint.newest(run_dir, read=[checkpoint.WEIGHTS])
+    if found is None and best:
+        raise ValueError(f"best: {run_dir} keeps no best weights; train with decoding.every above 0, or do without")
+    if found is None:
+        raise ValueError(f"run_dir: {run_dir} holds no whole checkpoint; train first, or give another run's folder")
+    return found[1], load_file(found[0] / checkpoint.WEIGHTS)
 
 
 def _entry(target: Target, trained_with: str | None, path: str) -> TargetEntry:

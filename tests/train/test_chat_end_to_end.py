@@ -24,9 +24,9 @@ TEXT = """
 target: {{path: smollm2-135m}}
 draft: {{{draft}}}
 data: {{path: {folder}/data, seq_len: 128}}
-train: {{run_dir: {folder}/run, steps: 20, global_batch: 1, micro_batch: 1, precision: fp32, save_every: 20}}
+train: {{run_dir: {folder}/run, steps: 10, global_batch: 1, micro_batch: 1, precision: fp32, save_every: 10}}
 optimizer: {{peak_lr: 2e-3, warmup_steps: 2}}
-heldout: {{every: 10, rows: 2, choices: 8}}
+heldout: {{every: 5, rows: 1, choices: 8}}
 log: {{wandb: disabled}}
 """
 THINGS = ["ship", "boat", "harbour", "whale", "lighthouse", "anchor", "sail", "captain"]
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
     """chats.jsonl, the rows prepared from it, and a config. Conversations have one or two turns and fit in a row."""
     folder, rng = tmp_path_factory.mktemp("chat"), random.Random(0)
     with (folder / "chats.jsonl").open("w") as file:
-        for _ in range(120):
+        for _ in range(60):
             messages = []
             for _ in range(rng.randint(1, 2)):
                 thing, place, n = rng.choice(THINGS), rng.choice(PLACES), rng.randint(2, 9)
@@ -62,14 +62,14 @@ def target():
     return load_target(TARGET, torch.float32)
 
 
-def test_twenty_steps_on_answers_lower_the_loss(alone, folder, target):
+def test_ten_steps_on_answers_lower_the_loss(alone, folder, target):
     assert train(load_config(folder / "config.yaml"), alone, target)
     records = read_metrics(folder / "run")
     losses = [record["loss"] for record in records if "loss" in record]
     heldout = [record["heldout_loss"] for record in records if "heldout_loss" in record]
-    assert len(losses) == 20 and len(heldout) == 2
+    assert len(losses) == 10 and len(heldout) == 2
     # The first is before any update.
-    assert max(losses[-3:]) < 0.25 * losses[0], losses
+    assert max(losses[-3:]) < 0.5 * losses[0], losses
     assert heldout[1] < heldout[0] < losses[0], (heldout, losses[0])
 
 
@@ -85,8 +85,7 @@ def by_headers(tokens_N, tokenizer):
     return answers
 
 
-@pytest.mark.parametrize("draft", [LONGSPEC, "method: tokenswift", "method: medusa"],
-                         ids=["longspec", "tokenswift", "medusa"])  # fmt: skip
+@pytest.mark.parametrize("draft", [LONGSPEC, "method: medusa"], ids=["longspec", "medusa"])
 def test_labels_of_prompts_do_not_count_and_those_of_answers_do(folder, target, draft):
     """Labels are changed; the tokens that target and draft read are not."""
     text = (folder / "config.yaml").read_text()

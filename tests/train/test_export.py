@@ -24,7 +24,6 @@ from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import LOADERS, load_target
 from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
-from longdraft.train import export as exporting
 from longdraft.train.config import DTYPES, config_from_dict, to_dict
 from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import MASTER
@@ -240,29 +239,6 @@ def test_best_weights_are_exported_when_asked(made_run, capsys):
     folder = export(run, target=target, best=True)
     assert "Exported step 4 of" in capsys.readouterr().out
     assert all(torch.equal(weight, weights[name]) for name, weight in load_file(folder / WEIGHTS).items())
-
-
-@pytest.mark.parametrize("best", [False, True])
-@pytest.mark.parametrize("reads", ["load_file", "whole_target"])
-def test_a_run_that_trains_on_may_replace_what_is_exported(made_run, monkeypatch, reads, best):
-    run, _, trained = made_run("medusa")
-    folder = checkpoint.checkpoint_folder(run) / "step_000007"
-    if best:
-        content = json.loads((folder / checkpoint.STATE).read_text()) | {"score": 1.5}
-        (folder / checkpoint.STATE).write_text(
-            checkpoint.seal(content, {checkpoint.WEIGHTS: file_digest(folder / checkpoint.WEIGHTS)})
-        )
-        folder = shutil.copytree(folder, checkpoint.best_folder(run) / folder.name)
-    read = getattr(exporting, reads)
-
-    def meanwhile(*given):
-        if folder.exists():
-            folder.rename(folder.with_name("step_000008"))
-        return read(*given)
-
-    monkeypatch.setattr(f"longdraft.train.export.{reads}", meanwhile)
-    weights = load_draft(export(run, best=best)).state_dict()
-    assert all(torch.equal(weight, weights[name]) for name, weight in trained.state_dict().items())
 
 
 @pytest.mark.parametrize("precision", DTYPES)

@@ -1,5 +1,5 @@
-"""Every recipe with its target's published config.json, made small: open, first step, estimate, export, decode beyond
-the length before scaling.
+"""Every recipe with its target's published config.json, made small: it is opened and estimated and, for each form of
+target, takes a step, is exported, and decodes beyond the length before scaling.
 
 The fields in published_targets.json are looked up, each with its source. All but the sizes are kept: RoPE with its
 scaling, positions, ties, biases and the ratio of query heads to key and value heads.
@@ -26,6 +26,12 @@ PUBLISHED = json.loads(Path(__file__).with_name("published_targets.json").read_t
 CASES = {name: (name, {}) for name in PUBLISHED} | {
     "longspec/longchat-7b, scaled": ("longspec/longchat-7b", {"max_position_embeddings": 32768})
 }
+# Those that are not only opened and estimated: each form of target once, with one of the methods.
+TRAINED = {
+    "longspec/vicuna-7b", "longspec/longchat-7b, scaled", "longspec/llama3.1-8b", "longspec/qwq-32b",
+    "longspec/qwen3-30b-a3b", "longspec/gemma-3-12b", "tokenswift/yarn-llama2-7b-128k", "tokenswift/qwen2.5-7b",
+    "tokenswift/qwen3-8b", "tokenswift/gpt-oss-20b",
+}  # fmt: skip
 POSITIONS = {"vicuna-7b": 16384, "vicuna-13b": 16384, "longchat-13b": 16384, "longchat-7b": 32768, "qwq-32b": 32768}
 POSITIONS |= {"qwen3-8b": 40960, "qwen3-30b-a3b": 40960}
 # The recipes' own fields, apart from sizes.
@@ -92,6 +98,8 @@ def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, t
     # With rows and positions as the recipe says them.
     status, printed = train_command(recipe, f"target.path={target}", "--estimate")
     assert status == 0 and "operations" in printed, printed
+    if name not in TRAINED:
+        return
 
     places = [f"target.path={target}", f"data.path={data_folder}", f"train.run_dir={tmp_path / 'run'}"]
     block = BLOCK if recipe.parent.name == "longspec" else []
