@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -71,31 +70,6 @@ def shard_schema(seq_len: int) -> pa.Schema:
     return pa.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": features}})})
 
 
-class ShardColumns(NamedTuple):
-    """A shard's columns as NumPy arrays over its memory-mapped file, so that reading a row takes a few slices.
-
-    A column of lists is a pair (offsets [rows + 1], values), both int32.
-    """
-
-    tokens: np.ndarray  # int32 [rows, seq_len]
-    borders: tuple[np.ndarray, np.ndarray]
-    loss_spans: tuple[np.ndarray, np.ndarray]
-    pieces: tuple[np.ndarray, np.ndarray]
-    documents: pa.ListArray
-
-
-def open_shard(path: Path, seq_len: int) -> ShardColumns:
-    """Map a shard's file into memory. No tokens are read yet. (`datasets.Dataset.from_file` does the same, slower.)"""
-    table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-    columns = {name: table[name].chunk(0) for name in table.column_names}
-    borders, loss_spans, pieces = (
-        (columns[name].offsets.to_numpy(), columns[name].values.to_numpy())
-        for name in ("borders", "loss_spans", "pieces")
-    )
-    tokens = columns["tokens"].values.to_numpy().reshape(-1, seq_len)
-    return ShardColumns(tokens, borders, loss_spans, pieces, columns["documents"])
-
-
 class ShardSet:
     """The rows of a prepared split, by index. Opening reads the manifest; a shard is memory-mapped when first read.
 
@@ -116,7 +90,7 @@ class ShardSet:
                 found = "is missing" if size is None else f"has {size} bytes instead of {shard['bytes']}"
                 raise ValueError(f"{path} {found}: the folder was damaged; prepare it again with --overwrite")
         self._ends = np.cumsum([shard["rows"] for shard in shards], dtype=np.int64)
-        self._opened: dict[int, ShardColumns] = {}
+        self._opened: dict[int, dict[str, pa.ListArray]] = {}
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -127,28 +101,29 @@ class ShardSet:
         borders: the start of each piece, and last the used length; tokens after it are filler and never in `loss`.
         Raises IndexError.
         """
-        shard, row = self._locate(i)
+        columns, row = self._locate(i)
+        tokens, borders, spans = (columns[name][row].values.to_numpy() for name in ("tokens", "borders", "loss_spans"))
         loss = np.zeros(self.manifest["seq_len"], dtype=bool)
-        for start, stop in _list_of_row(shard.loss_spans, row).reshape(-1, 2):
+        for start, stop in spans.reshape(-1, 2):
             loss[start:stop] = True
-        return {"tokens": shard.tokens[row].copy(), "borders": _list_of_row(shard.borders, row).copy(), "loss": loss}
+        return {"tokens": tokens.copy(), "borders": borders.copy(), "loss": loss}
 
     def pieces(self, i: int) -> list[tuple[str, int]]:
         """(document name, piece number) of each piece of row i. They identify a piece wherever it is packed."""
-        shard, row = self._locate(i)
-        return list(zip(shard.documents[row].as_py(), _list_of_row(shard.pieces, row).tolist(), strict=True))
+        columns, row = self._locate(i)
+        return list(zip(columns["documents"][row].as_py(), columns["pieces"][row].as_py(), strict=True))
 
     def used_tokens(self, at_a_time: int = 1 << 22) -> Iterator[np.ndarray]:
         """Every token except filler, in order, for statistics: int32 arrays of at most about `at_a_time` tokens."""
         seq_len = self.manifest["seq_len"]
         step = max(1, at_a_time // seq_len)
-        for number in range(len(self.manifest["shards"])):
-            shard = self._shard(number)
-            offsets, values = shard.borders
-            used = values[offsets[1:] - 1]
+        for number in (i for i, shard in enumerate(self.manifest["shards"]) if shard["rows"]):
+            columns = self._shard(number)
+            tokens = columns["tokens"].values.to_numpy().reshape(-1, seq_len)
+            used = columns["borders"].values.to_numpy()[columns["borders"].offsets.to_numpy()[1:] - 1]
             for start in range(0, len(used), step):
                 rows = slice(start, start + step)
-                yield shard.tokens[rows][np.arange(seq_len) < used[rows, None]]
+                yield tokens[rows][np.arange(seq_len) < used[rows, None]]
 
     def identity(self) -> dict:
         """What identifies these rows and their order: {"rows", "sha256"}, a hash over the manifest's shard hashes."""
@@ -166,7 +141,7 @@ class ShardSet:
                 raise ValueError(f"{path} {why}; prepare it again with --overwrite")
             if vocab_size is None:
                 continue
-            tokens = self._shard(number).tokens
+            tokens = self._shard(number)["tokens"].values.to_numpy()
             lowest, highest = int(tokens.min()), int(tokens.max())
             if lowest < 0 or highest >= vocab_size:
                 raise ValueError(
@@ -181,23 +156,21 @@ class ShardSet:
         seen = sum(reasons.values()) + self.manifest.get("documents", 0)
         return sum(reasons.values()) / max(1, seen), reasons
 
-    def _locate(self, i: int) -> tuple[ShardColumns, int]:
+    def _locate(self, i: int) -> tuple[dict[str, pa.ListArray], int]:
+        """The columns of the shard that holds row i, and the row's place in it."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"row {i} of {len(self)} in {self.folder}")
         i %= len(self)
         number = int(np.searchsorted(self._ends, i, side="right"))
         return self._shard(number), i - (int(self._ends[number - 1]) if number else 0)
 
-    def _shard(self, number: int) -> ShardColumns:
+    def _shard(self, number: int) -> dict[str, pa.ListArray]:
+        """A shard's columns over its memory-mapped file, of which nothing is read yet."""
         if number not in self._opened:
             path = self.folder / self.manifest["shards"][number]["file"]
-            self._opened[number] = open_shard(path, self.manifest["seq_len"])
+            table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+            self._opened[number] = {name: table[name].chunk(0) for name in table.column_names}
         return self._opened[number]
-
-
-def _list_of_row(lists: tuple[np.ndarray, np.ndarray], row: int) -> np.ndarray:
-    offsets, values = lists
-    return values[offsets[row] : offsets[row + 1]]
 
 
 def read_manifest(path: Path) -> dict:

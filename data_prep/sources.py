@@ -85,7 +85,7 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
             source = changed(source, files=_files_of_split(source), config=None, split=None)
         found = _remote(source, number) if source.streaming else _local(source, number)
         if not found:
-            wanted = " or ".join(source.files or _default_suffixes(source))
+            wanted = " or ".join(_patterns(source))
             raise ValueError(f"source {source.path!r} holds no file {wanted}; name other files by --files")
         if source.streaming:
             remote += found
@@ -140,15 +140,13 @@ def damage_described(path: str) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read ({error}); if it was not fetched whole, fetch it again") from error
 
 
-def _default_suffixes(source: Source) -> tuple[str, ...]:
-    """Text files are left out if the source says how its records are read, and on the hub, where every data set has a
-    README."""
-    is_remote = source.streaming or not Path(source.path).exists()
-    return RECORD_SUFFIXES if source.field_named or is_remote else TEXT_SUFFIXES + RECORD_SUFFIXES
-
-
 def _patterns(source: Source) -> tuple[str, ...]:
-    return source.files or tuple(f"*{suffix}" for suffix in _default_suffixes(source))
+    """Without patterns of its own, a source has the files of known suffixes. Text files are left out if it says how its
+    records are read, and on the hub, where every data set has a README."""
+    is_remote = source.streaming or not Path(source.path).exists()
+    suffixes = RECORD_SUFFIXES if source.field_named or is_remote else TEXT_SUFFIXES + RECORD_SUFFIXES
+    suffixes = {STDLIB: TEXT_SUFFIXES, STDLIB_CHAT: (".py",)}.get(source.path, suffixes)
+    return source.files or tuple(f"*{suffix}" for suffix in suffixes)
 
 
 def _local(source: Source, number: int) -> list[SourceFile]:
@@ -156,8 +154,6 @@ def _local(source: Source, number: int) -> list[SourceFile]:
     path, patterns = Path(source.path), _patterns(source)
     if source.path in (STDLIB, STDLIB_CHAT):
         root = Path(sysconfig.get_path("stdlib")).resolve()
-        suffixes = TEXT_SUFFIXES if source.path == STDLIB else (".py",)
-        patterns = source.files or [f"*{suffix}" for suffix in suffixes]
         prefix, paths = f"{root.name}/", [one for one in _walk(root, patterns, STDLIB_LEFT_OUT) if one.stat().st_size]
     elif path.is_dir():
         root = path.resolve()
