@@ -112,7 +112,7 @@ class SlotPool:
         # Unless its prompts are kept, the old cache is freed before the new one is allocated.
         runner.cache = self._kept = None
         check_memory(parts, batch, capacity, self.device)
-        log(f"memory for {batch} sequences of {capacity} positions: {text_of(parts)}")
+        log(f"memory for {batch} x {capacity} positions: {text_of(parts)}")
         cache = self.model.new_cache(batch, capacity)
         kept = KeptPrompts(self.model, cache, self.prefill_chunk, aside, before) if keeps else None
         zeros_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -310,4 +310,4 @@ def memory_parts(
     parts = estimate_memory(model, batch, capacity, widths, chunk, recorded, aside)
     parts["passes"] += choice_bytes(batch, max(widths), model.config.vocab_size, model.embed_tokens.weight.device)
     drafted = sizes(drafter.allocations(batch, capacity))
-    return parts | {f"draft {name}": count for name, count in drafted.items()}
+    return parts | {name if name.startswith("draft") else f"draft {name}": count for name, count in drafted.items()}

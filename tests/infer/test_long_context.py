@@ -72,7 +72,7 @@ def test_decoding_from_8000_to_8192_tokens_stops_cleanly(c_kernels):
     assert (result["prompt"], result["new"], result["reason"]) == (8000, 192, "capacity")
     assert result["same"] and result["steps"] < 192
     [said] = result["said"]
-    assert said.startswith("memory for 1 sequences of ") and "cache" in said
+    assert said.startswith("memory for 1 x ") and "cache" in said
     # One cache and a chunk's passes: nothing of the square of the context, nothing of context x vocabulary, which would
     # be 256 MiB a head in bf16 and 768 MiB.
     assert result["cache"] < result["grown"] < result["cache"] + 2**28, result
