@@ -6,19 +6,20 @@ N = H + 2 K, d head width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longdraft.kernels.chain_attention import causal_attention, prompt_attention
 from longdraft.kernels.cpu.layers import LayerWeights
+from longdraft.kernels.experts import ExpertWeights, experts
 from longdraft.kernels.gate import gelu_gate
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import HeadNorms, rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.kernels.tree_attention import PassPlan, tree_attention
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.experts import Experts
 from longdraft.models.passes import Pass, take_spans
 from longdraft.models.stream import RMSNorm, Stream
 
@@ -147,6 +148,36 @@ class MLP(nn.Module):
     def forward(self, stream: Stream, norm: RMSNorm, post_norm: RMSNorm | None = None) -> None:
         gated_BTF = stream.read(self.gate_up_proj, norm, gated=self.silu)
         stream.add(self.down_proj, gated_BTF if self.silu else gelu_gate(gated_BTF), post_norm)
+
+
+class Experts(nn.Module):
+    """The mixture of experts in place of an MLP: adds the weighted sum of each token's experts of norm(stream)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        assert config.experts is not None
+        self.config, width = config.experts, config.hidden_size
+        number, size = self.config.number, self.config.size
+        self.router = nn.Parameter(torch.empty(number, width))
+        self.gate_up_proj = nn.Parameter(torch.empty(number, 2 * size, width))
+        self.down_proj = nn.Parameter(torch.empty(number, width, size))
+        shapes = (number,), (number, 2 * size), (number, width)
+        biases = [nn.Parameter(torch.empty(shape)) if self.config.bias else None for shape in shapes]
+        self.router_bias, self.gate_up_bias, self.down_bias = biases
+
+    def forward(self, stream: Stream, norm: RMSNorm, post_norm: RMSNorm | None = None) -> None:
+        stream.add(self._sum, stream.normed(norm), post_norm)
+
+    def _sum(
+        self, x_BTD: Tensor, _: RMSNorm | None = None, /, residual: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """The experts' sum as a `Product` of the stream (models/stream.py); x has been normed already."""
+        weights = ExpertWeights(
+            self.router, self.gate_up_proj, self.down_proj,
+            self.router_bias, self.gate_up_bias, self.down_bias, self.config.clamped_gate,
+        )  # fmt: skip
+        sum_BTD = experts(x_BTD, weights, self.config.per_token, self.config.normalised, **options)
+        return sum_BTD if residual is None else sum_BTD.add_(residual)
 
 
 class Layer(nn.Module):

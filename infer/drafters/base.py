@@ -17,7 +17,7 @@ from longdraft.infer.budget import Budget
 from longdraft.infer.requests import Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.models.drafts.vocabulary import DraftVocabulary
+from longdraft.models.drafts.projection import DraftVocabulary
 from longdraft.models.footprint import Allocations, Buffer
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longdraft.models.drafts.loss import Distillation, DraftLoss, LossPart, draft_loss
-from longdraft.models.drafts.projection import Projection
-from longdraft.models.drafts.vocabulary import DraftVocabulary
+from longdraft.models.drafts.projection import DraftVocabulary, Projection
 
 
 class HeadsConfig:

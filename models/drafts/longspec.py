@@ -21,10 +21,8 @@ from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, Size
 from longdraft.models.drafts.loss import Distillation, DraftLoss, LossPart, draft_loss
-from longdraft.models.drafts.projection import Projection
-from longdraft.models.drafts.vocabulary import DraftVocabulary
-from longdraft.models.experts import Experts
-from longdraft.models.layer import Layer
+from longdraft.models.drafts.projection import DraftVocabulary, Projection
+from longdraft.models.layer import Experts, Layer
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.schema import Bool, Float, validated_dataclass
 from longdraft.models.stream import RMSNorm, Stream
