@@ -82,7 +82,9 @@ class Share(NamedTuple):
 class DraftEngine:
     """A draft under ZeRO with its optimizer, clipping and gradient accumulation.
 
-    `deepspeed` is called like the draft. `optimizer` is the one that DeepSpeed wraps in its own.
+    `deepspeed` is called like the draft, and tells of the last step whether it moved the weights (`was_step_applied`)
+    and its gradient's norm before clipping (`get_global_grad_norm`). `optimizer` is the one that DeepSpeed wraps in its
+    own.
 
     Args:
         draft: the network, its weights equal on all ranks.
@@ -141,16 +143,6 @@ class DraftEngine:
         """Applied to a weight's gradient of a pass before DeepSpeed sees it. Masking the loss would not do, since NaN
         times zero is NaN."""
         return gradient if self._left_out is None else gradient.masked_fill(self._left_out, 0.0)
-
-    def stepped(self) -> bool:
-        """Whether the last step moved the weights; the same on all ranks. Where the norm of the whole gradient is not
-        finite, DeepSpeed skips the step and leaves weights and optimizer untouched."""
-        return self.deepspeed.was_step_applied()
-
-    def grad_norm(self) -> float:
-        """The norm of the last step's whole gradient before clipping; infinite where the step was left out."""
-        norm = self.deepspeed.get_global_grad_norm()
-        return float(norm) if norm is not None else math.nan
 
     def close(self) -> None:
         """Free the memory for the next run in this process: DeepSpeed's hooks keep an engine alive, ZeRO-3's even after

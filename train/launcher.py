@@ -102,13 +102,9 @@ def launch_ranks(argv: Sequence[str], devices: Sequence[str]) -> int:
             time.sleep(POLL_S)
     failure = failure or _failure(statuses)
     if failure < 0:
-        print(
-            f"longdraft train: error: a rank was killed by {signal.Signals(-failure).name} (SIGKILL is often the "
-            "system's answer to a lack of memory) and the others were ended; the same command goes on from the newest "
-            "checkpoint, or from the beginning where there is none",
-            file=sys.stderr,
-            flush=True,
-        )
+        name = signal.Signals(-failure).name
+        why = f"a rank was killed by {name} (often a lack of memory) and the others were ended"
+        print(f"longdraft train: error: {why}; the same command goes on from the newest checkpoint", file=sys.stderr)
     return failure if failure >= 0 else 128 - failure
 
 

@@ -61,22 +61,19 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
 
 
 def _progress(stage: Stage, check: bool) -> str:
-    """How far a stage is, in a few words: DONE where the draft of its last step is exported, since a stopped run and
-    best weights can be exported too. A stage that is done no longer needs its rows: its last step is then that of the
-    run that the draft was exported from.
+    """How far a stage is, in a few words: DONE where the draft of its run's last step is exported, since a stopped run
+    and best weights can be exported too. A stage that is done no longer needs its rows.
 
     check: raise ValueError where a stage that is done was trained with other settings or rows than the config's.
     """
     config, folder = stage.config, Path(stage.config.data.path) / "train"
     if stage.is_exported:
-        info, rows = read_info(stage.draft), ShardSet(folder) if folder.is_dir() else None
+        info = read_info(stage.draft)
         n_steps = info.train_config.get("train", {}).get("steps")
-        if rows is not None:
-            config = config.resolved(len(rows))
-            n_steps = config.train.n_steps
-            if check and (found := checkpoint.newest(config.train.run_dir)):
-                checkpoint.check_continues(found, config, rows.identity())
         if None in (info.step, n_steps) or info.step == n_steps:  # a converted draft has no steps
+            if check and folder.is_dir() and (found := checkpoint.newest(config.train.run_dir)):
+                rows = ShardSet(folder)
+                checkpoint.check_continues(found, config.resolved(len(rows)), rows.identity())
             return DONE
     found = checkpoint.newest(config.train.run_dir)
     return f"at step {found[1]['step']}" if found else "to come"

