@@ -141,7 +141,7 @@ def train_step(run: Run) -> StepResult | None:
             run.engine.backward((loss.sums * weights_P).sum(), left_out)
         losses.append(DraftLoss(*(field.detach() for field in loss)))
     begin_sums(run, _count_left_out(run, inputs.places, flags))
-    # Where the norm of the whole gradient is not finite, DeepSpeed leaves weights and optimizer as they are, everywhere.
+    # Where the norm of the whole gradient is not finite, DeepSpeed leaves weights and optimizer as they are.
     if not run.engine.deepspeed.was_step_applied():
         names = _row_names(inputs.all_rows)
         ranks.log(f"The gradient of step {run.step + 1} is not a number, the step is left out; rows {names}")

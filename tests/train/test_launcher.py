@@ -1,17 +1,16 @@
 """The GPUs that the ranks of `longdraft train` get. A GPU that PyTorch cannot use is refused before anything is
 loaded."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from longdraft.launch import quickstart
 from longdraft.launch.train import main
 from longdraft.launch.train import start as start_command
 from longdraft.models import device
@@ -19,19 +18,6 @@ from longdraft.models.files import signals_noted
 from longdraft.train import launcher
 from longdraft.train.launcher import launch_ranks, rank_devices
 
-# A rank that records what it was given. The first one fails once the others have recorded, since they are then ended.
-RANK = """
-import json, os, sys, time
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CUDA_VISIBLE_DEVICES")
-note = os.path.join(sys.argv[-1], os.environ["RANK"])
-with open(note + ".part", "w") as file:
-    json.dump([os.environ.get(name) for name in names], file)
-os.replace(note + ".part", note)
-if os.environ["RANK"] == "0":
-    while sum(name.isdigit() for name in os.listdir(sys.argv[-1])) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.05)
-    sys.exit(3)
-"""
 # Launches itself on two ranks, which save when they are told to stop. The first one sends a signal to the launcher, at
 # once or, as "late", once both can note it.
 SAVING = """
@@ -193,13 +179,15 @@ while time.monotonic() < deadline and not (told and os.environ["RANK"] == "1"):
     assert said in (err := capfd.readouterr().err) and (said or not err)
 
 
-def test_each_rank_gets_the_devices(tmp_path):
+def test_each_rank_gets_the_devices(monkeypatch):
     """Numbers and UUIDs in order, one for each rank."""
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    assert launch_ranks([str(script), str(tmp_path)], ["5", *UUIDS]) == 3
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    assert found == [[str(rank), str(rank), "3", "3", ",".join(["5", *UUIDS])] for rank in range(3)]
+    started = []
+    ended = SimpleNamespace(poll=lambda: 0)
+    monkeypatch.setattr(launcher.subprocess, "Popen", lambda argv, env, **_: started.append(env) or ended)
+    assert launch_ranks(["script.py"], ["5", *UUIDS]) == 0
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CUDA_VISIBLE_DEVICES")
+    devices = ",".join(["5", *UUIDS])
+    assert [[env[name] for name in names] for env in started] == [[str(i), str(i), "3", "3", devices] for i in range(3)]
 
 
 @pytest.fixture
@@ -211,7 +199,7 @@ def unusable(tmp_path, monkeypatch, gpus) -> str:
     return "this machine has a GPU that PyTorch cannot use: "
 
 
-def test_training_does_not_fall_back_to_the_cpu(unusable, config_file, tmp_path, capsys, monkeypatch):
+def test_training_does_not_fall_back_to_the_cpu(unusable, config_file, tmp_path, capsys):
     overrides = [str(config_file), f"train.run_dir={tmp_path / 'run'}"]
     for command, prog in ((main, "launch/train.py"), (start_command, "longdraft train")):
         assert command(overrides) == 2
@@ -224,9 +212,4 @@ def test_training_does_not_fall_back_to_the_cpu(unusable, config_file, tmp_path,
         )
         assert command([*overrides, "train.device=gpu"]) == 2
         capsys.readouterr()
-    monkeypatch.setattr(quickstart, "ROOT", tmp_path)  # a quickstart that is done needs no device
-    assert quickstart.main([]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"make quickstart: error: device: {unusable}")
-    assert said.endswith("if the CPU is meant, say CUDA_VISIBLE_DEVICES= make quickstart\n")
     assert not (tmp_path / "run").exists()
