@@ -383,6 +383,27 @@ def test_prompts_are_beginnings_then_stretches_behind_them(folder, documents):
         held_out_prompts(rows, [30], 4, "here")
 
 
+def test_pieces_beside_a_missing_one_are_documents_of_their_own():
+    class OfOneDocument:
+        """A row for each of these pieces of a document."""
+
+        def __init__(self, *numbers):
+            self.numbers = numbers
+
+        def __len__(self):
+            return len(self.numbers)
+
+        def __getitem__(self, i):
+            return {"tokens": np.arange(4) + 10 * self.numbers[i], "borders": np.array([0, 4])}
+
+        def pieces(self, i):
+            return [("d", self.numbers[i])]
+
+    assert held_out_prompts(OfOneDocument(1, 0), [6], 1, "here") == {6: [[0, 1, 2, 3, 10, 11]]}
+    with pytest.raises(ValueError, match=r"^decoding\.contexts: 6 "):
+        held_out_prompts(OfOneDocument(2, 0), [6], 1, "here")
+
+
 def test_prompts_must_fit_the_targets_positions(evaluator):
     with pytest.raises(ValueError, match=r"^decoding\.contexts: 30, .* most 29"):
         evaluator(Clock(0.0), "decoding.new_tokens=2019")

@@ -185,7 +185,7 @@ STATES = [
     ("fp32", 1, False, "adamw"), ("fp32", 2, True, "adamw"), ("fp32", 3, False, "adamw"), ("bf16", 1, False, "adamw"),
     ("bf16", 1, True, "adamw"), ("bf16", 2, False, "adamw"), ("bf16", 3, True, "adamw"),
     # Products in bf16 take minutes on a processor without instructions for them.
-    ("fp32", 1, False, "adamuon"), ("fp32", 2, False, "adamuon"),
+    ("fp32", 2, False, "adamuon"),
 ]  # fmt: skip
 
 
@@ -236,24 +236,12 @@ def test_weights_are_those_of_the_models():
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offload_takes_the_optimizer_to_the_host(stage):
-    there = estimate(a_config(train={"zero_stage": stage}), LLAMA, 8, gpu=True)
-    away = estimate(a_config(train={"zero_stage": stage, "offload_optimizer": True}), LLAMA, 8, gpu=True)
-    moments = there.kept["masters and moments"]
-    assert moments == pytest.approx(12 * 251.7e6 / 8, rel=0.001)
-    assert "masters and moments" not in away.kept and there.host == 0 and away.host > moments
-    on_a_cpu = estimate(a_config(train={"zero_stage": stage, "offload_optimizer": True}), LLAMA, 8, gpu=False)
-    assert on_a_cpu.kept["optimizer on the host"] == away.host and on_a_cpu.host == 0
-
-
-def test_stages_of_zero_share_out_more_and_more():
-    """In bf16, at rest, without the buffer that holds all gradients."""
-
-    def kept(stage: int, n_ranks: int) -> float:
-        found = zero_bytes(10**8, 10**7, bf16=True, stage=stage, offload=False, n_ranks=n_ranks, gpu=True)
-        return sum(found.kept.values()) - (4 * 10**8 if stage == 3 else 0)
-
-    assert kept(1, 8) > kept(2, 8) > kept(3, 8)
-    assert all(kept(stage, 1) > kept(stage, 2) > kept(stage, 8) for stage in (1, 2, 3))
+    trains = ({"zero_stage": stage}, {"zero_stage": stage, "offload_optimizer": True})
+    there, away = (estimate(a_config(train=train), LLAMA, 8, gpu=True) for train in trains)
+    on_a_cpu = estimate(a_config(train=trains[1]), LLAMA, 8, gpu=False)
+    assert there.kept["masters and moments"] == pytest.approx(12 * 251.7e6 / 8, rel=0.001)
+    assert "masters and moments" not in away.kept and there.host == 0
+    assert away.host == on_a_cpu.kept["optimizer on the host"] > there.kept["masters and moments"]
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

@@ -118,20 +118,6 @@ def test_a_packed_row_is_its_pieces_alone(opened, target, name):
             assert (ours - theirs).norm() <= 1e-6 * theirs.norm(), key
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_each_piece_of_a_packed_row_has_its_own_loss(opened, target, name):
-    """The other pieces are there, but without labels, and do not count."""
-    method, alone = opened(METHODS[name]), Rows([[name] for name in LENGTHS])
-    batch = read_batch(Rows([[*LENGTHS]]), [EpochRow(0, 0)])
-    for i, (start, stop) in enumerate(pairwise(batch.borders)):
-        only = torch.zeros_like(batch.supervised)
-        only[start:stop] = batch.supervised[start:stop]
-        sums, n_labels, _ = loss_and_gradients(method, target, batch._replace(supervised=only))
-        expected = loss_and_gradients(method, target, read_batch(alone, [EpochRow(0, i)]))
-        assert torch.equal(n_labels, expected[1]) and int(n_labels.sum()) > 0
-        torch.testing.assert_close(sums, expected[0], rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("name", ["tokenswift-anchored", "longspec-restricted"])
 def test_a_step_over_packed_rows_is_the_step_over_their_pieces(alone, config_file, target, prepare, tmp_path, name):
     """From files to gradients: two rows of three pieces in one pass, or six rows of one piece in six passes."""
