@@ -476,34 +476,3 @@ def drawn_requests(draw, target, longest, plain_tokens):
             return asked, params, plain_tokens(target, asked, fitting)
         except AssertionError:
             continue
-
-
-def permuted(target, order):
-    """The same network with token `order[v]` in the place of token v."""
-    weight = target.model.embed_tokens.weight.data
-    head = target.model.lm_head.weight.data
-    weight[order], head[order] = weight.clone(), head.clone()
-    return target
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_permuting_the_vocabulary_permutes_the_output(tiny_target, monkeypatch, temperature):
-    """Nothing depends on a token's id except the noise, which is permuted in the same way."""
-    order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
-    names = ("token_recycling", "prompt_lookup", "tokenswift_draft_pass", "triforce_self")
-    asked = prompts("gqa", "short")
-    params = SamplingParams(temperature=temperature, seed=3, max_new_tokens=NEW, contextual_penalty=1.1)
-    straight = tiny_target(vocab_size=VOCAB)
-    want = [[int(order[t]) for t in g.tokens] for g in Engine(straight).generate(asked, params)]
-    turned = permuted(tiny_target(vocab_size=VOCAB), order)
-    moved = [[int(order[t]) for t in prompt] for prompt in asked]
-    from longdraft.kernels.choice import gumbel_noise
-
-    def noise(seeds, positions, vocab):
-        out = torch.empty(*positions.shape, vocab)
-        out[..., order] = gumbel_noise(seeds, positions, vocab)
-        return out
-
-    monkeypatch.setattr("longdraft.infer.choice.slots.gumbel_noise", noise)
-    for drafter in ("plain", *(DRAFTERS[name](turned, None) for name in names)):
-        assert [g.tokens for g in Engine(turned, drafter, slots=3).generate(moved, params)] == want

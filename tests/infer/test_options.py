@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED, build_drafter
-from longdraft.infer.engine import Engine
-from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.tree import TreeShape
 from longdraft.launch.runtime import read_options
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
@@ -105,24 +103,6 @@ def test_a_draft_of_another_kind_is_named(target, name):
     for draft in (torch.nn.Linear(2, 2), 3, object()):
         with pytest.raises(ValueError, match=r"^draft: "):
             build_drafter(name, target, draft)
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "nodes", "depth"),
-    [
-        ("longspec", "widths=1,1,1", 3, 3),
-        ("longspec", "widths=4", 4, 1),
-        ("tokenswift", "shape=3,3", 12, 2),
-        ("medusa", "shape=5", 5, 1),
-    ],
-)
-def test_levels_come_from_the_command_line_too(target, name, given, nodes, depth):
-    options = read_options([given, *(["ngrams=0", "draft_pass=never"] if name == "tokenswift" else [])])
-    drafter = build_drafter(name, target, draft_of(name, target), options)
-    assert (drafter.max_nodes, drafter.max_depth) == (nodes, depth)
-    params = SamplingParams(max_new_tokens=5)
-    (result,) = Engine(target, drafter).generate([[3, 1, 4]], params)
-    assert result.tokens == Engine(target).generate([[3, 1, 4]], params)[0].tokens
 
 
 def test_text_with_commas_that_is_no_list_of_whole_numbers_stays_text():
