@@ -158,8 +158,8 @@ def cuda_graphs(device: torch.device) -> Graphs:
     pool = torch.cuda.graph_pool_handle()
 
     def record(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        # As torch.cuda.graph, but that also collects garbage and empties the memory cache every time, which takes a
-        # tenth of a second for each width. Garbage must not be collected meanwhile: freeing memory ends a recording.
+        # As torch.cuda.graph, but that also collects garbage and empties the memory cache every time, which takes long.
+        # Garbage must not be collected meanwhile: freeing memory ends a recording.
         nonlocal pool
         if not alive:  # a pool ends with the last graph in it
             pool = torch.cuda.graph_pool_handle()

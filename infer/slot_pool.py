@@ -163,39 +163,25 @@ class SlotPool:
         return place if request.sampling.prompt_logprobs is None else Place(place.slot)
 
     def _prefill(self, place: Place) -> Iterator[None]:
-        """Read the prompts of `reading`: all tokens but the last, which becomes the root.
+        """Read the prompts of `reading`: all tokens but the last, which becomes the root. Then put them on their slots.
 
         Several prompts, of one chunk each, go through in one pass; a longer prompt comes alone. Yields between two
         passes; the caller may take steps there, in which these slots take no part.
         """
-        begin, cache, state = time.perf_counter(), self.runner.cache, self.runner.state
-        assert cache is not None
-        first, sequences = place.slot, list(self.reading.values())
-        prompts = [sequence.request.prompt for sequence in sequences]
-        with on_device(self.device), torch.no_grad():
-            cache.reset(list(self.reading), prompt_lengths=[len(prompt) for prompt in prompts])
-            for slot, sequence in self.reading.items():
-                request, sequence.began = sequence.request, begin
-                state.history.start(slot, request.prompt)
-                state.roots[slot].fill_(request.prompt[-1])
-                state.positions[slot].fill_(len(request.prompt) - 1)
-                self.runner.policy.start_request(slot)
-                self.drafter.on_start(slot, request, cache)
-                if self._kept is not None:
-                    self._kept.begin(place if slot == first else Place(slot), request.prompt)
-            if place.count:
-                self.drafter.on_prefill(first, prompts[0], 0, place.count, TargetOutput())
-        longest, some_cache = max(map(len, prompts)) - 1, cache.slot(first, len(prompts))
+        begin, first, sequences = time.perf_counter(), place.slot, list(self.reading.values())
+        cache, longest = self._start_slots(place), max(len(one.request.prompt) for one in sequences) - 1
         # Asked once, because steps between two passes change it. Where nobody reads hidden states, the last layer's
         # keys and values end the pass.
         needs = self.drafter.needs or frozenset({"last_kv"})
         if any(sequence.result.prompt_logprobs is not None for sequence in sequences):
             needs |= {"post_norm"}
+        for sequence in sequences:
+            sequence.began = begin
         for start in range(place.count, max(longest, 1), self.prefill_chunk):
             end = min(start + self.prefill_chunk, longest)
             if end > start:
                 with on_device(self.device), torch.no_grad():
-                    self._prefill_pass(some_cache, first, sequences, start, end, needs)
+                    self._prefill_pass(cache, first, sequences, start, end, needs)
             if self._kept is not None and longest > self.prefill_chunk:
                 self._kept.reach(first, end)
             seconds = time.perf_counter() - begin
@@ -207,6 +193,26 @@ class SlotPool:
         self.sequences[first : first + len(sequences)] = sequences
         self.reading = {}
         self._assign()
+
+    def _start_slots(self, place: Place) -> KVCache:
+        """Begin the prompts of `reading` in their slots, the first one with what it reuses. Returns the cache of these
+        slots."""
+        cache, state = self.runner.cache, self.runner.state
+        assert cache is not None
+        requests = {slot: sequence.request for slot, sequence in self.reading.items()}
+        with on_device(self.device), torch.no_grad():
+            cache.reset(list(requests), prompt_lengths=[len(request.prompt) for request in requests.values()])
+            for slot, request in requests.items():
+                state.history.start(slot, request.prompt)
+                state.roots[slot].fill_(request.prompt[-1])
+                state.positions[slot].fill_(len(request.prompt) - 1)
+                self.runner.policy.start_request(slot)
+                self.drafter.on_start(slot, request, cache)
+                if self._kept is not None:
+                    self._kept.begin(place if slot == place.slot else Place(slot), request.prompt)
+            if place.count:
+                self.drafter.on_prefill(place.slot, requests[place.slot].prompt, 0, place.count, TargetOutput())
+        return cache.slot(place.slot, len(requests))
 
     def _prefill_pass(
         self,
