@@ -39,7 +39,6 @@ from longdraft.models.files import write_atomically
 from longdraft.models.footprint import weight_count
 from longdraft.models.hf import build_decoder, load_tokenizer, load_transformers, read_target_config
 from longdraft.models.target import Target
-from longdraft.train.tracking import read_metrics
 
 # Room for the words around a text whose task is more than to continue it.
 ASKING = 256
@@ -50,9 +49,13 @@ def run(args: argparse.Namespace) -> int:
     """Run the bench, show its result and write it to --run. Returns the exit status: 1 if a drafter is not exact."""
     if args.loss_memory:
         return _loss_memory()
-    if args.run is not None and not args.run.is_dir():
-        raise ValueError(f"--run: {args.run} is no folder; name a training run's (train.run_dir), or leave it out")
-    metrics = [] if args.run is None else read_metrics(args.run)
+    metrics = []
+    if args.run is not None:
+        from longdraft.train.tracking import read_metrics  # needs the packages of training
+
+        if not args.run.is_dir():
+            raise ValueError(f"--run: {args.run} is no folder; name a training run's (train.run_dir), or leave it out")
+        metrics = read_metrics(args.run)
     try:
         result = run_bench(args)
     except NotExact as error:
@@ -61,18 +64,17 @@ def run(args: argparse.Namespace) -> int:
     except torch.OutOfMemoryError as error:
         first = str(error).splitlines()[0]
         raise ValueError(f"--device: {first} Take a smaller target or fewer --prompt-tokens or --new-tokens") from error
-    text, status = table(result, metrics), 0
+    text = table(result, metrics)
+    show(f"{text}\n{json.dumps(result)}\n")
     if args.run is not None:
         try:
             write_atomically(args.run / "bench.json", lambda path: path.write_text(json.dumps(result, indent=1) + "\n"))
             write_atomically(args.run / "report.png", lambda path: draw_report(result, metrics, path))
             write_atomically(args.run / "report.txt", lambda path: path.write_text(text + "\n"))
-            text += f"\nWritten to {args.run}: report.txt, report.png, bench.json"
         except OSError as error:
-            note(f"longdraft bench: error: --run: {args.run} cannot be written: {error.strerror}")
-            status = 2
-    show(f"{text}\n{json.dumps(result)}\n")
-    return status
+            raise ValueError(f"--run: {args.run} cannot be written: {error.strerror}") from error
+        note(f"Written to {args.run}: report.txt, report.png, bench.json")
+    return 0
 
 
 def run_bench(args: argparse.Namespace) -> dict:
