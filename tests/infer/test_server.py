@@ -477,6 +477,9 @@ def test_biases_and_the_least_number_of_tokens_are_the_engines(client, target):
     want = alone(target, TEXT, max_new_tokens=20, min_new_tokens=12, **asked)
     assert found.choices[0].text == want.text and found.usage.completion_tokens == len(want.tokens) >= 12
     assert not {*want.tokens[:11]} & {*stops}
+    asked = dict(model="tiny", prompt=TEXT, temperature=0, max_tokens=20, logit_bias={str(plain.tokens[0]): -30})
+    want = alone(target, TEXT, max_new_tokens=20, logit_bias={plain.tokens[0]: -30})
+    assert client.completions.create(**asked).choices[0].text == want.text != plain.text
     stop = plain.text[4:6]  # it comes too early to stop at, and the stream goes on
     asked = dict(model="tiny", prompt=TEXT, temperature=0, max_tokens=20, stop=stop, extra_body={"min_tokens": 12})
     whole = client.completions.create(**asked).choices[0].text
@@ -606,6 +609,7 @@ def test_clients_that_misbehave_take_nothing_from_the_others(target):
             time.sleep(0.02)
         assert service.thread.in_flight == 0
         assert post(service, headers={}).status_code == 200
+        assert 'longdraft_requests_total{finish_reason="cancelled"}' in httpx.get(f"{service.url}/metrics").text
 
 
 def test_a_body_that_does_not_come_is_given_up(target, monkeypatch):
