@@ -5,9 +5,6 @@ import json
 import pytest
 import torch
 
-from longdraft.benchmarks.drafters.bench import BenchSettings
-from longdraft.benchmarks.drafters.bench import bench as measure
-from longdraft.benchmarks.drafters.prompts import Asked, Question
 from longdraft.benchmarks.drafters.rejection_sampling import first_places, shares
 from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.small_model import SmallModelDrafter
@@ -59,12 +56,6 @@ def test_lookups_rank_nothing(tiny_target):
     params = SamplingParams(temperature=1.0, seed=4, max_new_tokens=8)
     engine = Engine(tiny_target(), "prompt_lookup", nodes=None, graphs=False)
     assert shares(first_places(engine, PROMPTS, params)) is None
-
-
-def test_a_bench_without_drafters_has_an_empty_table_of_noise(tiny_target):
-    asked = [Asked(Question(0, "continue", (PROMPTS[0],)), len(PROMPTS[0]))]
-    settings = BenchSettings(new_tokens=2, proof="off", passes=False, noise=True)
-    assert measure(tiny_target(), {}, asked, settings)["noise"] == {}
 
 
 def test_bench_says_what_was_asked_for(tiny, tmp_path, capsys):

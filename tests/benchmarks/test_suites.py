@@ -59,17 +59,14 @@ def test_longbench_asks_what_longspecs_program_asks(tmp_path):
 
 def test_a_missing_file_says_where_it_comes_from(tmp_path):
     folder = longbench(tmp_path, ("gov_report", "lcc"))
-    with pytest.raises(
-        ValueError, match=r"--data: .*qmsum\.jsonl comes from data\.zip of the data set zai-org/LongBench"
-    ):
+    with pytest.raises(ValueError, match=r"--data: .*qmsum\.jsonl comes from data\.zip of"):
         SUITES["longbench"].questions(str(folder))
     assert len(SUITES["longbench"].questions(str(folder), ["lcc"])) == 1
-    for name, suite in SUITES.items():
-        with pytest.raises(ValueError, match="comes from ") as error:
-            suite.questions(str(lines(tmp_path / name / "README.txt").parent))
-        assert suite.source in str(error.value)
-        with pytest.raises(ValueError, match="does not exist"):
-            suite.questions(str(tmp_path / "nowhere"))
+    lines(tmp_path / "empty" / "README.txt")
+    for suite in SUITES.values():
+        for place in ("empty", "nowhere"):
+            with pytest.raises(ValueError, match="--data: "):
+                suite.questions(str(tmp_path / place))
 
 
 def test_aime24_is_thirty_problems_of_the_set(tmp_path):
@@ -112,10 +109,9 @@ def test_mt_bench_reads_fastchats_file_and_the_hubs_table(tmp_path):
     lines(tmp_path / "a" / "question.jsonl", {"question_id": 81, "category": "math", "turns": ["1 + 1?", "And 3?"]})
     row = {"prompt": ["1 + 1?", "And 3?"], "category": "math", "prompt_id": 81, "reference": []}
     table(tmp_path / "b" / "data" / "train-0.parquet", row)
-    wanted = [Question(81, "math", chat("1 + 1?", "And 3?"))]
-    assert (
-        SUITES["mt-bench"].questions(str(tmp_path / "a")) == SUITES["mt-bench"].questions(str(tmp_path / "b")) == wanted
-    )
+    for folder in ("a", "b"):
+        found = SUITES["mt-bench"].questions(str(tmp_path / folder))
+        assert found == [Question(81, "math", chat("1 + 1?", "And 3?"))]
 
 
 def test_speed_bench_reads_messages_and_turns(tmp_path):
