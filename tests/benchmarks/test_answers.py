@@ -7,18 +7,20 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from longdraft.benchmarks.drafters.answering import TransformersAnswers
+from longdraft.benchmarks.drafters.answering import TransformersAnswers, ask
 from longdraft.benchmarks.drafters.bench import BenchSettings
-from longdraft.benchmarks.drafters.record import Entry, read_record, recorded
+from longdraft.benchmarks.drafters.prompts import Asked, Question
+from longdraft.benchmarks.drafters.record import Answer, Entry, Record, read_record, recorded
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import arguments, bench
 from longdraft.launch.bench import asked_for
 from longdraft.launch.runtime import Drafting
-from longdraft.models.hf import load_transformers
+from longdraft.models.hf import load_target, load_transformers
 
 QUESTIONS = [
     {"question_id": 1, "category": "writing", "turns": ["the cat sat on the mat", "and the dog"]},
@@ -96,6 +98,18 @@ def test_a_killed_run_goes_on_to_the_same_record(whole, command, tmp_path, parts
     assert 0 < len(read_record(tmp_path).entries) < len(read_record(whole).entries)
     assert bench.main([*command, "--out", str(tmp_path)]) == 0
     assert without_times(tmp_path) == without_times(whole)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_drafter_that_learns_from_its_answers_is_asked_all_of_them_again(tiny, learns):
+    target, asked, record = load_target(tiny), [Asked(Question(i, "t", ([i],)), 1) for i in (1, 2, 3)], Record({})
+    record.add("entry", Entry(2, "t", "t", "d", 0.0, []))
+    prompts = []
+    answer = Mock(side_effect=lambda prompt, params: prompts.append(prompt) or Answer(1, [5], "", "length", [1], [0.1]))
+    ask(target, {"d": Mock(learns=learns, max_depth=0, answer=answer)}, asked, SamplingParams(), record)
+    assert prompts[1:] == ([[1], [2], [3]] if learns else [[1], [3]])  # behind the warm-up
+    assert len(record.entries[2, "d", 0.0].turns) == learns
+    ask(target, {"d": Mock(learns=learns)}, asked, SamplingParams(), record)  # nothing is missing
 
 
 def content(folder: Path) -> dict[str, bytes]:
