@@ -352,6 +352,7 @@ def _rules(config: Config) -> Iterator[tuple[str, bool, str]]:
     is_met = (data.max_position or 0) >= data.seq_len if moves else data.max_position is None
     remedy = f"with {data.positions}: anchor_offset takes a number from data.seq_len = {data.seq_len} on, plain none"
     yield "data.max_position", is_met, remedy
+    yield "data.sinks", moves or data.sinks == SINKS, "has no effect on plain positions; leave it out"
     is_met = bool(decoding.contexts) or not decoding.every
     yield "decoding.contexts", is_met, f"with decoding.every = {decoding.every}; give lengths, as [512, 2048]"
     for name in ("contexts", "temperatures"):

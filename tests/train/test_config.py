@@ -136,6 +136,7 @@ MISTAKES = [
     "optimizer.peak_lr=fast", "optimizer.weight_decay=-1", "optimizer.name=lion", "train.epochs=0", "log.wandb=on-line",
     "train.zero_stage=3 optimizer.name=adamuon", "train.offload_optimizer=true optimizer.name=adamuon",
     "data.positions=shuffled", "data.positions=anchor_offset data.max_position=23", "data.max_position=100",
+    "data.sinks=8",
     "data.sinks=-1", "data.query_share=0", "data.query_share=1.5", "data.max_dropped_share=1.1",
     "draft.kind=relu_chain", "draft.kind=silu_chain draft.out_norm_init=target", "draft.method=eagle",
     "draft.n_heads=0", "draft.method=[longspec]", "draft.method=longspec draft.noise=0",
