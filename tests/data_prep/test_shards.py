@@ -1,4 +1,5 @@
-import json
+from functools import partial
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -65,48 +66,31 @@ def test_opening_reads_no_shard_and_reading_maps_one(split, monkeypatch):
     assert pa.total_allocated_bytes() == allocated, "a column was read into memory instead of mapped"
 
 
-def test_the_schema_is_the_one_of_the_datasets_library():
-    numbers = datasets.List(datasets.Value("int32"))
-    names = datasets.List(datasets.Value("string"))
+def test_the_datasets_library_opens_a_shard(split):
+    numbers, names = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("string"))
     tokens = datasets.List(datasets.Value("int32"), length=24)
     columns = {"tokens": tokens, "borders": numbers, "loss_spans": numbers, "documents": names, "pieces": numbers}
-    theirs = datasets.Features(columns).arrow_schema
-    ours = shard_schema(24)
+    theirs, ours = datasets.Features(columns).arrow_schema, shard_schema(24)
     assert ours.equals(theirs) and ours.metadata == theirs.metadata
-
-
-def test_the_datasets_library_opens_a_shard(split):
     dataset = datasets.Dataset.from_file(str(split / "shard-00000.arrow"))
     assert dataset[1]["tokens"] == [7, 8, 9, 99, 99, 99]
     assert dataset[0]["documents"] == ["a", "b.jsonl:7"]
 
 
-def test_verify_names_the_shard_that_changed(split):
-    shards = ShardSet(split)
-    shards.verify()
-    path = split / "shard-00003.arrow"
+def flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"shard-00003\.arrow"):
-        ShardSet(split).verify()
 
 
-def test_missing_and_short_shards_are_refused_on_opening(split):
-    path = split / "shard-00003.arrow"
-    content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    with pytest.raises(ValueError, match=r"shard-00003\.arrow"):
-        ShardSet(split)
-    path.unlink()
-    with pytest.raises(ValueError, match=r"shard-00003\.arrow"):
-        ShardSet(split)
-
-
-def test_folders_that_are_no_split_are_refused(split, tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere/manifest\.json"):
-        ShardSet(tmp_path / "nowhere")
-    manifest = json.loads((split / "manifest.json").read_text())
-    write_json(split / "manifest.json", {**manifest, "format_version": 99})
-    with pytest.raises(ValueError, match="format 99"):
-        ShardSet(split)
+@pytest.mark.parametrize(("name", "damage"), [
+    ("shard-00003.arrow", flip_a_bit), ("shard-00003.arrow", lambda path: path.write_bytes(path.read_bytes()[:-1])),
+    ("shard-00003.arrow", Path.unlink), ("manifest.json", Path.unlink), ("manifest.json", lambda p: p.write_text("{")),
+    ("", lambda folder: write_json(folder / "manifest.json", {"format_version": 99})),
+])  # fmt: skip
+def test_damage_is_refused_by_name(split, name, damage):
+    """At once, but for the content of a shard."""
+    ShardSet(split).verify()
+    damage(split / name)
+    with pytest.raises(ValueError, match=name or "99"):
+        (ShardSet(split).verify if damage is flip_a_bit else partial(ShardSet, split))()
