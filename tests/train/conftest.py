@@ -287,7 +287,7 @@ def runs(tmp_path_factory, start_ranks, long_folder, poisoned) -> Path:
     LongSpec; silu_chain, medusa, longspec, longspec-anchored: 20 on one rank in fp32, for golden losses; acceptance,
     mix: other losses, and acceptance-again gone on with from step 10;
     offload-{stage}, micro-{rows}, longspec-micro-1: what should be {longspec-,}fp32-1-1 again;
-    poisoned-{ranks}: 3 steps of LongSpec under ZeRO-3;
+    poisoned: 3 steps of LongSpec under ZeRO-3;
     output.txt: what one rank printed.
     """
     folder = tmp_path_factory.mktemp("runs")
@@ -297,12 +297,14 @@ def runs(tmp_path_factory, start_ranks, long_folder, poisoned) -> Path:
 
     started = []
     for n_ranks in (1, 2):
-        actions = [train(f"poisoned-{n_ranks}", *LONGSPEC, *poisoned, "train.zero_stage=3")]
+        actions = []
         for prefix, cases, draft in (("", HEADS, TOKENSWIFT), ("longspec-", BLOCKS, [*LONGSPEC, *FEW])):
             for precision, stage in (case.split("-") for case in cases[n_ranks]):
                 place = f"{prefix}{precision}-{n_ranks}-{stage}"
                 actions.append(train(place, f"train.precision={precision}", f"train.zero_stage={stage}", *draft))
-        actions += _alone(folder, train, long_folder) if n_ranks == 1 else []
+        if n_ranks == 1:
+            actions.append(train("poisoned", *LONGSPEC, *poisoned, "train.zero_stage=3"))
+            actions += _alone(folder, train, long_folder)
         started.append(start_ranks(n_ranks, actions))
     output, _ = (finish(processes) for processes in started)
     (folder / "output.txt").write_text(output)

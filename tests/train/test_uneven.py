@@ -33,7 +33,7 @@ NAMES = [(n_ranks, name) for n_ranks, cases in CASES.items() for name in cases]
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory, start_ranks, finish_ranks, runs, long_folder, poisoned):
-    """{ranks}-{case}: the cases' runs; poisoned-3: equal to poisoned-1 of `runs`."""
+    """{ranks}-{case}: the cases' runs; poisoned-3: equal to poisoned of `runs`."""
     folder = tmp_path_factory.mktemp("uneven")
     for n_ranks, cases in CASES.items():
         actions = []
@@ -74,8 +74,8 @@ def test_they_train_as_one(runs, uneven, n_ranks, name):
 
 def test_rows_without_a_number_are_left_out_alike(runs, uneven):
     """With their whole pass, whichever rank makes it; an empty pass has nothing to leave out."""
-    one, three = ([r for r in read_metrics(run) if "loss" in r] for run in (runs / "poisoned-1", uneven / "poisoned-3"))
+    one, three = ([r for r in read_metrics(run) if "loss" in r] for run in (runs / "poisoned", uneven / "poisoned-3"))
     assert [record["skipped"] for record in three] == [record["skipped"] for record in one]
     assert one[-1]["skipped"] == 1
     torch.testing.assert_close([r["loss"] for r in three], [r["loss"] for r in one], rtol=1e-5, atol=0)
-    assert_weights_agree(uneven / "poisoned-3", runs / "poisoned-1", 1e-5)
+    assert_weights_agree(uneven / "poisoned-3", runs / "poisoned", 1e-5)
