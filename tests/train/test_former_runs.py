@@ -1,5 +1,5 @@
-"""Runs that a former version wrote: the finished one is exported and starts another run, the
-killed one is refused."""
+"""Runs that former versions wrote: the finished one is exported and starts another run, the killed one of format 2 is
+refused, that of format 3 goes on."""
 
 import shutil
 from pathlib import Path
@@ -48,3 +48,14 @@ def test_a_killed_run_is_refused_by_name(folder, train_command):
     status, printed = train_command("run.yaml", "train.run_dir=killed")
     assert status == 2 and "train.run_dir: killed/checkpoints/step_000002 was saved by a former version" in printed
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_killed_run_of_this_format_goes_on(folder, train_command):
+    """Format 3: safetensors by the names of parameters."""
+    saved = load_file(folder / "killed-3" / "checkpoints" / "step_000002" / "optimizer-00000.safetensors")
+    status, printed = train_command("run.yaml", "train.run_dir=killed-3")
+    assert status == 0 and "step 2 to 4" in printed, printed
+    found = checkpoint.newest("killed-3")
+    assert found is not None and found[1]["step"] == found[1]["optimizer_steps"] == 4
+    moved = load_file(found[0] / "optimizer-00000.safetensors")
+    assert saved.keys() == moved.keys() and not any(saved[name].equal(tensor) for name, tensor in moved.items())
