@@ -287,12 +287,4 @@ def train() -> ArgumentParser:
     return parser
 
 
-PARSERS: dict[str, Callable[[], ArgumentParser]] = {
-    "train": train,
-    "export": export,
-    "convert": convert,
-    "generate": generate,
-    "serve": serve,
-    "bench": bench,
-    "report": report,
-}
+PARSERS = {command.__name__: command for command in (train, export, convert, generate, serve, bench, report)}

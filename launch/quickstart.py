@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from longdraft.launch.arguments import at_least
 from longdraft.launch.console import INTERRUPTED, note, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,15 +23,13 @@ PREPARE = f"--source stdlib --target smollm2-135m --seq-len 256 --max-tokens 150
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the commands. Returns the exit status of the first one that failed, else 0."""
     parser = argparse.ArgumentParser(prog="make quickstart", description="Prepare, train, export, decode, verify.")
-    parser.add_argument("--steps", type=int, help=f"training steps (default: those of {CONFIG})")
+    parser.add_argument("--steps", type=at_least(2), help=f"training steps (default: those of {CONFIG})")
     again = "interrupted; call it again to continue from here"
     return run_command(parser.prog, lambda: _quickstart(parser.parse_args(argv).steps), again, needs_output=False)
 
 
 def _quickstart(steps: int | None) -> int:
     begin = time.monotonic()
-    if steps is not None and steps < 2:
-        raise ValueError(f"--steps: {steps}; training takes at least 2 steps")
     run = f"runs/quickstart-{steps}" if steps else "runs/quickstart"
     report = ROOT / run / "report.txt"
     if report.exists() and json.loads((report.parent / "bench.json").read_text())["exact"]:
