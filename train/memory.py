@@ -9,7 +9,6 @@ Shapes: N tokens of a pass, end to end; n of them a rank's where ranks share row
 row; D hidden, F the query heads' width, V vocabulary.
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,8 +34,8 @@ MIB = 2**20
 # What a process has beside tensors. On a CPU, after the imports: the tokenizer, libraries' buffers, freed memory that
 # the allocator keeps. On a GPU: CUDA's context, NCCL, cuBLAS workspaces; a guess.
 PROCESS_CPU, PROCESS_GPU = 120 * MIB, 1536 * MIB
-# fp32 values beside each pair of logits in a distillation (kernels/linear_distillation.py).
-BESIDE_DISTILLED = {"kl": 6, "overlap": 7, "acceptance": 13}
+# fp32 values beside each pair of logits in a distillation (kernels/linear_distillation.py), at most: kl comes first.
+BESIDE_LOGITS = {"cross_entropy": 0, "kl": 6, "mix": 6, "overlap": 7, "acceptance": 13}
 # Rows of the cache beyond the text, when decoding.
 SLACK = 256
 
@@ -234,10 +233,8 @@ class _Pass:
         """The states' gradient, a restricted LM head, and a chunk's logits."""
         d, restricted = self.target.hidden_size, self.shape.draft_vocab_size or 0
         n_labels = self.q if self.is_block else self.q * self.shape.n_heads
-        # The first step's objective and the last one's; the number of steps may not be known before the data.
-        objectives = [self.train.distillation(step) for step in (0, (self.train.steps or sys.maxsize) - 1)]
-        beside = max((BESIDE_DISTILLED[found[0]] for found in objectives if found), default=0)
-        logits = loss_chunk(n_labels, d, restricted or self.target.vocab_size, self.size, self.gpu, beside)
+        n_words = restricted or self.target.vocab_size
+        logits = loss_chunk(n_labels, d, n_words, self.size, self.gpu, BESIDE_LOGITS[self.train.loss])
         return self.size * (n_labels + restricted) * d + logits
 
     def draft_without_gradient(self) -> int:

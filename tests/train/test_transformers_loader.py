@@ -73,7 +73,7 @@ def trained(tmp_path_factory, folders, long_folder, start_ranks, finish_ranks) -
     alone, both = [], []
     for method, options in METHODS.items():
         data = [f"data.path={long_folder}"] if method == "longspec" else []
-        for family in ("llama", "qwen3"):
+        for family in ("llama", "qwen3")[: 2 if method == "longspec" else 1]:
             alone.append(train(f"{family}-{method}-longdraft", family, *options, *data))
             alone.append(train(f"{family}-{method}-transformers", family, *options, *data, LOADER))
         rows = ["train.sequence_parallel=2"] if method == "longspec" else []
@@ -92,8 +92,7 @@ def losses(run: Path, n: int = 20) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "family"), [("tokenswift", "llama"), ("longspec", "llama"), ("longspec", "qwen3")])
 def test_20_steps_have_the_losses_of_our_decoder(trained, method, family):
     ours = losses(trained / f"{family}-{method}-longdraft")
     torch.testing.assert_close(losses(trained / f"{family}-{method}-transformers"), ours, rtol=1e-5, atol=0)
