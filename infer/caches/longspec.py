@@ -211,33 +211,13 @@ class _CPasses(DraftPasses):
         cos, sin = draft.tables(torch.arange(shape[1])[None])
         self._tables = cos.flatten(0, -2), sin.flatten(0, 1).flatten(1)
         self._n_behind = 0  # tokens before the roots that the next level's call catches up with
-        self._weights_seen = list[int]()
-        self._take_weights()
-
-    def start(self, slot: int, length: int) -> None:
-        super().start(slot, length)
-        self._take_weights()
-
-    def _take_weights(self) -> None:
-        """Make C's block anew if the weights have changed, because C may read an int8 copy of them. New tensors are
-        noticed, and what optimizers and `load_state_dict` write to them."""
-        weights, embed, config = block_weights(self.draft, self._head_ED), self._embed, self.draft.config
-        tensors = embed.weight, *(matrix.numbers_NI for matrix in weights.matrices), *weights.vectors
-        seen = [
-            number
-            for tensor in tensors
-            if tensor is not None
-            for number in (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        ]
-        if seen == self._weights_seen:
-            return
-        scale = _scale_of(embed)
+        scale, weights = _scale_of(target.embed_tokens), block_weights(draft, head_ED)
         assert scale is not None
-        self._weights_seen, self._block = seen, draft_block.DraftBlock(
+        self._block = draft_block.DraftBlock(
             weights.in_bytes() if _in_bytes(weights.dtype) else weights,
-            draft_block.Inputs(embed.weight.detach(), scale, *self._tables),
+            draft_block.Inputs(target.embed_tokens.weight.detach(), scale, *self._tables),
             config.n_heads, config.n_kv_heads, config.rms_norm_eps, self.window + 1,  # with a row's own key
-            self._draft_kv, (self.cache.keys[-1], self.cache.values[-1]),
+            self._draft_kv, (cache.keys[-1], cache.values[-1]),
         )  # fmt: skip
 
     def begin(self, state: SlotState, count: int) -> None:

@@ -3,7 +3,7 @@
 A table holds, for every token of the vocabulary, the 8 best candidates that the target last computed after it. Each
 step fills a fixed tree from the table, level by level, and writes back the candidates of every verified node, accepted
 or not (Luo et al., "Turning Trash into Treasure", arXiv 2408.08696). There is no training and no draft pass. The table
-lives as long as the drafter, so requests start with what earlier ones left, and it can be saved.
+lives as long as the drafter, so requests start with what earlier ones left.
 
 The table also holds the candidates' logits, so that at T > 0 they are ranked with the known noise of their position; a
 request's penalties are left to verification.
@@ -11,13 +11,11 @@ Shapes: B slots, N tree nodes, M rows to write, L nodes of a level, K candidates
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from math import prod
+from typing import Annotated, NamedTuple
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
@@ -26,7 +24,6 @@ from longdraft.infer.drafters.base import DeviceDrafter, Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree, TreeShape
 from longdraft.kernels.transfer import integers
-from longdraft.models.files import write_atomically, write_tensors
 from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
@@ -51,7 +48,6 @@ BLOCK = 32
 # What prefill passes are asked for: the candidates after every prompt token are written, so that the first steps have
 # something to propose.
 SEEDING = frozenset({"post_norm"})
-FORMAT = "longdraft token recycling 1"
 
 
 def static_tree() -> list[tuple[int, ...]]:
@@ -67,16 +63,12 @@ def static_tree() -> list[tuple[int, ...]]:
         nodes += level
 
     def odds(node: tuple[int, ...]) -> int:
-        product = 1
-        for rank in node:
-            product *= 2 * (rank + 1)
-        return product
+        return prod(2 * (rank + 1) for rank in node)
 
     return sorted(nodes, key=odds)  # stable: levels first, then lexicographic; a child's odds exceed its parent's
 
 
-@dataclass(frozen=True)
-class _Level:
+class _Level(NamedTuple):
     """One level of the tree: its nodes' indices, their parents' places in the level above, and their ranks."""
 
     nodes_L: Tensor
@@ -92,7 +84,7 @@ class TokenRecycling(DeviceDrafter):
     wins.
 
     Args:
-        target: the loaded target, for its LM head, its vocabulary and its tokenizer's fingerprint.
+        target: the loaded target, for its LM head and its vocabulary.
         nodes: 1 to 80.
     """
 
@@ -215,36 +207,6 @@ class TokenRecycling(DeviceDrafter):
         last_M = there_M[places_M]
         last_M[:-1] &= tokens_M[:-1] != tokens_M[1:]
         return torch.where(last_M, tokens_M, self.vocab_size), places_M
-
-    def save(self, path: str | Path) -> None:
-        """Write the table to a safetensors file, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {"candidates": self.candidates.cpu().contiguous(), "logits": self.logits.cpu().contiguous()}
-        stored = {"format": FORMAT, "target": self.target.name, **self._fingerprint}
-        write_atomically(path, lambda temporary: write_tensors(tensors, temporary, metadata=stored))
-
-    def load(self, path: str | Path) -> None:
-        """Replace the table by that of a file that `save` wrote. Raises ValueError for another kind of file, and for
-        another vocabulary or tokenizer than the target's."""
-        try:
-            with safe_open(path, framework="pt") as stream:
-                stored = stream.metadata() or {}
-                ids_VK, logits_VK = (stream.get_tensor(name) for name in ("candidates", "logits"))
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"table: {path} is no table of token recycling ({error}); save it again") from error
-        for name, expected in {"format": FORMAT, **self._fingerprint}.items():
-            if stored.get(name) != expected:
-                raise ValueError(
-                    f"table: {path} was filled by {stored.get('target')} with {name} {stored.get(name)}, and this "
-                    f"target has {expected}; use a table of the same tokenizer, or start without one"
-                )
-        self.candidates.copy_(ids_VK)
-        self.logits.copy_(logits_VK)
-
-    @property
-    def _fingerprint(self) -> dict[str, str]:
-        return {"vocab_size": str(self.vocab_size), "tokenizer_sha256": self.target.fingerprint["tokenizer"]}
 
 
 def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:

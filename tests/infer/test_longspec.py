@@ -454,21 +454,6 @@ def test_nothing_of_a_cache_is_left_after_a_release(target):
     assert engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9))[0].tokens == first
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_draft_that_is_trained_meanwhile_is_seen_with_the_next_request(tiny_target, dtype):
-    """Where C reads copies of its weights in bytes, too."""
-    target = tiny_target(vocab_size=VOCAB, dtype=dtype)
-    draft = drafted(target)
-    bench = Bench(target, LongSpecDrafter(target, draft), PROMPTS[:1])
-    before = bench.propose()
-    for parameter in draft.parameters():
-        parameter.copy_(parameter.flip(0))
-    draft.self_norm.weight = torch.nn.Parameter(draft.self_norm.weight + 0.5)
-    bench.begin(0, PROMPTS[0])
-    after, fresh = bench.propose(), Bench(target, LongSpecDrafter(target, draft), PROMPTS[:1]).propose()
-    assert torch.equal(after.tokens, fresh.tokens) and not torch.equal(before.tokens, after.tokens)
-
-
 @pytest.mark.usefixtures("way")
 def test_the_rows_of_a_part_of_the_cache_are_no_positions(target):
     """As TriForce's inner drafter, behind more tokens than its cache and the tree have rows."""

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
@@ -217,41 +216,6 @@ def test_a_later_request_starts_with_the_table(chain_target):
     first, again = (engine.generate([[5, 1]], params)[0] for _ in range(2))
     assert first.tokens == again.tokens
     assert again.stats.steps == -(-40 // 7) < first.stats.steps
-
-
-def test_a_saved_table_is_the_same_one(target, tmp_path):
-    path = tmp_path / "new" / "table.safetensors"
-    drafter = TokenRecycling(target)
-    fill_at_random(drafter)
-    drafter.save(path)
-    assert [file.name for file in path.parent.iterdir()] == ["table.safetensors"]
-    other = TokenRecycling(target)
-    other.load(path)
-    assert torch.equal(other.candidates, drafter.candidates) and torch.equal(other.logits, drafter.logits)
-    trees = [d.propose(state_of([1, 2]), Budget(80)) for d in (drafter, other)]
-    assert torch.equal(trees[0].tokens, trees[1].tokens)
-
-
-def test_tables_that_do_not_fit_say_why(target, tiny_target, tmp_path):
-    path, other = tmp_path / "table.safetensors", tmp_path / "other.safetensors"
-    drafter = TokenRecycling(target)
-    drafter.save(path)
-    tensors = load_file(path)
-    wider = tiny_target(vocab_size=62)
-    with pytest.raises(ValueError, match="vocab_size"):
-        TokenRecycling(wider).load(path)
-    foreign = tiny_target(vocab_size=VOCAB)
-    foreign.fingerprint["tokenizer"] = "abc"
-    with pytest.raises(ValueError, match="tokenizer"):
-        TokenRecycling(foreign).load(path)
-    other.write_bytes(path.read_bytes()[:200])
-    for bad in (tmp_path / "none.safetensors", other):
-        with pytest.raises(ValueError, match="table"):
-            drafter.load(bad)
-    save_file(tensors, other)
-    with pytest.raises(ValueError, match="format"):
-        drafter.load(other)
-    assert (drafter.candidates == -1).all(), "a refused file leaves the table as it was"
 
 
 def test_options_and_memory(target, tiny_target, exact_dtype):
