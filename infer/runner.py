@@ -42,8 +42,7 @@ class Step:
         proposed: the drafter's tree, before pruning.
         num_query_tokens: query tokens of the target's pass in each slot, padding counted.
         results: on their way to the host: counts and tokens of `AcceptResult`, the number of verified nodes, then the
-            `n_logprobs` tensors of `path_logprobs`, the `n_also` tensors that the caller wanted read with the step, and
-            those of `TokenTree.unread`.
+            `n_logprobs` tensors of `path_logprobs`, and those of `TokenTree.unread`.
         expected: on its way to the host, what the policy decides the next width by: [w - 1] tokens expected of the w
             best nodes. None where the policy has decided already.
         draft_pass: whether the draft pass that is being tried out was to be taken; None without such a trial, and where
@@ -53,7 +52,6 @@ class Step:
         tokens: the newly committed tokens; none for a slot that took no part.
         drafted: nodes that were verified below the root.
         logprobs: those of the tokens of each slot; none if no request asks for them.
-        also: lists of the other tensors that were given to `Runner.step`.
         seconds: time since the step began or the one before it was read, whichever was later.
         read_at: when it was read, by `time.perf_counter`.
     """
@@ -62,7 +60,6 @@ class Step:
     num_query_tokens: int
     results: HostCopy
     n_logprobs: int
-    n_also: int
     expected: HostCopy | None
     draft_pass: bool | None
     drafting: tuple[Moment, Moment]
@@ -73,7 +70,6 @@ class Step:
     tokens: list[list[int]] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     logprobs: list[list[TokenLogprob]] = field(default_factory=list)
-    also: list[list] = field(default_factory=list)
     seconds: float = 0.0
     read_at: float = 0.0
 
@@ -120,8 +116,8 @@ class Runner:
         self.policy.start(batch)
         self._began, self._disturbed = None, 0
 
-    def step(self, *also: Tensor) -> Step:
-        """Queue one step of all active slots. also: tensors to be read on the host together with its results."""
+    def step(self) -> Step:
+        """Queue one step of all active slots."""
         state, cache = self.state, self.cache
         assert cache is not None
         with on_device(self.device), library.decoding(self.on_cpu), torch.no_grad():
@@ -154,11 +150,8 @@ class Runner:
             return Step(
                 proposed=proposed,
                 num_query_tokens=tree.width,
-                results=HostCopy(
-                    accepted.counts, accepted.tokens, (tree.parents >= 0).sum(dim=1), *logprobs, *also, *unread
-                ),
+                results=HostCopy(accepted.counts, accepted.tokens, (tree.parents >= 0).sum(dim=1), *logprobs, *unread),
                 n_logprobs=len(logprobs),
-                n_also=len(also),
                 expected=expected,
                 draft_pass=draft_pass,
                 drafting=drafting,
@@ -221,8 +214,7 @@ class Runner:
         """
         assert self._began is not None
         counts, tokens, step.drafted, *rest = step.results.lists()
-        logprobs, rest = rest[: step.n_logprobs], rest[step.n_logprobs :]
-        step.also, proposed = rest[: step.n_also], step.proposed.take_lists(rest[step.n_also :])
+        logprobs, proposed = rest[: step.n_logprobs], step.proposed.take_lists(rest[step.n_logprobs :])
         step.read_at, (began, work) = time.perf_counter(), self._began
         step.seconds, self._began = step.read_at - began, None
         step.tokens = [new[:count] for new, count in zip(tokens, counts, strict=True)]

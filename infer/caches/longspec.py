@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from longdraft.infer.caches.ring import RingCache
 from longdraft.infer.slot_state import SlotState
 from longdraft.kernels.cpu import draft_block, rows
 from longdraft.kernels.linear import linear
@@ -49,10 +48,6 @@ class DraftPasses:
         self._missing = min(self._missing + most - (self._roots_queried and self.keeps_roots), self.window)
         self._roots_queried = False
 
-    def rewind(self) -> None:
-        """Note that tokens were taken back."""
-        self._missing = self.window
-
     def plan(self, state: SlotState, n_levels: int) -> int:
         """The host's part of a proposal of at most `n_levels` levels: how many of the last tokens before the roots to
         catch up with."""
@@ -75,10 +70,8 @@ class DraftPasses:
 
 def draft_passes(draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int) -> DraftPasses:
     """The faster implementation that can run this draft. tree_rows: the most rows of a tree that are ever queries."""
-    # C's own keys lie by position; the rows of a partial cache are no positions.
-    if _can_run(draft, target, head_ED) and not isinstance(cache, RingCache):
-        return _CPasses(draft, target, head_ED, cache, tree_rows)
-    return _TorchPasses(draft, target, head_ED, cache, tree_rows)
+    passes = _CPasses if _can_run(draft, target, head_ED) else _TorchPasses
+    return passes(draft, target, head_ED, cache, tree_rows)
 
 
 def _can_run(draft: LongSpec, target: Decoder, head_ED: Tensor) -> bool:

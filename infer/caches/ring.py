@@ -76,11 +76,10 @@ class StreamingCache(RingCache):
     """At most `window` rows when a pass begins: sinks, a ring of recent tokens, and a tail that can be taken back.
 
     `settle`, called before a pass, moves the tail's older tokens into the ring. The `slack` most recent ones always
-    stay in the tail, so a rewind by that many tokens is exact. A rewind further back, to tokens that the ring has
-    overwritten, empties the slot (`tokens` is 0 then).
+    stay in the tail, so that a rewind by that many tokens is exact.
 
     Args:
-        slack: how many tokens a rewind can take back exactly. The window must exceed the sinks plus twice as many.
+        slack: how many tokens a rewind can take back. The window must exceed the sinks plus twice as many.
         widest: rows of the widest pass.
     Raises: ValueError for a window too small, for a model whose RoPE table depends on the length (dynamic, longrope:
         its keys cannot be rotated again), and for one with sliding windows.
@@ -124,9 +123,8 @@ class StreamingCache(RingCache):
         self._rotate_sinks(before_B)
 
     def rewind(self, lengths_B: Tensor) -> None:
-        """Go back to the first lengths_B[b] tokens; to none if rows of them have been overwritten."""
+        """Go back to the first lengths_B[b] tokens, by at most `slack` tokens."""
         kept_B = torch.minimum(lengths_B, self.tokens)
-        kept_B = torch.where((kept_B < self.held) & (self._evicted() > 0), 0, kept_B)
         self.held.copy_(torch.minimum(self.held, kept_B))
         self._written.copy_(self.held - self.fixed)
         self.lengths.copy_(self.held.clamp(max=self.budget) + kept_B - self.held)

@@ -116,12 +116,6 @@ class Drafter:
         for part in self.parts:
             part.on_step(state, tree, accepted, output)
 
-    def rewind(self, state: SlotState, lengths_B: Tensor) -> None:
-        """An outer engine took a step, without `on_step`: it took back the tokens at positions >= lengths_B[b] (int64)
-        and committed others. `state` is that after its step."""
-        for part in self.parts:
-            part.rewind(state, lengths_B)
-
     def release(self) -> None:
         """The cache of `on_start` is about to be freed: drop it, and what was allocated beside it."""
         for part in self.parts:

@@ -96,8 +96,7 @@ def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Dr
 def _tree_option(folder: str | Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """A draft folder's tree as the drafter's option: its likeliest nodes if rates were measured, else its levels."""
     tree = read_info(folder).tree
-    if "shape" in parameters and tree.get("choice_rates"):
-        return {"shape": likeliest_nodes(tree["choice_rates"], RATED_NODES)}
-    if "shape" in parameters and tree.get("levels"):
-        return {"shape": tuple(tree["levels"])}
-    return {"widths": tuple(tree["levels"])} if "widths" in parameters and tree.get("levels") else {}
+    if "shape" in parameters and (rates := tree.get("choice_rates")):
+        return {"shape": likeliest_nodes(rates, RATED_NODES)}
+    levels = tree.get("levels")
+    return {name: tuple(levels) for name in ("shape", "widths") if name in parameters and levels}

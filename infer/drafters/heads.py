@@ -43,8 +43,7 @@ class HeadsDrafter(DeviceDrafter):
 
     Attributes:
         hidden_BD: each slot's state at the last committed position before its root.
-        at_B: int64, the position of each state; NOWHERE if there is none, which is so after a prompt of one token and
-            after an outer engine took tokens back.
+        at_B: int64, the position of each state; NOWHERE if there is none, which is so after a prompt of one token.
     """
 
     hidden_BD: Tensor
@@ -109,9 +108,6 @@ class HeadsDrafter(DeviceDrafter):
         last_BD = hidden_BND[torch.arange(len(nodes_B), device=nodes_B.device), nodes_B].to(self.hidden_BD.dtype)
         self.hidden_BD.copy_(torch.where(took_part_B[:, None], last_BD, self.hidden_BD))
         self.at_B.copy_(torch.where(took_part_B, state.positions - 1, self.at_B))
-
-    def rewind(self, state: SlotState, lengths_B: Tensor) -> None:
-        self.at_B.masked_fill_(self.at_B >= lengths_B, NOWHERE)
 
 
 def _tree_shape(value: Shape | None, n_heads: int, ranks: int) -> TreeShape:

@@ -21,8 +21,6 @@ from longdraft.models.kv_cache import KVCache
 READ_AHEAD = 32
 # Host memory of an index for each token of the text and each n, if no n-gram occurs twice (else it is less).
 ENTRY_BYTES = 200
-# More tokens than any sequence has.
-NOWHERE = 2**40
 
 
 class NgramIndex:
@@ -49,18 +47,6 @@ class NgramIndex:
             for n, ends in enumerate(self.ends[:end], 1):
                 ends.setdefault(tuple(sequence[end - n :]), []).append(end)
 
-    def truncate(self, length: int) -> None:
-        """Remove all tokens from index `length` on, as if they had never been appended."""
-        sequence = self.tokens
-        while len(sequence) > length:
-            end = len(sequence)
-            for n, ends in enumerate(self.ends[:end], 1):
-                gram = tuple(sequence[end - n :])
-                ends[gram].pop()
-                if not ends[gram]:
-                    del ends[gram]
-            sequence.pop()
-
 
 class HostDrafter(Drafter):
     """Fills a trie below each root from the slot's n-grams. A subclass implements `fill`.
@@ -86,19 +72,13 @@ class HostDrafter(Drafter):
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if len(self._tables) != cache.batch:
             self._tables = [None] * cache.batch
-            # How many tokens of each table are still valid after a rewind. The host learns it with its next read.
-            self._standing_B = torch.full((cache.batch,), NOWHERE, device=cache.lengths.device)
         self._tables[slot] = table = NgramIndex(self.longest_ngram)
         table.extend(request.prompt)
-        self._standing_B[slot].fill_(NOWHERE)
-
-    def rewind(self, state: SlotState, lengths_B: Tensor) -> None:
-        self._standing_B = torch.minimum(self._standing_B, lengths_B)
 
     def device_rows(self, state: SlotState) -> Tensor:
-        """int64 [B, 4 + R], to be read for `tries`: active, root, position, how many tokens of the table are valid, and
-        the last R tokens up to the root, some of which the host may not know yet."""
-        numbers = state.active.long(), state.roots, state.positions, self._standing_B
+        """int64 [B, 3 + R], to be read for `tries`: active, root, position, and the last R tokens up to the root, because
+        the host may not know all of these yet."""
+        numbers = state.active.long(), state.roots, state.positions
         recent_BR = state.history.read(state.positions - (READ_AHEAD - 1), READ_AHEAD)
         return torch.cat([torch.stack(numbers, dim=1), recent_BR], dim=1)
 
@@ -119,19 +99,17 @@ class HostDrafter(Drafter):
 
     def _catch_up(self, state: SlotState, rows: Sequence[Sequence[int]]) -> None:
         """Bring each table up to its slot's root."""
-        self._standing_B.fill_(NOWHERE)
         if count := self._extend(state, rows):  # a table lacks more than was read, so read that much
             recent = state.history.read(state.positions - (count - 1), count).tolist()
-            self._extend(state, [[*row[:4], *tokens] for row, tokens in zip(rows, recent, strict=True)])
+            self._extend(state, [[*row[:3], *tokens] for row, tokens in zip(rows, recent, strict=True)])
 
     def _extend(self, state: SlotState, rows: Sequence[Sequence[int]]) -> int:
         """Extend the tables by the committed tokens that the host knows, and by those of the rows. Returns how many
         tokens a table lacks at most if the rows do not have enough for all tables, else 0."""
         most = 0
-        for slot, (table, (_, _, position, standing, *recent)) in enumerate(zip(self._tables, rows, strict=True)):
+        for slot, (table, (_, _, position, *recent)) in enumerate(zip(self._tables, rows, strict=True)):
             if table is None:
                 continue
-            table.truncate(standing)
             if slot < len(state.committed):
                 table.extend(state.committed[slot][len(table) : position + 1])
             missing = position + 1 - len(table)

@@ -11,7 +11,6 @@ Shapes: B slots, T queries of a pass, W nodes of a level, N rows of the tree so 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
@@ -86,10 +85,6 @@ class LongSpecDrafter(DeviceDrafter):
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._passes is not None
         self._passes.on_step(accepted.nodes.shape[1])
-
-    def rewind(self, state: SlotState, lengths_B: Tensor) -> None:
-        assert self._passes is not None
-        self._passes.rewind()
 
     def buffers(self) -> tuple[object, ...]:
         return (self._passes,)

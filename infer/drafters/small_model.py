@@ -17,7 +17,7 @@ from longdraft.infer.caches.ring import StreamingCache, check_streaming
 from longdraft.infer.drafters.base import Count, CountOrZero, DeviceDrafter, Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.kernels.transfer import HostCopy, integers
+from longdraft.kernels.transfer import integers
 from longdraft.kernels.tree import MOST_ROWS
 from longdraft.models.footprint import Allocations, cache_rows
 from longdraft.models.kv_cache import KVCache
@@ -25,8 +25,6 @@ from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
-# Tokens that a rewind can take back by default, if the window has room for twice as many.
-SLACK = 16
 # A position after every sequence's end.
 NOWHERE = 2**40
 
@@ -40,8 +38,7 @@ class SmallModelDrafter(DeviceDrafter):
         gamma: tokens a step (TriForce: 2).
         sinks: first tokens that always stay in its cache.
         window: rows of its cache, sinks included.
-        slack: how many tokens can be taken back without reading the text again; None is 16, or a quarter of the window
-            if that is less.
+        taken_back: how many tokens an outer level may take back (`rewind`), beside those of a proposal.
 
     Raises:
         ValueError: vocabularies or tokenizers that differ, a RoPE type whose table depends on the length,
@@ -56,19 +53,16 @@ class SmallModelDrafter(DeviceDrafter):
         gamma: Count = 2,
         sinks: CountOrZero = 16,
         window: Count = 256,
-        slack: CountOrZero | None = None,
+        taken_back: CountOrZero = 0,
     ):
         check_vocabularies(target, small)
-        self.slack = max(0, min(SLACK, (window - sinks) // 4)) if slack is None else slack
+        self.slack = gamma + taken_back
         check_streaming(small.model, window, sinks, self.slack)
         self.small, self.gamma, self._sinks, self._window = small, gamma, sinks, window
         self.max_nodes = self.max_depth = gamma
         self._widest = min(max(window, 2), MOST_ROWS)
         self._cache: StreamingCache | None = None
-        # Of the tokens before its root a slot lacks at most those that were counted behind the last rewind, and as many
-        # as steps have committed since then.
-        self._counted: HostCopy | None = None
-        self._committed = 0
+        self._behind = 0  # the most tokens before its root that a slot lacks
 
     @property
     def class_stages(self) -> Sequence[int]:
@@ -110,12 +104,9 @@ class SmallModelDrafter(DeviceDrafter):
     def plan(self, state: SlotState, budget: Budget) -> tuple[int, int]:
         """How many tokens to draft, and the most tokens that a slot must read before its root."""
         count = min(self.gamma, budget.max_nodes, budget.stages)
-        # Reading the count hardly waits: it was queued before anything of this step.
-        counted = 0 if self._counted is None else max(self._counted.lists()[0])
-        behind = max(0, counted + self._committed)
+        behind, self._behind = max(0, self._behind), -1  # the root is read
         if behind < self._widest:  # a few more rows before the root cost little
             behind = min(state.rounded(behind + 1), self._widest) - 1
-        self._counted, self._committed = None, -1  # the root is read
         return count, behind
 
     def grow(self, state: SlotState, plan: tuple[int, int]) -> TokenTree:
@@ -168,18 +159,17 @@ class SmallModelDrafter(DeviceDrafter):
         return output.logits[:, 0]
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        self._committed += accepted.nodes.shape[1]
+        self._behind += accepted.nodes.shape[1]
 
     def release(self) -> None:
         self._cache = None
 
-    def rewind(self, state: SlotState, lengths_B: Tensor) -> None:
+    def rewind(self, lengths_B: Tensor, most: int) -> None:
+        """An outer level took back the tokens of the last proposals at positions >= lengths_B[b] (int64), and committed
+        at most `most` tokens behind the root of the first of these proposals."""
         assert self._cache is not None
         self._cache.rewind(lengths_B)
-        self._drop_disagreeing(state)
-        # A slot without a request may have read only a part of its prompt, and the rest may never come.
-        behind_B = torch.where(state.active, state.positions - self._cache.tokens, 0)
-        self._counted, self._committed = HostCopy(behind_B), 0
+        self._behind = most - 1
 
 
 def check_vocabularies(target: Target, small: Target) -> None:

@@ -16,7 +16,7 @@ import torch
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.caches.partial import SelectedCache, TopTokens, selected_rows
-from longdraft.infer.caches.ring import RingCache, refuse_windows
+from longdraft.infer.caches.ring import refuse_windows
 from longdraft.infer.drafters.base import Count, CountOrZero, Drafter, Request
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.heads import HeadsDrafter, Shape
@@ -105,11 +105,6 @@ class TokenSwiftDrafter(HeadsDrafter):
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         super().on_start(slot, request, cache)
-        if isinstance(cache, RingCache):
-            if self._draft_pass == "always":
-                raise ValueError("draft_pass='always' needs the whole context's cache; use 'never' on a partial one")
-            self._selected = None
-            return
         if self._selected is not None and self._selected.full is not cache:
             self._selected = None
         if self._selected is None and self._may_pass(cache.capacity):

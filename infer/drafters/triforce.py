@@ -9,6 +9,7 @@ Shapes: L layers, B slots, H query heads, C chain.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.caches.partial import Recent, SelectedCache, TopChunks, selected_rows
-from longdraft.infer.caches.ring import RingCache, refuse_windows
+from longdraft.infer.caches.ring import refuse_windows
 from longdraft.infer.drafters.base import Count, CountOrZero, Drafter, Request
 from longdraft.infer.drafters.plain import Plain
 from longdraft.infer.drafters.small_model import SmallModelDrafter
@@ -41,7 +42,7 @@ class TriForceDrafter(Drafter):
 
     Args:
         target: the loaded target.
-        small: what drafts for the inner level: a loaded model of the same vocabulary, any Drafter, or None for none.
+        small: a loaded model of the same vocabulary, which drafts for the inner level; None for none.
         gamma: tokens that a small model drafts at a time.
         chain: tokens collected for the outer verification.
         budget: rows of the target's partial cache, for each layer and KV head.
@@ -61,7 +62,7 @@ class TriForceDrafter(Drafter):
     def __init__(
         self,
         target: Instance[Target],
-        small: Instance[Target] | Instance[Drafter] | None = None,
+        small: Instance[Target] | None = None,
         *,
         gamma: Count = 2,
         chain: Count = 6,
@@ -75,9 +76,9 @@ class TriForceDrafter(Drafter):
         self.target, self.chain, self._stride = target, chain, stride
         refuse_windows(target.model.config, f"budget={budget}: a cache of selected rows")
         self._policy = TopChunks(budget, chunk) if policy == "retrieval" else Recent(budget, sinks)
-        if isinstance(small, Target):  # it takes back a whole rejected chain
-            small = SmallModelDrafter(target, small, gamma, sinks, window, slack=chain + gamma + 1)
-        self.inner = small or Plain()
+        self.inner: Drafter = Plain()
+        if small is not None:
+            self.inner = SmallModelDrafter(target, small, gamma, sinks, window, taken_back=chain + 1)
         self.parts = [self.inner]
         self.max_nodes = self.max_depth = chain
         self._runner = Runner(target.model, self.inner, nodes=chain, graphs=False)  # `state.graphs` records instead
@@ -99,14 +100,12 @@ class TriForceDrafter(Drafter):
         self.needs = frozenset({"queries"}) if wanted else frozenset()
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
-        if isinstance(cache, RingCache):
-            raise ValueError("small: a TriForce drafter cannot draft for another one, whose cache is a part already")
         if self._cache is None or self._cache.full is not cache:
             self._allocate(cache)
         assert self._cache is not None
         self._cache.reset([slot])
         super().on_start(slot, request, self._cache)
-        self._committed[slot], self._known[slot], self._acceptance[slot] = [], 0, 1.0
+        self._acceptance[slot] = 1.0
         self._ask_for_queries(self._policy.scored)
         self.needs = self.needs | self.inner.needs
 
@@ -116,9 +115,6 @@ class TriForceDrafter(Drafter):
         self._runner.cache = self._cache
         # The inner level has its own history, because the outer level must not see what it adds.
         self._history = History(batch, full.capacity, full.keys.device)
-        self._committed: list[list[int]] = [[] for _ in range(batch)]
-        self._known = [0] * batch  # how many of these the outer level has committed
-        self._step_tokens = 0  # the most tokens that an outer step has committed to a slot
         self._acceptance = [1.0] * batch  # of each slot's chains, rolling
         self._offered = 0  # tokens of the last proposal, 0 if the step had none
 
@@ -132,57 +128,36 @@ class TriForceDrafter(Drafter):
     @torch.no_grad()
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         assert self._cache is not None
-        self._offered = count = min(self.chain, budget.max_nodes)
-        begin_B, late = state.positions.clone(), [self._late(state)]
+        self._offered = most = min(self.chain, budget.max_nodes)
+        begin_B = state.positions.clone()
         self._runner.state = inner = self._inner_state(state)
-        collected = [0] * len(self._committed)
+        collected = [0] * len(begin_B)
         while True:
             # The host reads every pass, because one pass too many costs far more than waiting.
-            emitted = self._runner.read(self._runner.step(*late))
-            if late:
-                self._list_late(*emitted.also)
-                late = []
-            for slot, new in enumerate(emitted.tokens):
-                self._committed[slot] += new
-                collected[slot] += len(new)
-            if all(tokens == 0 or tokens >= count for tokens in collected):
+            step = self._runner.read(self._runner.step())
+            collected = [count + len(new) for count, new in zip(collected, step.tokens, strict=True)]
+            if all(tokens == 0 or tokens >= most for tokens in collected):
                 break
-            inner.active = inner.active & (inner.positions < begin_B + count)
+            inner.active = inner.active & (inner.positions < begin_B + most)
         self._outer, self._positions = begin_B, inner.positions  # positions of both levels' roots
-        chain_BC = self._history.read(begin_B + 1, count).masked_fill(~state.active[:, None], -1)
+        chain_BC = self._history.read(begin_B + 1, most).masked_fill(~state.active[:, None], -1)
         return TokenTree.from_chain(state.roots, chain_BC)
 
     def _inner_state(self, state: SlotState) -> SlotState:
-        """The inner level's state, equal to the outer one's. Only new tokens of the lists are copied. The history is
-        copied whole: a megabyte a slot at 128K tokens, little beside a pass over these."""
+        """The inner level's state, equal to the outer one's. The history is copied whole: a megabyte a slot at 128K
+        tokens, little beside a pass over these."""
         self._history.tokens.copy_(state.history.tokens)
         self._history.prompt_lengths.copy_(state.history.prompt_lengths)
-        for slot, tokens in enumerate(state.committed):
-            self._committed[slot][self._known[slot] :] = tokens[self._known[slot] :]
-        self._known = [len(tokens) for tokens in self._committed]
-        places = state.roots.clone(), state.positions.clone(), state.active.clone()
-        return SlotState(*places, self._history, state.sampling, self._committed, state.graphs)
-
-    def _late(self, state: SlotState) -> Tensor:
-        """[B, 2 + R], for `_list_late`: active, position, and the last R tokens up to the root, of which the outer
-        level's lists may lack those of one step when the host lags."""
-        most = 1 + self._step_tokens
-        active_B1, places_B1 = state.active.long()[:, None], state.positions[:, None]
-        recent_BR = state.history.read(state.positions - (most - 1), most)
-        return torch.cat([active_B1, places_B1, recent_BR], dim=1)
-
-    def _list_late(self, rows: list[list[int]]) -> None:
-        """Extend the inner level's lists up to the outer roots. rows: what `_late` returned."""
-        for tokens, (active, position, *recent) in zip(self._committed, rows, strict=True):
-            if active and (missing := position + 1 - len(tokens)) > 0:
-                tokens += recent[len(recent) - missing :]
-        self._known = [len(tokens) for tokens in self._committed]
+        own = {"roots": state.roots.clone(), "positions": state.positions.clone(), "active": state.active.clone()}
+        return replace(state, **own, history=self._history, logprobs=False)
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._cache is not None
         agreed_B = self._agreed(state) if self._offered else torch.zeros_like(state.positions)
-        super().rewind(state, self._outer + 1 + agreed_B if self._offered else state.positions)
-        self._step_tokens = max(self._step_tokens, accepted.nodes.shape[1])
+        if not self._offered:
+            self.inner.on_step(state, tree, accepted, output)
+        elif isinstance(self.inner, SmallModelDrafter):
+            self.inner.rewind(self._outer + 1 + agreed_B, accepted.nodes.shape[1])
         counts, stale = None, list[int]()
         if self._policy.scored:
             counts, agreements = torch.stack([accepted.counts, agreed_B]).tolist()

@@ -30,16 +30,13 @@ class Fixed(Drafter):
     max_depth = 4
 
     def __init__(self, paths, classes=None, max_nodes=24):
-        self.paths, self.classes, self.max_nodes, self.rewound = paths, classes, max_nodes, None
+        self.paths, self.classes, self.max_nodes = paths, classes, max_nodes
 
     def propose(self, state, budget):
         tree = TokenTree.from_paths(state.roots.tolist(), self.paths)
         width = min(tree.width, 1 + budget.max_nodes)
         classes = None if self.classes is None else torch.tensor(self.classes)[:, :width]
         return TokenTree(tree.tokens[:, :width], tree.parents[:, :width], classes)
-
-    def rewind(self, state, lengths_B):
-        self.rewound = lengths_B.tolist()
 
 
 def state_of(roots):
@@ -122,9 +119,6 @@ def test_it_is_as_wide_and_deep_as_its_parts_and_asks_for_what_they_need(tiny_ta
     assert sizes(combined.allocations(1, 10)) == sizes(lookup.allocations(1, 10)) | sizes(recycling.allocations(1, 10))
     pair = Combined([recycling, TokenRecycling(target)])
     assert sum(sizes(pair.allocations(1, 10)).values()) == 2 * sum(sizes(recycling.allocations(1, 10)).values())
-    fixed = [Fixed([]), Fixed([])]
-    Combined(fixed).rewind(None, torch.tensor([4, 2]))
-    assert [drafter.rewound for drafter in fixed] == [[4, 2], [4, 2]]
 
 
 def test_combinations_that_cannot_be():

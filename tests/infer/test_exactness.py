@@ -154,21 +154,6 @@ PAIRS = [
 ]
 
 
-INNER = {
-    "longspec": DRAFTERS["longspec"],
-    "tokenswift": lambda target, small: tokenswift(target, heads(target)),
-    "medusa": DRAFTERS["medusa"],
-    "token_recycling": DRAFTERS["token_recycling_12"],
-    "prompt_lookup": DRAFTERS["prompt_lookup"],
-}
-
-
-def nested(name: str, **options):
-    """TriForce with another drafter in the place of its small model."""
-    options = options or {"chunk": 4, "stride": 10}
-    return lambda target, small: TriForceDrafter(target, INNER[name](target, small), budget=24, **options)
-
-
 @pytest.fixture
 def models(tiny_target):
     """(heads, dtype) -> a target, and a smaller model of the same vocabulary that drafts for it."""
@@ -309,15 +294,6 @@ def test_drafters_on_one_tree_give_plain_decodings_tokens(models, plain, names):
             check(engine, plain(kind, length), kind, length, every(("greedy", "T1_top_p")))
 
 
-@pytest.mark.parametrize("policy", ["retrieval", "streaming"])
-@pytest.mark.parametrize("name", INNER)
-def test_a_drafter_inside_triforce_gives_plain_decodings_tokens(models, plain, name, policy):
-    options = {"policy": "streaming", "sinks": 4} if policy == "streaming" else {}
-    target, small = models("gqa")
-    engine = Engine(target, nested(name, **options)(target, small), slots=3, nodes=None)
-    check(engine, plain("gqa", "overflow"), "gqa", "overflow", every(("greedy", "T1_top_p")))
-
-
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_bf16_needs_no_margin(c_kernels, models, plain, name):
     target, small = models("gqa", torch.bfloat16)
@@ -416,7 +392,6 @@ def test_what_prompts_take_over_of_earlier_ones_changes_no_token(models, alike, 
 ANYTHING = {
     **DRAFTERS,
     **{"+".join(names): combined(names) for names in PAIRS},
-    **{f"triforce({name})": nested(name) for name in INNER},
     "small_model_1": lambda target, small: SmallModelDrafter(target, small, gamma=1, sinks=1, window=4),
     "triforce_1": lambda target, small: TriForceDrafter(target, small, chain=1, budget=2, chunk=1, stride=1),
     "triforce_12": lambda target, small: TriForceDrafter(target, small, gamma=5, chain=12, budget=6, chunk=2, stride=3),

@@ -37,8 +37,7 @@ def test_every_drafter_gives_the_tokens_of_before_in_as_many_steps(exactness, ti
 
     models = target(2, 2, 0), target(1, 1, 5)
     pairs = {"+".join(names): exactness.combined(names) for names in exactness.PAIRS}
-    nested = {f"triforce({name})": exactness.nested(name) for name in exactness.INNER}
-    drafters = {"plain": lambda target, small: Plain()} | exactness.DRAFTERS | pairs | nested
+    drafters = {"plain": lambda target, small: Plain()} | exactness.DRAFTERS | pairs
     tokens, steps = {}, {}
     for name, make in drafters.items():
         for batch in (4, 1):

@@ -13,7 +13,6 @@ from longdraft.infer.caches.longspec import _CPasses
 from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.longspec import EXTENDED_ON_CPU, WIDTHS, LongSpecDrafter, _fit
-from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
@@ -118,14 +117,6 @@ class Bench:
         tree = TokenTree.roots(self.state.roots)
         self.drafter.on_step(self.state, tree, AcceptResult(rows, rows, counts), None)
 
-    def rewind(self, lengths, new):
-        """An outer engine takes tokens back and goes on with others."""
-        self.drafter.rewind(self.state, torch.tensor(lengths))
-        self.texts[:] = [
-            text[:length] + list(more) for text, length, more in zip(self.texts, lengths, new, strict=True)
-        ]
-        self._place()
-
 
 def truth(target, draft, path, level) -> torch.Tensor:
     """Logits behind a path, by the network's training form over the whole row."""
@@ -185,7 +176,7 @@ def catching_up(request, monkeypatch):
 
 @pytest.mark.usefixtures("catching_up", "way")
 @pytest.mark.parametrize("restricted", [False, True])
-def test_logits_are_the_whole_rows_after_any_commits_and_rewinds(target, restricted):
+def test_logits_are_the_whole_rows_after_any_commits(target, restricted):
     """Texts shorter and longer than the window and than the ring; the last commits are of unequal lengths."""
     generator = torch.Generator().manual_seed(3)
 
@@ -199,11 +190,8 @@ def test_logits_are_the_whole_rows_after_any_commits_and_rewinds(target, restric
         lambda: None,
         lambda: bench.commit(some(1), some(4), some(2)),
         lambda: [bench.commit(some(3), [], some(1)) for _ in range(4)],  # steps in which nothing was proposed
-        lambda: bench.rewind([9, 2, 70], [some(2), some(5), some(1)]),
         lambda: bench.commit(some(WINDOW + 3), some(2), some(12)),
         lambda: bench.begin(1, some(30)),
-        lambda: bench.rewind([len(text) for text in bench.texts], [[], [], []]),
-        lambda: bench.rewind([4, 29, 9], [some(1), some(1), some(3)]),  # the last: further than the ring remembers
         lambda: bench.commit(some(1), some(1), some(1)),
     ]
     for step in steps:
@@ -425,24 +413,6 @@ def test_what_cannot_be_is_refused(tiny_target):
 
 
 @pytest.mark.usefixtures("way")
-def test_a_slot_that_took_no_part_lacks_nothing_when_it_goes_on(target):
-    """As within TriForce: it proposes what a fresh drafter proposes, though others caught up meanwhile."""
-    draft, text = drafted(target), [list(range(1, 21)), list(range(30, 48))]
-    bench = Bench(target, LongSpecDrafter(target, draft, widths=(3, 4)), text)
-    bench.propose()
-    bench.commit([7, 8, 9, 10, 11], [5])
-    bench.state.active = torch.tensor([False, True])
-    bench.propose()
-    bench.commit([], [6])
-    bench.propose()
-    bench.commit([], [2])
-    bench.state.active = torch.tensor([True, True])
-    tree = bench.propose()
-    fresh = Bench(target, LongSpecDrafter(target, draft, widths=(3, 4)), bench.texts).propose()
-    assert torch.equal(tree.tokens, fresh.tokens) and torch.equal(tree.parents, fresh.parents)
-
-
-@pytest.mark.usefixtures("way")
 def test_nothing_of_a_cache_is_left_after_a_release(target):
     drafter = LongSpecDrafter(target, drafted(target), widths=(3, 4))
     engine = Engine(target, drafter)
@@ -452,25 +422,6 @@ def test_nothing_of_a_cache_is_left_after_a_release(target):
     drafter.release()
     assert [one() for one in caches] == [None, None]
     assert engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9))[0].tokens == first
-
-
-@pytest.mark.usefixtures("way")
-def test_the_rows_of_a_part_of_the_cache_are_no_positions(target):
-    """As TriForce's inner drafter, behind more tokens than its cache and the tree have rows."""
-    draft, prompt = drafted(target), [(7 * i) % VOCAB for i in range(200)]
-    seen = []
-
-    class Inner(Watched):
-        def propose(self, state, budget):
-            seen.append(int(state.positions[0]) - self._passes.cache.capacity)
-            return super().propose(state, budget)
-
-    inner = Inner(target, draft, (2, 2))
-    params = SamplingParams(max_new_tokens=24)
-    (plain,) = Engine(target).generate([prompt], params)
-    (found,) = Engine(target, TriForceDrafter(target, inner, budget=24), nodes=None).generate([prompt], params)
-    assert found.tokens == plain.tokens and seen and min(seen) > 0
-    assert all(logits.isfinite().all() for _, logits in inner.passes)
 
 
 @pytest.mark.usefixtures("way")

@@ -3,14 +3,9 @@
 import pytest
 import torch
 
-from longdraft.infer.budget import Budget
-from longdraft.infer.choice.slots import SlotSampling
-from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.heads import HeadsDrafter
 from longdraft.infer.engine import Engine
-from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TreeShape
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
@@ -74,30 +69,6 @@ def test_levels_are_the_heads_top_ranks(target, temperature, nodes):
     params = [SamplingParams(temperature=temperature, seed=seed, max_new_tokens=15) for seed in range(3)]
     Engine(target, drafter, slots=2, nodes=nodes, prefill_chunk=4).generate(PROMPTS, params)
     assert drafter.compared > 20 and drafter.max_nodes == 39 and drafter.max_depth == 3
-
-
-def test_after_a_rewind_nothing_is_proposed_without_the_state_before_the_root(target):
-    """Until a pass has computed it; a rewind that leaves that state alone changes nothing."""
-    drafter, text = HeadsDrafter(target, heads(target)), PROMPTS[0]
-    cache, sampling = target.model.new_cache(1, 64), SamplingParams()
-    drafter.on_start(0, Request(0, text, sampling), cache)
-    tokens = torch.tensor([text[:-1]])
-    drafter.on_prefill(0, text, 0, len(text) - 1, target.model(Pass(tokens, needs={"post_norm"})))
-    history = History(1, 64)
-    history.start(0, text)
-
-    def proposed(root):
-        position, slots = torch.tensor([root]), SlotSampling([sampling], torch.device("cpu"))
-        state = SlotState(
-            torch.tensor([text[root]]), position, torch.tensor([True]), history, slots, [text[: root + 1]]
-        )
-        return int((drafter.propose(state, Budget(39)).parents >= 0).sum())
-
-    assert proposed(10) == 39
-    drafter.rewind(None, torch.tensor([10]))
-    assert proposed(10) == 39 and proposed(9) == 0
-    drafter.rewind(None, torch.tensor([9]))
-    assert proposed(10) == 0 and proposed(9) == 0
 
 
 def test_what_cannot_be_is_refused(target):

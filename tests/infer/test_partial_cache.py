@@ -290,17 +290,3 @@ def test_streaming_equals_attention_at_positions_inside_the_cache(tiny_target, r
             for brute, length in zip(plain, lengths.tolist(), strict=True):
                 brute.truncate(length)
     assert min(len(brute.tokens) for brute in plain) > 4 * window
-
-
-def test_a_rewind_too_far_starts_from_nothing_and_a_near_one_never_does(tiny_target):
-    model = tiny_target().model
-    cache = StreamingCache(model, 2, window=16, sinks=2, slack=3, widest=40)
-    model(Pass(torch.randint(97, (2, 30)), cache=cache, positions_BT=torch.arange(30).expand(2, -1)))
-    cache.commit(None, torch.tensor([30, 9]))
-    cache.settle()
-    cache.rewind(torch.tensor([27, 7]))
-    assert cache.tokens.tolist() == [27, 7]
-    cache.rewind(torch.tensor([26, 1]))  # in slot 1 nothing has been overwritten yet
-    assert cache.tokens.tolist() == [0, 1] and cache.lengths.tolist() == [0, 1]
-    cache.reset([1])
-    assert cache.tokens.tolist() == [0, 0]

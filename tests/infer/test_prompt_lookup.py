@@ -105,16 +105,6 @@ def test_classes_tell_long_matches_from_short_ones():
     assert len({*long.classes[0, 1:].tolist(), *short.classes[0, 1:].tolist()}) == 5, "8 and on; 4; 5; 6 and 7"
 
 
-def test_tokens_taken_back_are_forgotten():
-    sequence = [1, 2, 3, 4, 1, 2, 9, 9, 1, 2]
-    drafter = begun(PromptLookup(length=2, candidates=1), [sequence])
-    assert drafter.propose(state_of([sequence]), Budget(9)).paths()[0][0] == [9]
-    drafter.rewind(None, torch.tensor([6]))
-    assert drafter.propose(state_of([sequence[:6]]), Budget(9)).paths()[0][0] == [3]
-    other = [*sequence[:6], 3, 7, 3]
-    assert drafter.propose(state_of([other]), Budget(9)).paths()[0][0] == [7]
-
-
 def test_the_memory_estimate_holds_where_nothing_repeats():
     count, drafter = 5000, PromptLookup()
     tokens = torch.randperm(count).tolist()

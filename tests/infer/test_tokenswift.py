@@ -2,7 +2,6 @@
 
 import weakref
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.tree import PAD, ROOT, likeliest_nodes
+from longdraft.infer.tree import PAD, ROOT
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.footprint import sizes
@@ -264,21 +263,6 @@ def test_the_choice_goes_by_the_median_step_and_the_mean_tokens():
     assert not choice.decided and not choice.with_pass
     choice.start_step(50)
     assert not choice.with_pass and "up to 100 tokens" in choice.description
-
-
-def test_a_rewind_leaves_what_a_fresh_drafter_has(target):
-    """Heads without a state propose nothing, and tables hold the tokens that stand."""
-    drafter = drafter_for(target, likeliest_nodes([[0.4, 0.2]] * 3, 5), draft_pass="never")
-    engine = Engine(target, drafter)
-    (result,) = engine.generate(prompts(30), SamplingParams(max_new_tokens=60))
-    text = (result.prompt + result.tokens)[:50]
-    own, ngrams = drafter.parts
-    drafter.rewind(engine.runner.state, torch.tensor([50]))
-    assert int(own.at_B[0]) == -2
-    at = {"roots": torch.tensor([text[-1]]), "positions": torch.tensor([49]), "committed": [text]}
-    stands = replace(engine.runner.state, **at)
-    ngrams.tries(stands, ngrams.device_rows(stands).tolist(), 9)
-    assert ngrams._tables[0].tokens == text
 
 
 def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, seeded):

@@ -7,19 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft.infer.budget import Budget
 from longdraft.infer.caches.partial import SelectedCache
 from longdraft.infer.drafters import triforce
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.small_model import SmallModelDrafter
-from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
-from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass, TargetOutput
 
@@ -45,17 +41,10 @@ def small(tiny_target):
     return tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5)
 
 
-def heads(target):
-    generator = torch.Generator().manual_seed(7)
-    draft = TokenSwift(TokenSwiftConfig(target.model.config.hidden_size, rms_norm_eps=1e-6), generator)
-    return draft.requires_grad_(False)
-
-
 DRAFTERS = {
     "hierarchy": lambda target, small: TriForceDrafter(target, small, budget=24, stride=10, window=24, sinks=2),
     "self": lambda target, small: TriForceDrafter(target, budget=24, chunk=4, stride=10, chain=4),
     "streaming": lambda target, small: TriForceDrafter(target, small, budget=24, policy="streaming"),
-    "heads_inside": lambda target, small: TriForceDrafter(target, tokenswift(target, heads(target)), budget=48),
     "small_model": lambda target, small: SmallModelDrafter(target, small, gamma=3, sinks=2, window=12),
 }
 
@@ -93,8 +82,11 @@ def test_what_knows_everything_is_always_right(target, sampling, name):
 def test_a_small_model_proposes_what_a_fresh_one_proposes(target, small, inside, sampling):
     """After rejections by the middle level, by the outer one, and none: nothing of a void token is left, and no
     committed one is missing. Its window holds everything here."""
-    drafter = SmallModelDrafter(target, small, gamma=3)
-    outer = TriForceDrafter(target, drafter, budget=32, stride=10) if inside else drafter
+    outer = SmallModelDrafter(target, small, gamma=3)
+    drafter = outer
+    if inside:
+        outer = TriForceDrafter(target, small, gamma=3, budget=32, stride=10)
+        drafter = outer.inner
     propose, compared, depths = drafter.propose, [], []
 
     def checked(state, budget):
@@ -123,29 +115,6 @@ def test_a_small_model_proposes_what_a_fresh_one_proposes(target, small, inside,
     assert len(compared) > 40 and (sampling == "greedy_penalty" or any(depths))
 
 
-def test_the_inner_level_sees_all_committed_tokens_where_the_host_is_late(target, proposer):
-    """On a GPU the outer lists lack the last step's tokens, and the inner ones do until the first inner pass is read;
-    the same code path, on the CPU."""
-    inner, seen = proposer(lambda request, tokens, max_nodes: [tokens[:2]]), []
-    propose = inner.propose
-
-    def checked(state, budget):
-        for slot in state.active.nonzero()[:, 0].tolist():
-            text = state.history.tokens[slot, : int(state.positions[slot]) + 1].tolist()
-            known = state.committed[slot]
-            assert text[: len(known)] == known and len(text) - len(known) <= 7
-            seen.append(len(text) - len(known))
-        return propose(state, budget)
-
-    inner.propose, inner.on_prefill = checked, lambda *args: None
-    engine = Engine(target, TriForceDrafter(target, inner, budget=32, stride=10), slots=2, nodes=None)
-    engine.runner.lag = 1
-    params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=30)
-    late = engine.generate(prompts(30, 1, 12), params)
-    assert len(seen) > 60 and 30 < seen.count(0) < len(seen)
-    assert [g.tokens for g in late] == [g.tokens for g in Engine(target).generate(prompts(30, 1, 12), params)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rope_that_depends_on_the_length_and_half_precision(request, tiny_target, dtype):
     """Rows are copied as they were rotated, and the query is rotated as the full cache's would be."""
@@ -158,28 +127,6 @@ def test_rope_that_depends_on_the_length_and_half_precision(request, tiny_target
     for prompt in prompts(15, 3):
         (result,) = engine.generate([prompt], params)
         assert result.acceptance == 1.0 and result.tokens == Engine(target).generate([prompt], params)[0].tokens
-
-
-def test_a_small_model_reads_all_again_where_a_rewind_reaches_too_far(target, small):
-    """Beyond the slack of a window that has overflowed; a shorter one finds everything."""
-    drafter = SmallModelDrafter(target, small, gamma=2, sinks=2, window=20)
-    tokens, cache = torch.tensor(prompts(60, 60)), target.model.new_cache(2, 100)
-    for slot, prompt in enumerate(tokens.tolist()):
-        drafter.on_start(slot, Request(slot, [*prompt, 0], SamplingParams()), cache)
-        drafter.on_prefill(slot, [*prompt, 0], 0, 60, TargetOutput())
-    assert drafter._cache.tokens.tolist() == [60, 60] and int(drafter._cache.lengths.max()) <= 40
-    drafter._cache.settle()
-    history = History(2, 100)
-    history.tokens[:, :60] = tokens
-    positions = torch.tensor([58, 59])
-    roots = tokens[[0, 1], positions]
-    engine = Engine(target)
-    engine.pool.start(2, 100, print)
-    state = SlotState(roots, positions, torch.tensor([True, True]), history, engine.runner.state.sampling, [[], []])
-    drafter.rewind(state, torch.tensor([57, 20]))
-    assert drafter._cache.tokens.tolist() == [57, 0]
-    tree = drafter.propose(state, Budget(2))
-    assert torch.equal(drafter._cache.tokens, positions + 2) and tree.width == 3
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -195,26 +142,6 @@ def test_a_long_chain_that_is_rejected_is_not_read_again(target, small, seed):
     reading = -(-119 // 64)
     most_at_once = max(drafter.inner.gamma, len(result.stats.accepted_at_depth))
     assert drafter.inner.gamma == 2 and sum(rows[:reading]) == 119 and max(rows[reading:]) <= 1 + most_at_once
-
-
-def test_a_prompt_that_is_still_read_is_nothing_that_steps_catch_up_with(target, small):
-    """Nor is what a cancelled one has not read: others' steps have a few rows, as they have alone."""
-    rows = []
-    drafter = TriForceDrafter(target, small, budget=24, stride=10, window=24, sinks=4)
-    engine = Engine(target, drafter, slots=2, nodes=None, prefill_chunk=16)
-    grow = SmallModelDrafter.grow
-    drafter.inner.grow = lambda state, plan: rows.append(plan[1]) or grow(drafter.inner, state, plan)
-    long = SamplingParams(max_new_tokens=40)
-    requests = [replace(read_requests(target, [one], long, 200)[0], index=i) for i, one in enumerate(prompts(9, 150))]
-    coming = [[requests[0]], [requests[1]], [], [], []]
-
-    def arrivals(idle):
-        if len(coming) == 1:
-            engine.cancel(1)
-        return coming.pop(0) if coming else None if idle else []
-
-    done = {piece.index: piece.generation for piece in engine.serve(arrivals) if piece.generation}
-    assert done[1].finish_reason == "cancelled" and len(done[0].tokens) == 40 and max(rows) <= 24
 
 
 @pytest.mark.parametrize("policy", ["retrieval", "streaming"])
@@ -295,12 +222,6 @@ def test_models_that_do_not_go_together_are_named(target, tiny_target):
     windowed = tiny_target(sliding_windows=(None, 8))
     with pytest.raises(ValueError, match="budget"):
         TriForceDrafter(windowed)
-    nested = TriForceDrafter(target, TriForceDrafter(target, budget=24), budget=24)
-    with pytest.raises(ValueError, match="a TriForce drafter cannot draft for another one"):
-        Engine(target, nested).generate(prompts(9), SamplingParams(max_new_tokens=3))
-    heads_with_pass = tokenswift(target, heads(target), draft_pass="always", budget=24)
-    with pytest.raises(ValueError, match="draft_pass='always' needs the whole context's cache"):
-        Engine(target, TriForceDrafter(target, heads_with_pass, budget=24)).generate(prompts(9))
 
 
 @pytest.mark.parametrize("policy", ["retrieval", "streaming"])
