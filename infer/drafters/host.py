@@ -76,8 +76,8 @@ class HostDrafter(Drafter):
         table.extend(request.prompt)
 
     def device_rows(self, state: SlotState) -> Tensor:
-        """int64 [B, 3 + R], to be read for `tries`: active, root, position, and the last R tokens up to the root, because
-        the host may not know all of these yet."""
+        """int64 [B, 3 + R], to be read for `tries`: active, root, position, and the last R tokens up to the root, as the
+        host may not know all of these yet."""
         numbers = state.active.long(), state.roots, state.positions
         recent_BR = state.history.read(state.positions - (READ_AHEAD - 1), READ_AHEAD)
         return torch.cat([torch.stack(numbers, dim=1), recent_BR], dim=1)
