@@ -7,7 +7,8 @@ root's choice and, for each verified node, the chance that it is reached: the pr
 stage is a pass of the draft that adds a level to the tree. In the order of a step:
 
 1. `Policy.rests` says whether there is a proposal at all.
-2. `Policy.budget` chooses how many stages the draft runs; `Budget` takes that to the drafter.
+2. `Policy.budget` begins a proposal. `Budget` goes to the drafter and says how many stages it runs: chosen before the
+   first one where the host may not wait for the device, else from stage to stage.
 3. `Policy.prune` keeps the nodes worth verifying, at the width that `decide` chooses. Where the host may not wait for
    the device, `decide` is called when the step is read, and chooses the width of a later step.
 4. `Policy.learn` and `Policy.record` take what the step taught, when it is read. Nodes that were not verified are
@@ -17,7 +18,7 @@ Only speed depends on this, never a token. Shapes: B slots, N nodes, W kept.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from operator import mul
@@ -34,7 +35,7 @@ from longdraft.kernels.transfer import HostCopy, from_host
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # The stage of nodes that come from a drafter without stages, and more stages than any drafter has.
 NO_STAGE, ALL_STAGES = -1, 1000
-# A wider pass must promise this much more speed; less is noise of the measurements.
+# A wider pass, or a stage behind several nodes, must promise this much more speed; less is noise of the measurements.
 HURDLE = 1.05
 # While proposals do not pay, they come so seldom that they take this fraction of plain decoding's time.
 TRYING = 0.01
@@ -42,24 +43,6 @@ TRYING = 0.01
 EXPLORE_EVERY = 32
 # Before it is measured, a further query token is taken to cost this fraction of a pass of one token.
 ROW_COST = 0.04
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What one proposal may spend. The runner gives it to `Drafter.propose`.
-
-    Attributes:
-        max_nodes: the most nodes below each root.
-        stages: the most passes of the draft.
-        draft_pass: whether the draft pass that is being tried out is to be taken; None where there is no such trial.
-        stages_beside: chooses `stages` anew, beside the nodes of drafters without stages; None where the host would
-            have to wait for them.
-    """
-
-    max_nodes: int
-    stages: int = ALL_STAGES
-    draft_pass: bool | None = None
-    stages_beside: Callable[[Lists | None], int] | None = None
 
 
 def widths_up_to(max_nodes: int, automatic: bool) -> list[int]:
@@ -193,7 +176,7 @@ class Policy:
         worth_BN = tree.ancestors.float().bmm(log_rates_BN[:, :, None])[:, :, 0].exp()
         return worth_BN.masked_fill(tree.parents == PAD, 0.0)
 
-    def budget(self, max_nodes: int, committed: Sequence[Sequence[int]]) -> Budget:
+    def budget(self, max_nodes: int, committed: Sequence[Sequence[int]]) -> "Budget":
         """Begin a proposal of at most `max_nodes` nodes. committed: each slot's tokens, none without a request."""
         draft_pass = None
         if self.draft_pass is not None:
@@ -202,21 +185,56 @@ class Policy:
             return Budget(max_nodes, draft_pass=draft_pass)
         self._proposals += 1
         self._working = [slot for slot, tokens in enumerate(committed) if tokens]
-        if self._on_host and NO_STAGE in self.stage_of_class:
-            return Budget(max_nodes, draft_pass=draft_pass, stages_beside=self._choose_stages)
-        return Budget(max_nodes, self._choose_stages(), draft_pass)
+        self._one_more, self.others, self.run = self._proposals % EXPLORE_EVERY == 0, None, 1
+        if self.n_stages == 1:
+            return Budget(max_nodes, draft_pass=draft_pass)
+        if self._on_host:
+            return Budget(max_nodes, draft_pass=draft_pass, policy=self)
+        self.run = self._paying_stages()
+        if self._one_more:
+            self.run = min(self.run + 1, self.n_stages)
+        return Budget(max_nodes, self.run, draft_pass)
 
-    def _choose_stages(self, others: Lists | None = None) -> int:
+    def begins(self, others: Lists) -> bool:
+        """Whether a first stage pays beside the nodes of drafters without stages, which have classes."""
+        self.others = others
+        self.run = min(self._paying_stages(others), 1)
+        if not self.run and self._one_more:
+            self.run, self._one_more = 1, False
+        return self.run > 0
+
+    def goes_on(self, tree: TokenTree, first_class: int) -> bool:
+        """Whether one more stage pays after `tree`, which the draft has proposed so far. The stage is taken to add a
+        child to every node of the last one, right as often as it was, whether it extends all of them or the best.
+        first_class: the first of the draft's own classes among the policy's."""
+        proposal, now, then, hurdle = tree.lists, list[list[float]](), list[list[float]](), 1.0
+        for slot in self._working:
+            classes = [0, *(first_class + kind for kind in proposal.classes_of(slot)[1:])]
+            worth = worth_of(proposal.parents[slot], classes, self.rates[slot])
+            stages = [self.stage_of_class[kind] for kind in classes]
+            chance = self.chance(slot, 1 + max(stages))
+            children = [chance * worth[node] for node, stage in enumerate(stages) if stage == max(stages)]
+            if len(children) > 1:  # the chance is that of all of them together, and is counted for each
+                hurdle = HURDLE
+            now.append(worth)
+            then.append(worth + children)
+        pays = self._speed(then, self.run + 1) > hurdle * self._speed(now, self.run)
+        if not pays and self._one_more:
+            pays, self._one_more = True, False
+        if pays or self._proposals == 1:
+            self.run += 1
+            return True
+        return False
+
+    def _paying_stages(self, others: Lists | None = None) -> int:
         """How many stages have the most tokens a second. The first proposal runs all, so that their seconds are known.
 
-        others: nodes of drafters without stages, which have classes. A stage adds something where those are wrong: the
-            first one as often as it was right there before, later ones as often as by themselves. It may be that none
-            pays.
+        others: nodes of drafters without stages. A stage adds something where those are wrong: the first one as often
+            as it was right there before, later ones as often as by themselves. It may be that none pays.
         """
-        self.others, worths, added = others, list[list[float]](), list[list[float]]()
-        if self.n_stages == 1:
-            return 1
-        depths = range(1 + self.n_stages)
+        if self._proposals == 1:
+            return self.n_stages
+        worths, added, depths = list[list[float]](), list[list[float]](), range(1 + self.n_stages)
         for slot in self._working:
             chances, found = [self.chance(slot, stage) for stage in depths[1:]], [0.0] * self.n_stages
             worths.append([1.0])
@@ -232,11 +250,7 @@ class Policy:
             with_stages = [worth + more[:depth] for worth, more in zip(worths, added, strict=True)]
             speeds.append(self._speed(with_stages, depth))
         least = 1 if others is None else 0
-        paying = max(depths[least:], key=speeds.__getitem__)
-        if self._proposals % EXPLORE_EVERY == 0:
-            paying += 1
-        self.run = self.n_stages if self._proposals == 1 else min(paying, self.n_stages)
-        return self.run
+        return max(depths[least:], key=speeds.__getitem__)
 
     def _speed(self, worths: Iterable[Iterable[float]], stages: int) -> float:
         """Tokens a second at the best width. worths: for each slot, its nodes' chances to be reached, the root's too.
@@ -301,6 +315,29 @@ class Policy:
             return passes | {"nodes": "every proposed node is verified"}
         times = ", ".join(f"{width}: {1e3 * time:.1f} ms" for width, time in sorted(self.passes.medians.items()))
         return passes | {"nodes": f"chosen step by step; a step by the rows of its pass: {times}"}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one proposal may spend. The runner gives it to `Drafter.propose`.
+
+    Attributes:
+        max_nodes: the most nodes below each root.
+        stages: the most passes of the draft.
+        draft_pass: whether the draft pass that is being tried out is to be taken; None where there is no such trial.
+        policy: decides from stage to stage whether a further one pays; None: `stages` are run.
+        first_class: the first of the drafter's own classes among the policy's.
+    """
+
+    max_nodes: int
+    stages: int = ALL_STAGES
+    draft_pass: bool | None = None
+    policy: Policy | None = None
+    first_class: int = 0
+
+    def goes_on(self, tree: TokenTree) -> bool:
+        """Whether one more stage pays after `tree`, which the drafter has proposed so far."""
+        return self.policy is None or self.policy.goes_on(tree, self.first_class)
 
 
 def worth_of(parents: Sequence[int], classes: Sequence[int], rates: Sequence[float]) -> list[float]:

@@ -84,7 +84,8 @@ class Drafter:
     @property
     def class_stages(self) -> Sequence[int]:
         """For each class, the stage of the proposal that adds its nodes; 0 for the root's class. A drafter that runs a
-        pass for each level has a stage for each, of which it runs `Budget.stages`; others have one stage."""
+        pass for each level has a stage for each: it runs at most `Budget.stages`, and asks `Budget.goes_on` between
+        two. Others have one stage."""
         return [0, *[1] * (self.n_classes - 1)]
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
@@ -142,7 +143,7 @@ class DeviceDrafter(Drafter):
 
         propose(state, budget)
             plan(state, budget)         on the host: decides everything that steers `grow`
-            grow(state, plan)           on the device: the tree
+            grow(state, budget, plan)   on the device: the tree
         the runner prunes the tree, the target verifies it, the accepted path is committed
         on_step(state, tree, accepted, output)
             update(...)                 on the device: learns; left out if the output lacks a field of `learns_from`
@@ -162,7 +163,7 @@ class DeviceDrafter(Drafter):
         plan = self.plan(state, budget)
 
         def grow_and_index(state: SlotState) -> TokenTree:
-            tree = self.grow(state, plan)
+            tree = self.grow(state, budget, plan)
             if state.graphs.recording:  # pruning and verification ask for these, so they are recorded with the tree
                 _ = tree.ancestors, tree.depths
             return tree
@@ -174,8 +175,8 @@ class DeviceDrafter(Drafter):
         """Decide on the host, before `grow`, all that steers it: `grow` is recorded for each plan separately."""
         return budget.max_nodes
 
-    def grow(self, state: SlotState, plan: Any) -> TokenTree:
-        """Build the tree on the device."""
+    def grow(self, state: SlotState, budget: Budget, plan: Any) -> TokenTree:
+        """Build the tree on the device. Of `budget` it asks only `goes_on`, which always holds where it is recorded."""
         raise NotImplementedError
 
     @torch.no_grad()

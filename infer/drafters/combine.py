@@ -71,13 +71,15 @@ class Combined(Drafter):
         max_nodes = budget.max_nodes
         limits = [min(max_nodes, drafter.max_nodes) for drafter in self.parts]
         proposals, trees = dict[int, Lists](), dict[int, TokenTree]()
-        if budget.stages_beside is not None:
-            proposals = self._look_ups(state, limits)
-            found = _as_lists(self._unite(proposals, state.roots.tolist(), max_nodes)) if proposals else None
-            budget = replace(budget, stages=budget.stages_beside(found))
+        if budget.policy is not None and (proposals := self._look_ups(state, limits)):
+            found = _as_lists(self._unite(proposals, state.roots.tolist(), max_nodes))
+            if not budget.policy.begins(found):
+                budget = replace(budget, stages=0)
+        first_class = 0
         for i, drafter in enumerate(self.parts):
             if not isinstance(drafter, HostDrafter) and (budget.stages or not _staged(drafter)):
-                trees[i] = drafter.propose(state, replace(budget, max_nodes=limits[i]))
+                trees[i] = drafter.propose(state, replace(budget, max_nodes=limits[i], first_class=first_class))
+            first_class += drafter.n_classes
         others = ((i, drafter) for i, drafter in enumerate(self.parts) if i not in proposals)
         look_ups = {i: drafter for i, drafter in others if isinstance(drafter, HostDrafter)}
         # One read of everything: the roots, the look-ups' rows, and the trees.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import DeviceDrafter, Levels, Request, check_draft, copied_head
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree, TreeShape
@@ -83,7 +84,7 @@ class HeadsDrafter(DeviceDrafter):
             self.hidden_BD[slot].copy_(hidden_1TD[0, -1])
             self.at_B[slot].fill_(end - 1)
 
-    def grow(self, state: SlotState, plan: int) -> TokenTree:
+    def grow(self, state: SlotState, budget: Budget, plan: int) -> TokenTree:
         """The tree of the heads' best tokens, only the root for slots whose state before the root is unknown."""
         shape = self.shape.first(plan)
         tree = shape.fill(state.roots, self.ranked(state, self.hidden_BD, shape))

@@ -76,7 +76,7 @@ class HostDrafter(Drafter):
         table.extend(request.prompt)
 
     def device_rows(self, state: SlotState) -> Tensor:
-        """int64 [B, 3 + R], to be read for `tries`: active, root, position, and the last R tokens up to the root, as the
+        """int64 [B, 3 + R], to be read for `tries`: active, root, position, and the last R tokens up to the root; the
         host may not know all of these yet."""
         numbers = state.active.long(), state.roots, state.positions
         recent_BR = state.history.read(state.positions - (READ_AHEAD - 1), READ_AHEAD)

@@ -107,12 +107,13 @@ class LongSpecDrafter(DeviceDrafter):
         """How many nodes of a level of this width are extended."""
         return min(width, self.extended)
 
-    def grow(self, state: SlotState, plan: tuple[int, ...]) -> TokenTree:
+    def grow(self, state: SlotState, budget: Budget, plan: tuple[int, ...]) -> TokenTree:
         n_unread, *widths = plan
         assert self._passes is not None
         self._passes.begin(state, n_unread)
         level = self._root_level(state)
         nodes_3BN, first = level.nodes_3BW, 0  # of the tree so far; index in it of the first node that is extended
+        tree = TokenTree(*nodes_3BN)
         for stage, width in enumerate(widths, start=1):
             tokens_BT, scores_BT, open_BTN = level.nodes_3BW[0], level.scores_BW, level.open_BWN
             if (left_out := tokens_BT.shape[1] - self._queries(tokens_BT.shape[1])) > 0:
@@ -126,7 +127,10 @@ class LongSpecDrafter(DeviceDrafter):
             )
             first = nodes_3BN.shape[2]
             nodes_3BN = torch.cat((nodes_3BN, level.nodes_3BW), 2)
-        return TokenTree(*nodes_3BN)
+            tree = TokenTree(*nodes_3BN)
+            if stage < len(widths) and not budget.goes_on(tree):
+                break
+        return tree
 
     def _root_level(self, state: SlotState) -> Level:
         """The roots as level 0. The score of an inactive slot's root is -inf, which makes its nodes padding."""

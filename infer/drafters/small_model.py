@@ -109,7 +109,7 @@ class SmallModelDrafter(DeviceDrafter):
             behind = min(state.rounded(behind + 1), self._widest) - 1
         return count, behind
 
-    def grow(self, state: SlotState, plan: tuple[int, int]) -> TokenTree:
+    def grow(self, state: SlotState, budget: Budget, plan: tuple[int, int]) -> TokenTree:
         count, behind = plan
         self._drop_disagreeing(state)
         logits_BV = self._catch_up(state, behind)
@@ -118,6 +118,8 @@ class SmallModelDrafter(DeviceDrafter):
             if i > 0:
                 logits_BV = self._pass(chain_BC[:, i - 1 : i], state.positions + i, state.active.long())
             chain_BC[:, i] = state.ranking(logits_BV, 1 + i).argmax(-1)
+            if 1 + i < count and not budget.goes_on(TokenTree.from_chain(state.roots, chain_BC[:, : 1 + i])):
+                break
         self._drafted[:, : count - 1] = chain_BC[:, : count - 1]
         self._drafted[:, count - 1 :] = -1
         self._drafted_at.copy_(state.positions + 1)

@@ -154,7 +154,7 @@ class TokenRecycling(DeviceDrafter):
         self.needs = frozenset({"logits"})
         return budget.max_nodes
 
-    def grow(self, state: SlotState, plan: int) -> TokenTree:
+    def grow(self, state: SlotState, budget: Budget, plan: int) -> TokenTree:
         """The tree of the candidates that the table holds after the roots, at most `plan` nodes."""
         roots_B, batch = state.roots, len(state.roots)
         tokens_BN = torch.empty(batch, 1 + self.max_nodes, dtype=torch.int64, device=self._device)

@@ -132,11 +132,11 @@ class TokenSwiftDrafter(HeadsDrafter):
         self.trunk = int(takes_pass)
         return budget.max_nodes, takes_pass
 
-    def grow(self, state: SlotState, plan: tuple[int, bool]) -> TokenTree:
+    def grow(self, state: SlotState, budget: Budget, plan: tuple[int, bool]) -> TokenTree:
         """The heads' tree below each root; with a draft pass, below the token that the target itself proposes."""
         max_nodes, takes_pass = plan
         if not takes_pass:
-            return super().grow(state, max_nodes)
+            return super().grow(state, budget, max_nodes)
         shape, needs = self._pass_shape.first(max_nodes), self.draft.needs | {"logits"}
         output = self.target.model(Pass(state.roots[:, None], self._selected, state.positions[:, None], needs=needs))
         hidden_B1D = self.state_of(output)

@@ -267,14 +267,23 @@ def staged(chances, stage_seconds, other=None):
     return policy
 
 
+def stages_run(policy):
+    budget, tokens = policy.budget(3, [[0]]), [7]
+    while len(tokens) < min(budget.stages, 3) and budget.goes_on(tree([tokens])):
+        tokens.append(7 + len(tokens))
+    return len(tokens)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize(
     ("chances", "stage_seconds", "wanted"),
     [((0.9, 0.9, 0.9), 0.1, 3), ((0.8, 0.05, 0.9), 0.1, 1), ((0.9, 0.7, 0.1), 0.1, 2), ((0.6, 0.6, 0.6), 0.5, 1)],
 )
-def test_a_stage_is_run_where_its_price_pays(chances, stage_seconds, wanted):
+def test_a_stage_is_run_where_its_price_pays(chances, stage_seconds, wanted, on_host):
     """Now and then one more: otherwise a stage that was wrong once would never be tried again."""
     policy = staged(chances, stage_seconds)
-    runs = [policy.budget(3, [[0]]).stages for _ in range(2 * EXPLORE_EVERY)]
+    policy._on_host = on_host
+    runs = [stages_run(policy) for _ in range(2 * EXPLORE_EVERY)]
     more = min(3, wanted + 1)
     assert runs == [3, *[wanted] * (EXPLORE_EVERY - 2), more, *[wanted] * (EXPLORE_EVERY - 1), more]
     assert policy.run == more
@@ -299,12 +308,12 @@ BESIDE = Lists([[0, 5, 6]], [[-1, 0, 1]], [[0, 5, 5]])
 def test_beside_a_look_up_the_first_stage_is_run_where_it_pays(look_up, chances, wanted):
     """A look-up that is mostly right takes no time and leaves a draft little to add."""
     policy = staged(chances, 0.15, other=look_up)
-    assert policy.budget(9, [[0]]).stages_beside(BESIDE) == 3  # of the first proposal all, to know their seconds
-    assert bool(policy.budget(9, [[0]]).stages_beside(BESIDE)) == wanted == bool(policy.run)
+    assert policy.budget(9, [[0]]).policy.begins(BESIDE)  # of the first proposal all run, to know their seconds
+    assert policy.budget(9, [[0]]).policy.begins(BESIDE) == wanted == bool(policy.run)
     policy.start(2)  # slots whose look-ups found more and less
     others = Lists([[0, 5, 6], [0, 7]], [[-1, 0, 1], [-1, 0]], [[0, 5, 5], [0, 5]])
     policy.passes, policy.drafting = policy._seconds[1]
-    assert bool(policy.budget(9, [[0], [0]]).stages_beside(others)) == wanted
+    assert policy.budget(9, [[0], [0]]).policy.begins(others) == wanted
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -313,11 +322,11 @@ def test_a_first_stage_that_is_right_only_where_the_look_up_is_adds_nothing(else
     policy = staged((0.5, 0.1, 0.1), 0.15, other=0.5)
     others = Lists([[0, 3]], [[-1, 0]], [[0, 5]])
     for step in range(60):
-        policy.budget(9, [[0]]).stages_beside(others)
+        policy.budget(9, [[0]]).policy.begins(others)
         alike, apart = Lists([[0, 3]], [[-1, 0]], [[0, 1]]), Lists([[0, 3, 7]], [[-1, 0, 0]], [[0, 5, 1]])
         policy.learn(0, apart if elsewhere else alike, [(3, 7 if elsewhere else 4)[step % 2]])
     assert policy.chance(0, 1) > 0.4
-    assert policy.budget(9, [[0]]).stages_beside(others) == elsewhere
+    assert policy.budget(9, [[0]]).policy.begins(others) == elsewhere
 
 
 # The same with drafters, by a clock that counts passes.
