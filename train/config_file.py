@@ -22,7 +22,7 @@ from longdraft.train.config import EITHER, Config, config_from_dict
 
 UNREADABLE = (OmegaConfBaseException, YAMLError, RecursionError, UnicodeDecodeError, OSError)
 StageName = Annotated[Str, Field(pattern=r"^[\w-]{1,64}$")]  # also a folder's
-StageSections = Annotated[dict[StageName, dict[str, Any]], Field(min_length=1)]
+StageSections: Any = Annotated[dict[StageName, dict[str, Any]], Field(min_length=1)]
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def _hours(found: Operations, train: TrainSection, data: DataSection, n_ranks: i
         measured = [record["tflops_per_rank"] for record in read_metrics(train.run_dir) if "tflops_per_rank" in record]
         if not measured:
             return ""
-        tflops, source = median(measured), f"as the run in {train.run_dir} measured"
+        tflops, source = float(median(measured)), f"as the run in {train.run_dir} measured"
     n_tokens, n_steps = train.global_batch * data.seq_len, train.steps or 1000
     hours = n_steps * found.of_step(n_tokens, n_tokens * found.labels) / (tflops * 1e12 * n_ranks) / 3600
     return f"\n{hours:,.2f} hours for {n_steps:,} steps at {tflops:g} TFLOP/s a rank, {source}"

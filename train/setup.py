@@ -120,7 +120,7 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None, found: 
         vocab_size = target.model.config.vocab_size
         token_ids = frequent_tokens(rows, vocab_size, section.draft_vocab_size, target.eos_token_ids)
     with whole_layers(target.model, 0, -1):  # a warm start reads them
-        method = open_method(config, target.model, token_ids)
+        method = open_method(config.draft, config.data, config.train, target.model, token_ids)
     if start is not None and section.start_from is not None:
         begin_with(method, start, section.start_from)
     parallel = None

@@ -120,7 +120,7 @@ def test_training_begins_with_a_converted_draft(tmp_path, target, block, merged,
     convert(source, tmp_path / "out", str(folder))
     recipe = f"configs/{method}/llama3.1-8b.yaml"
     config = load_stages(recipe, [], from_draft=str(tmp_path / "out"))[0].config
-    opened = open_method(config, target.model, None)
+    opened = open_method(config.draft, config.data, config.train, target.model, None)
     begin_with(opened, load_draft(config.draft.start_from, target), config.draft.start_from)
     assert same_weights(opened.draft, draft)
 

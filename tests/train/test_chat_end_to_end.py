@@ -95,7 +95,7 @@ def test_labels_of_prompts_do_not_count_and_those_of_answers_do(folder, target, 
     batch = read_batch(rows, step_rows(config.train.seed, 0, len(rows), 2))
     answers_N = by_headers(batch.tokens, target.tokenizer)
     assert torch.equal(batch.supervised, answers_N) and 0.2 < answers_N.float().mean() < 0.7
-    method = open_method(config, target.model)
+    method = open_method(config.draft, config.data, config.train, target.model)
     seen = teacher.forward(batch.tokens, batch.borders, None, method.needs)
     others_N = (batch.tokens + 1000) % target.model.config.vocab_size
 

@@ -62,7 +62,7 @@ def test_a_plain_loop_gives_the_same_losses(runs, kind):
     rows, ids = ShardSet(Path(config.data.path) / "train"), None
     if kind == "longspec_anchored":
         ids = frequent_tokens(rows, 97, 80, target.eos_token_ids)
-    method, teacher = open_method(config, target.model, ids), Teacher(target.model)
+    method, teacher = open_method(config.draft, config.data, config.train, target.model, ids), Teacher(target.model)
     weights = list(method.draft.parameters())
     groups = [
         {"params": [w for w in weights if w.ndim == 2], "weight_decay": optimizer.weight_decay},

@@ -327,7 +327,8 @@ def test_a_row_without_a_number_is_a_row_without_labels(
     # The row's labels still count in the step's mean.
     assert records[0]["grad_norm"] * 4 / 3 == pytest.approx(records[1]["grad_norm"], rel=1e-5)
     found, expected = (weights(tmp_path / f"{name}-run") for name in cases)
-    start = open_method(load_config(config_file, draft), target.model).draft.state_dict()
+    config = load_config(config_file, draft)
+    start = open_method(config.draft, config.data, config.train, target.model).draft.state_dict()
     for key, weight in expected.items():
         assert torch.isfinite(found[key]).all()
         assert torch.equal(weight, start[key]) or (found[key] != start[key]).any(), key

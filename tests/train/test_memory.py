@@ -98,7 +98,7 @@ def a_pass(config: Config, target: DecoderConfig) -> dict[str, int]:
     model = build_decoder(target, torch.float32, "cpu")
     for parameter in model.parameters():
         parameter.fill_(0.01)
-    method, teacher = open_method(config, model), Teacher(model)
+    method, teacher = open_method(config.draft, config.data, config.train, model), Teacher(model)
     n_rows, length = config.train.micro_batch, config.data.seq_len
     n_words = getattr(config.draft, "draft_vocab_size", None) or target.vocab_size
     tokens = torch.arange(n_rows * length) % n_words  # all are labels

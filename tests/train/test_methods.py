@@ -80,7 +80,7 @@ def opened(config_file, target):
                 .sort()
                 .values
             )
-        method = open_method(config, target.model, ids)
+        method = open_method(config.draft, config.data, config.train, target.model, ids)
         generator = torch.Generator().manual_seed(5)
         for name, parameter in method.draft.named_parameters():
             parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)

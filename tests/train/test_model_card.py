@@ -47,7 +47,8 @@ from longdraft.train.setup import begin_with
 from longdraft.train.config_file import load_stages
 config = load_stages("run.yaml", from_draft="me/draft")[0].config
 target = load_target("me/target", torch.float32)
-opened, exported = open_method(config, target.model, None), load_draft("run/draft", target)
+opened = open_method(config.draft, config.data, config.train, target.model)
+exported = load_draft("run/draft", target)
 begin_with(opened, load_draft(config.draft.start_from, target), config.draft.start_from)
 same = all(torch.equal(own, other) for own, other in zip(opened.draft.parameters(), exported.parameters(), strict=True))
 print(json.dumps(same))

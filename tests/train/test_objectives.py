@@ -74,7 +74,7 @@ def test_the_loss_of_a_pass_is_that_of_full_logits(config_file, target, made, de
     """On a packed row with unsupervised stretches, subsets of queries and a restricted vocabulary; KL comes first."""
     config = load_config(config_file, [*made.METHODS[name], *OBJECTIVES[objective]])
     ids = torch.arange(20, 80) if "restricted" in name else None
-    method, teacher = open_method(config, target.model, ids), Teacher(target.model)
+    method, teacher = open_method(config.draft, config.data, config.train, target.model, ids), Teacher(target.model)
     for parameter in method.draft.parameters():
         parameter.data.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(5))
     batch = read_batch(made.Rows([[*made.LENGTHS]]), [EpochRow(1, 0)])
@@ -104,7 +104,8 @@ def test_the_loss_of_a_pass_is_that_of_full_logits(config_file, target, made, de
 def test_no_more_of_the_target_is_asked_for_than_labels_need(config_file, target, made):
     """The target is needed at runs of labels within pieces, with short gaps; a pass without labels needs nothing of
     it."""
-    method = open_method(load_config(config_file, made.METHODS["longspec-anchored"]), target.model)
+    config = load_config(config_file, made.METHODS["longspec-anchored"])
+    method = open_method(config.draft, config.data, config.train, target.model)
     batch = read_batch(made.Rows([["middle", "short"], ["long"]]), [EpochRow(0, 0), EpochRow(0, 1)])
     supervised = batch.supervised.clone()
     supervised[20:60] = False  # more than a gap
@@ -131,7 +132,8 @@ def test_levels_are_drawn_by_their_weights(config_file, target, made):
     """A function of seed and piece; a level of weight 0 is never drawn."""
     weights = [0.5, 0.0, 0.2, 0.3]
     overrides = [*made.METHODS["longspec"], f"train.level_weights={weights}"]
-    method = open_method(load_config(config_file, overrides), target.model)
+    config = load_config(config_file, overrides)
+    method = open_method(config.draft, config.data, config.train, target.model)
     micro_batch = method.micro_batch(made.many(6000, 3))
     counts = [len(part.rows) / 2 for part in micro_batch.parts]
     for count, weight in zip(counts, weights, strict=True):

@@ -11,7 +11,7 @@ from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.target import Target
-from longdraft.train.config import Config, DraftSection
+from longdraft.train.config import DataSection, DraftSection, TrainSection
 from longdraft.train.methods.base import Method
 from longdraft.train.methods.heads import HeadsMethod
 from longdraft.train.methods.longspec import LongSpecMethod
@@ -24,13 +24,15 @@ METHODS = {
 }
 
 
-def open_method(config: Config, target: Decoder, token_ids_E: Tensor | None = None) -> Method:
+def open_method(
+    section: DraftSection, data: DataSection, train: TrainSection, target: Decoder, token_ids_E: Tensor | None = None
+) -> Method:
     """The method with its network as it is before the first step, drawn from the seed. `token_ids_E`: the restricted
     vocabulary, where the config asks for one."""
-    make_network, kind = METHODS[config.draft.method]
-    generator = torch.Generator().manual_seed(config.train.seed)
-    network = make_network(config.draft.network(target.config), generator, target, token_ids_E)
-    return kind(config.data, config.train, network, target.config.vocab_size)
+    make_network, kind = METHODS[section.method]
+    generator = torch.Generator().manual_seed(train.seed)
+    network = make_network(section.network(target.config), generator, target, token_ids_E)
+    return kind(data, train, network, target.config.vocab_size)
 
 
 def frozen_draft(section: DraftSection, target: Target, weights: Mapping[str, Tensor]) -> Draft:
