@@ -42,12 +42,12 @@ TRAINING_ALONE = ("noise", "warm_start", "init_std", "out_norm_init")
 class StepInput:
     """What a step reads, before it begins.
 
-    `all_rows`: the rows of all ranks. `places` and `micro_batches`: this rank's passes. `n_labels` [P]: this rank's
-    labels of each part of the loss.
+    `all_rows`: the rows of all ranks. `rows_by_pass` and `micro_batches`: this rank's passes. `n_labels` [P]: the labels
+    of each part of the loss in them.
     """
 
     all_rows: list[EpochRow]
-    places: list[list[EpochRow]]
+    rows_by_pass: list[list[EpochRow]]
     micro_batches: list[MicroBatch]
     n_labels: Sequence[float]
 

@@ -140,7 +140,7 @@ def train_step(run: Run) -> StepResult | None:
         with clock.part("backward"):
             run.engine.backward((loss.sums * weights_P).sum(), left_out)
         losses.append(DraftLoss(*(field.detach() for field in loss)))
-    begin_sums(run, _count_left_out(run, inputs.places, flags))
+    begin_sums(run, _count_left_out(run, inputs.rows_by_pass, flags))
     # Where the norm of the whole gradient is not finite, DeepSpeed leaves weights and optimizer as they are.
     if not run.engine.deepspeed.was_step_applied():
         names = _row_names(inputs.all_rows)
@@ -156,14 +156,14 @@ def _read_input(run: Run, step: int) -> StepInput:
     train, ranks = run.config.train, run.ranks
     rows = step_rows(train.seed, step, len(run.rows), train.global_batch)
     degree = train.sequence_parallel
-    places = rank_rows(rows, ranks.rank // degree, ranks.world_size // degree, train.micro_batch)
+    rows_by_pass = rank_rows(rows, ranks.rank // degree, ranks.world_size // degree, train.micro_batch)
     micro_batches, distillation = [], train.distillation(step)
-    for of_pass in places:
+    for of_pass in rows_by_pass:
         batch = read_batch(run.rows, of_pass)
         micro_batch = run.method.micro_batch(batch, run.teacher.own_span(len(batch.tokens)))
         micro_batches.append(run.method.with_distillation(micro_batch, *distillation) if distillation else micro_batch)
     n_labels = [sum(n) for n in zip(*(micro_batch.n_labels for micro_batch in micro_batches), strict=True)]
-    return StepInput(rows, places, micro_batches, n_labels)
+    return StepInput(rows, rows_by_pass, micro_batches, n_labels)
 
 
 def _forward(run: Run, micro_batch: MicroBatch, count_ranks: bool, clock: Clock) -> tuple[DraftLoss, torch.Tensor]:
@@ -189,19 +189,19 @@ def _forward(run: Run, micro_batch: MicroBatch, count_ranks: bool, clock: Clock)
     return DraftLoss(*(field.masked_fill(left_out, 0) for field in loss)), left_out
 
 
-def _count_left_out(run: Run, places: Sequence[list[EpochRow]], flags: Sequence[HostCopy]) -> int:
+def _count_left_out(run: Run, rows_by_pass: Sequence[list[EpochRow]], flags: Sequence[HostCopy]) -> int:
     """Log and count this rank's passes that were left out as their loss was not a number; those of ranks that share
     rows count once, and one without rows has nothing to leave out."""
     if run.ranks.rank % run.config.train.sequence_parallel:
         return 0
-    left_out = [rows for rows, flag in zip(places, flags, strict=True) if flag.lists()[0] and rows]
+    left_out = [rows for rows, flag in zip(rows_by_pass, flags, strict=True) if flag.lists()[0] and rows]
     for rows in left_out:
         log(f"The loss of step {run.step + 1} is not a number for rows {_row_names(rows)}")
     return len(left_out)
 
 
-def _row_names(places: Sequence[EpochRow]) -> str:
-    return ", ".join(f"{place.row} (epoch {place.epoch})" for place in places)
+def _row_names(rows: Sequence[EpochRow]) -> str:
+    return ", ".join(f"{row} (epoch {epoch})" for epoch, row in rows)
 
 
 def measure(run: Run, result: StepResult) -> dict[str, Any]:
