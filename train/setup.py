@@ -42,8 +42,8 @@ TRAINING_ALONE = ("noise", "warm_start", "init_std", "out_norm_init")
 class StepInput:
     """What a step reads, before it begins.
 
-    `all_rows`: the rows of all ranks. `rows_by_pass` and `micro_batches`: this rank's passes. `n_labels` [P]: the labels
-    of each part of the loss in them.
+    `all_rows`: the rows of all ranks. `rows_by_pass` and `micro_batches`: this rank's passes. `n_labels` [P]: their
+    labels of each part of the loss.
     """
 
     all_rows: list[EpochRow]
