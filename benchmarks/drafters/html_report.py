@@ -5,7 +5,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from longdraft.benchmarks.drafters.metrics import run_figures
-from longdraft.benchmarks.drafters.pictures import Groups, bars, lines, svg
+from longdraft.benchmarks.drafters.pictures import Groups, bars, line_chart, svg
 from longdraft.benchmarks.drafters.prompts import named_with_tokens
 from longdraft.benchmarks.drafters.record import Record
 from longdraft.benchmarks.drafters.text_report import Figures, exactness, rows
@@ -146,8 +146,8 @@ def _charts(series: Sequence[Series]) -> Iterable[str]:
             yield svg(bars(f"Speed over plain decoding, by {what}", _groups(fast, part, _speed)))
     if drafted:
         places = {one[:2]: list(enumerate(one.figures["acceptance_by_depth"], start=1)) for one in drafted}
-        yield svg(lines("Steps that accepted each place", places, "place in the tree", "share of steps").figure)
+        yield svg(line_chart("Steps that accepted each place", places, "place in the tree", "share of steps"))
     if long := [one for one in series if one.figures["ms_per_token"]]:
         longest = {one[:2]: max(one.figures["ms_per_token"], key=len) for one in long}
         marks = {key: [(mark["tokens"], mark["ms"]) for mark in of] for key, of in longest.items()}
-        yield svg(lines("ms/token along the longest generation", marks, "tokens generated", "ms/token").figure)
+        yield svg(line_chart("ms/token along the longest generation", marks, "tokens generated", "ms/token"))

@@ -39,12 +39,15 @@ def bars(title: str, groups: Groups) -> Figure:
     return figure
 
 
-def lines(title: str, series: Mapping[tuple[int, str], Points], across: str, up: str, axes: Axes | None = None) -> Axes:
-    """Joined points (x, y) of each series, which is given by its number and name. The y axis begins at 0.
+def line_chart(title: str, series: Mapping[tuple[int, str], Points], across: str, up: str) -> Figure:
+    """A figure of `lines` alone."""
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    lines(title, series, across, up, figure.subplots())
+    return figure
 
-    axes: where to draw; None: in a figure of its own.
-    """
-    axes = Figure(figsize=(6, 3), layout="constrained").subplots() if axes is None else axes
+
+def lines(title: str, series: Mapping[tuple[int, str], Points], across: str, up: str, axes: Axes) -> None:
+    """Joined points (x, y) of each series, which is given by its number and name. The y axis begins at 0."""
     for (number, name), points in series.items():
         if points:
             axes.plot(*zip(*points, strict=True), "o-", ms=3, color=f"C{number % 10}", label=name)
@@ -53,7 +56,6 @@ def lines(title: str, series: Mapping[tuple[int, str], Points], across: str, up:
     axes.set_title(title, fontsize=10, loc="left")
     if axes.lines:
         axes.legend(fontsize=8)
-    return axes
 
 
 def svg(figure: Figure) -> str:

@@ -1,6 +1,6 @@
 """Shapes of named models, and how many bytes and FLOPs a step on them takes at least."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.footprint import layer_weights
@@ -17,7 +17,7 @@ class Work(NamedTuple):
 
 
 def _profile(
-    vocab: int, width: int, feed_forward: int, layers: int, heads: int, kv_heads: int, head_dim: int, **more: bool
+    vocab: int, width: int, feed_forward: int, layers: int, heads: int, kv_heads: int, head_dim: int, **more: Any
 ) -> DecoderConfig:
     rope = RopeConfig(head_dim, POSITIONS)
     sizes = vocab, width, feed_forward, layers, heads, kv_heads, head_dim

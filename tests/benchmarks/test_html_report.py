@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from longdraft.benchmarks.drafters.html_report import collect, page, picture
-from longdraft.benchmarks.drafters.pictures import agreements, bars, lines, losses
+from longdraft.benchmarks.drafters.pictures import agreements, bars, line_chart, losses
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record, recorded
 from longdraft.benchmarks.drafters.text_report import _training, validations
 from longdraft.launch import report
@@ -81,7 +81,7 @@ def test_numbers_stand_at_their_marks():
     (axes,) = figure.axes
     assert [patch.get_width() for patch in axes.patches] == [2.0, 1.0]
     assert [text.get_text().strip() for text in axes.texts] == ["2.00 (1.50-2.50)", "1.00 (1.00-1.00)"]
-    axes = lines("places", {(0, "d"): [(1, 0.8), (2, 0.4)]}, "place", "share")
+    (axes,) = line_chart("places", {(0, "d"): [(1, 0.8), (2, 0.4)]}, "place", "share").axes
     assert axes.lines[0].get_ydata().tolist() == [0.8, 0.4] and axes.get_ylim()[0] == 0
 
 
@@ -121,4 +121,4 @@ def test_a_validation_without_labels_is_not_drawn():
     assert "19.00" in _training(metrics)[0] and _training(metrics[:2]) == []
     found = agreements(validations(metrics))
     assert found[0, "head 1, top-1"] == [(2, 0.2)] and found[3, "head 2, top-3"] == [(2, pytest.approx(0.2))]
-    assert agreements([]) == {} and not lines("nothing", {}, "step", "share").lines
+    assert agreements([]) == {} and not line_chart("nothing", {}, "step", "share").axes[0].lines
