@@ -42,6 +42,15 @@ OF_ONE_TEXT = {
     "seed": "the same seed gives the same text with any drafter (default: a random one, which is shown)",
 }
 LISTS = ("banned_token_ids", "stop_strings", "stop_token_ids")
+# By command: options, whether one of them is given, and those that then have no effect.
+WITHOUT_EFFECT = {
+    "generate": ((("heldout",), False, ("row",)), (("chat",), False, ("system",))),
+    "bench": (
+        (("suite", "paper"), False, ("only",)),
+        (("suite", "paper"), True, ("tasks", "text_file")),
+        (("text_file",), True, ("prompts",)),
+    ),
+}
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -138,6 +147,15 @@ def given_sampling(args: argparse.Namespace, names: Sequence[str] = (*SAMPLING, 
     return values | ({} if args.eos is None else {"ignore_eos": args.eos == "ignore"})
 
 
+def check_used(args: argparse.Namespace, rows: Sequence[tuple[Sequence[str], bool, Sequence[str]]]) -> None:
+    """Raise ValueError for an option that has no effect beside others, by rows like WITHOUT_EFFECT's."""
+    given = {name for name, value in vars(args).items() if value is not None and value is not False and value != []}
+    for others, are_given, names in rows:
+        if bool(given.intersection(others)) == are_given and (wrong := [name for name in names if name in given]):
+            beside = f"{'with' if are_given else 'without'} {' or '.join(map(flag, others))}"
+            raise ValueError(f"{flag(wrong[0])}: it has no effect {beside}; leave it out")
+
+
 def generate() -> ArgumentParser:
     parser = ArgumentParser(prog="longdraft generate", description="Decode a prompt with any drafter.")
     add_model(parser)
@@ -147,7 +165,7 @@ def generate() -> ArgumentParser:
     add("--prompt-file", type=Path, help="a text file")
     add("--heldout", type=Path, metavar="DATA", help="take the prompt from the held-out rows of a prepared folder")
     add = group.add_argument
-    add("--row", type=at_least(0), default=0, help="with --heldout: which row (default: 0, the first)")
+    add("--row", type=at_least(0), help="with --heldout: which row (default: 0, the first)")
     add("--prompt-tokens", type=at_least(1), metavar="N", help="use only the first N tokens of the prompt")
     add("--chat", action="store_true", help="put the prompt into the target's chat template, as a user's message")
     add("--system", help="with --chat: the system message")
@@ -197,7 +215,7 @@ def bench() -> ArgumentParser:
     help = "instead of --data: the texts are the beginnings of these files"
     add("--text-file", nargs="+", type=Path, help=help)
     help = "what to do with the texts, in turn (default: continue)"
-    add("--tasks", nargs="+", choices=KINDS, default=["continue"], help=help)
+    add("--tasks", nargs="+", choices=KINDS, help=help)
     help = f"with --data: number of prompts, evenly spaced (default: {PROMPTS}, or all of a suite)"
     add("--prompts", type=at_least(1), metavar="N", help=help)
     help = f"tokens of a text (default: {TEXT_TOKENS}, or the suite's)"

@@ -93,6 +93,7 @@ def run_bench(args: argparse.Namespace) -> dict:
     if args.paper is not None and suite is not None:
         _take_paper(args, suite)
     args.dtype, args.prompt_tokens = args.dtype or "bf16", args.prompt_tokens or TEXT_TOKENS
+    args.tasks = args.tasks or ["continue"]
     drafting = Drafting(args)
     settings = settings_of(drafting, suite)
     asked, left_out = ([], []) if suite is None else suite_questions(drafting, suite, settings)

@@ -63,9 +63,9 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
     """The text that was given or read from a file or standard input, or a held-out row's tokens."""
     if args.heldout is not None:
         rows = heldout_rows(args.heldout)
-        if args.row >= len(rows):
-            raise ValueError(f"--row: {args.row}, but {rows.folder} has rows 0 to {len(rows) - 1}")
-        return used_tokens(rows[args.row])
+        if (row := args.row or 0) >= len(rows):
+            raise ValueError(f"--row: {row}, but {rows.folder} has rows 0 to {len(rows) - 1}")
+        return used_tokens(rows[row])
     if args.prompt_file is None and args.prompt not in (None, "-"):
         return args.prompt
     if args.prompt_file is None and sys.stdin is not None and sys.stdin.isatty():

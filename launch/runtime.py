@@ -61,6 +61,12 @@ class Drafting:
         for key in self.options:
             if not any(key in options_for(name, self.options) for name in self.names):
                 raise ValueError(f"--option: {key} is for none of the drafters {', '.join(self.names)}; leave it out")
+        if unused := set(args.draft) - {draft_for(name, args.draft) for name in self.names}:
+            raise ValueError(
+                f"--draft: {unused.pop()} is for none of the drafters {', '.join(self.names)}; leave it out"
+            )
+        if self.names == ["plain"] and (args.nodes is not None or args.no_noise):
+            raise ValueError("--nodes, --no-noise: plain decoding drafts nothing; leave them out, or name a --drafter")
         self.nodes = {None: "auto", "all": None}.get(args.nodes, args.nodes)
         said = (read_info(args.draft[0]).train_config.get("target") if args.draft else None) or {}
         trained = validate(TrainedTarget, said, "--draft: target")
