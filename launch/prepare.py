@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     work = partial({"inspect": _inspect, "merge": _merge, "prepare": _prepare}[mode], given)
     on_ctrl_c = "interrupted; finished shards are kept, and the same command continues"
-    if status := run_command(parser.prog, work, on_ctrl_c, needs_output=mode == "inspect", by_force=True):
+    if status := run_command(parser.prog, work, on_ctrl_c, needs_output=mode == "inspect"):
         parser.exit(status)
     return None
 

@@ -124,7 +124,9 @@ def test_ctrl_c_is_130_at_once_and_takes_the_workers_along(tmp_path):
     command = [*COMMAND, *map(str, arguments), "--workers", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     parent = psutil.Process(process.pid)
-    # Both are at work, or about to be.
+    while not (out / "train").exists() and process.poll() is None:
+        time.sleep(0.01)
+    # Both workers are at work, or about to be.
     while process.poll() is None and sum("spawn_main" in " ".join(c.cmdline()) for c in parent.children()) < 2:
         time.sleep(0.01)
     children = parent.children(recursive=True)
