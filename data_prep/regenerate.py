@@ -12,7 +12,7 @@ answers. The target itself is opened in launch/regenerate.py, or endpoints.py as
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from longdraft.data_prep.failures import failures_described
 from longdraft.data_prep.formats import TEXT_FIELD, ChatFormat, TextFormat
 from longdraft.data_prep.recipe import Source, check_outside
 from longdraft.data_prep.records import SEGMENT_BYTES, read_documents, scan
-from longdraft.data_prep.response_generation import ERRORS, Answerer, Generate, OpenConversation, beginning
+from longdraft.data_prep.response_generation import ERRORS, Answering, Generate, beginning
 from longdraft.data_prep.shards import MANIFEST, read_manifest
 from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tasks import NAMED_BAD, Machine, add_up, count_and_hash, tasks_of
@@ -45,7 +45,7 @@ class RegenerateConfig:
 
     max_prompt: most tokens of a prompt. answering: what decides an answer besides the seed (target, sampling), as JSON
     values. files: patterns of file names in folders; () takes all. part_size: conversations of a task. overwrite: clear
-    a folder that was answered with other settings. keep_unfinished: see Answerer. continued: if the sources are texts
+    a folder that was answered with other settings. keep_unfinished: see Answering. continued: if the sources are texts
     to continue, the least and most tokens of their beginnings. text_field: the field of a record that holds the text.
     """
 
@@ -99,13 +99,12 @@ def regenerate(
         mine, speed = tasks_of(machine, tasks), ""
         with folder.opened(share, config.overwrite):
             if not (was_finished := (out / MANIFEST).exists()):
-                due = {task for task in mine if folder.read(task) is None}
-                parts = ((task, list(islice(conversations, config.part_size))) for task in tasks)
-                to_answer = ((task, documents) for task, documents in parts if task in due)
-                total = min(count, len(due) * config.part_size)
-                with tqdm(total=total, desc="answering", unit="conversation", mininterval=1) as progress:
-                    answerer = Answerer(encoder, config.max_prompt, config.keep_unfinished)
-                    speed = _answer(to_answer, folder, answerer, start, config.seed, len(due) == len(mine), progress)
+                if due := {task for task in mine if folder.read(task) is None}:
+                    parts = ((task, list(islice(conversations, config.part_size))) for task in tasks)
+                    to_answer = ((task, documents) for task, documents in parts if task in due)
+                    is_new, total = len(due) == len(mine), min(count, len(due) * config.part_size)
+                    with tqdm(total=total, desc="answering", unit="conversation", mininterval=1) as progress:
+                        speed = _answer(config, encoder, to_answer, folder, start(), is_new, progress)
                 if machine is None:
                     _write_manifest(out, plan, folder.read_all(tasks))
             if machine is None:
@@ -134,22 +133,21 @@ def open_input(
 
     The sources are read nowhere else. Raises ValueError if a source does not exist, and for texts among conversations
     or conversations among texts to continue."""
-    is_chat, settings = config.continued is None, {"files": config.files, "text_field": config.text_field}
-    settings |= {"chat_field": config.chat_field} if is_chat else {}
-    files = list_files([Source(path=path, **settings) for path in config.sources])
+    is_chat, read_as = config.continued is None, {"files": config.files, "text_field": config.text_field}
+    read_as |= {"chat_field": config.chat_field} if is_chat else {}
+    files = list_files([Source(path=path, **read_as) for path in config.sources])
     if wrong := [file.name for file in files if file.kind == ("text" if is_chat else "docstrings")]:
         what = "plain text, not conversations" if is_chat else "conversations, not text"
         raise ValueError(f"{wrong[0]} holds {what}; leave it out, by --files '*.jsonl' for one, or see --prompt-tokens")
     described, segments = scan(files, SEGMENT_BYTES)
-    chat, text = ChatFormat(config.chat_field, answered=False), TextFormat(config.text_field or TEXT_FIELD)
+    form = ChatFormat(config.chat_field, answered=False) if is_chat else TextFormat(config.text_field or TEXT_FIELD)
 
     def read() -> Iterator[Conversation | BadDocument]:
-        for segment in segments:
-            for document in read_documents(segment, chat if is_chat else text):
-                if isinstance(document, Document):
-                    assert config.continued is not None, document.name
-                    document = beginning(document, *config.continued, rust_tokenizer(encoder.serialised))
-                yield document
+        for document in (document for segment in segments for document in read_documents(segment, form)):
+            if isinstance(document, Document):
+                assert config.continued is not None, document.name
+                document = beginning(document, *config.continued, rust_tokenizer(encoder.serialised))
+            yield document
 
     is_counted = all(segment.is_counted for segment in segments)
     count = sum(segment.n_documents or 0 for segment in segments) if is_counted else sum(1 for _ in read())
@@ -172,42 +170,47 @@ def _make_plan(config: RegenerateConfig, encoder: ChatEncoder, tokenizer_hash: s
 
 
 def _answer(
-    parts: Iterable[tuple[str, list[Conversation | BadDocument]]],
+    config: RegenerateConfig,
+    encoder: ChatEncoder,
+    parts: Iterator[tuple[str, list[Conversation | BadDocument]]],
     folder: WorkFolder,
-    answerer: Answerer,
-    start: Callable[[], Generate],
-    seed: int,
+    generate: Generate,
     is_new: bool,
     progress: tqdm,
 ) -> str:
     """Do the tasks in `parts`, each with its conversations. Returns the speed, for a message.
 
     is_new: whether no part has been answered before, so that the first one is checked."""
-    generate, counts, seconds = None, Counter(), 0.0
+    counts, seconds = Counter(), 0.0
 
-    def count(conversation: OpenConversation) -> None:
-        """Count a conversation that is complete or left out."""
-        counts.update(tokens=conversation.generated)
-        counts.update(good=conversation.why is None, errors=conversation.why in ERRORS)
-        progress.set_postfix_str(f"{counts['good']} good, {counts['errors']} errors", refresh=False)
-        progress.update()
+    def count(conversation: Answering) -> None:
+        if conversation.prompt is None:  # complete, or left out
+            counts.update(tokens=conversation.generated)
+            counts.update(good=conversation.why is None, errors=conversation.why in ERRORS)
+            progress.set_postfix_str(f"{counts['good']} good, {counts['errors']} errors", refresh=False)
+            progress.update()
 
     for task, documents in parts:
-        generate, is_first = generate or start(), is_new and not counts["tokens"]
-        opened = [OpenConversation.begin(document) for document in documents]
-        for conversation in opened:
-            if conversation.why is not None:
-                count(conversation)
+        is_first = is_new and not counts["tokens"]
+        begun = [Answering(one, encoder, config.max_prompt, config.keep_unfinished) for one in documents]
+        for conversation in begun:
+            count(conversation)
         begin = time.perf_counter()
-        answerer.answer(opened, generate, seed, count)
+        # First every conversation's first open turn, then the second of those that have one, and so on, so that each
+        # call gets as many prompts as possible to decode together.
+        while asked := [conversation for conversation in begun if conversation.prompt is not None]:
+            prompts = [one.prompt for one in asked if one.prompt is not None]
+            for completion in generate(prompts, [one.seed(config.seed) for one in asked]):
+                asked[completion.index].take(completion)
+                count(asked[completion.index])
         seconds += time.perf_counter() - begin
         if is_first:
-            _check_first([conversation for conversation in opened if conversation.generated])
-        _write_part(task, opened, folder)
+            _check_first([conversation for conversation in begun if conversation.generated])
+        _write_part(task, begun, folder)
     return f", {counts['tokens'] / max(seconds, 1e-9):,.0f} tokens/s" if counts["tokens"] else ""
 
 
-def _check_first(answered: Sequence[OpenConversation]) -> None:
+def _check_first(answered: Sequence[Answering]) -> None:
     """Raises ValueError if all of them failed at their first answer, for the same reason."""
     failures = {(conversation.turn, conversation.why) for conversation in answered}
     if len(answered) >= ENOUGH_ANSWERS and len(failures) == 1 and answered[0].turn == 0:
@@ -218,7 +221,7 @@ def _check_first(answered: Sequence[OpenConversation]) -> None:
         )
 
 
-def _write_part(task: str, conversations: Sequence[OpenConversation], folder: WorkFolder) -> None:
+def _write_part(task: str, conversations: Sequence[Answering], folder: WorkFolder) -> None:
     """Write a task's good conversations and, last, its record."""
     lines, path = [], folder.path / f"{task}.jsonl"
     for conversation in conversations:
@@ -234,7 +237,7 @@ def _write_part(task: str, conversations: Sequence[OpenConversation], folder: Wo
     folder.write(task, record, [path] if lines else [])
 
 
-def _record(conversations: Sequence[OpenConversation]) -> dict:
+def _record(conversations: Sequence[Answering]) -> dict:
     """The counts of conversations that are complete or left out. The manifest has the same fields, summed, but `hints`:
     for each reason why conversations were left out, what is wrong with one of them."""
     good = [conversation for conversation in conversations if conversation.why is None]

@@ -7,9 +7,9 @@ conversation, and an answer counts only if chat.py finds it again, so that `prep
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
@@ -41,12 +41,11 @@ MOST_CHARACTERS = 32
 @dataclass(frozen=True)
 class Completion:
     """What the target wrote after prompt `index` of a call. tokens: its token ids. ended: whether the last one is an
-    end token. count: how many tokens it wrote, if `tokens` come from tokenising its text."""
+    end token."""
 
     index: int
     tokens: list[int]
     ended: bool
-    count: int | None = None
 
 
 # From prompts (token ids) and their seeds (unsigned, 64 bits) to their completions, as they are finished, in any order.
@@ -65,62 +64,6 @@ def open_answers(messages: Sequence[tuple[str, str]]) -> list[Message]:
         opened.append((role, None if role == "assistant" else content))
         question_open = role == "user" or (question_open and role != "assistant")
     return [*opened, ("assistant", None)] if question_open else opened
-
-
-@dataclass
-class OpenConversation:
-    """A conversation while its open turns are answered.
-
-    digest: sha256 of the conversation as it was given. turn: number of answers so far. generated: tokens of all its
-    answers. reread: number of answers whose text tokenises differently from what the target wrote. why: the reason why
-    it is left out, or None. detail: see BadDocument. unfinished: the last answer was cut, and kept. prompt: the tokens
-    before the answer that is due.
-    """
-
-    name: str
-    digest: bytes
-    messages: list[Message]
-    turn: int = 0
-    generated: int = 0
-    reread: int = 0
-    why: str | None = None
-    detail: str = ""
-    unfinished: bool = False
-    prompt: list[int] = field(default_factory=list)
-
-    @classmethod
-    def begin(cls, document: Conversation | BadDocument) -> "OpenConversation":
-        if isinstance(document, BadDocument):
-            return cls(document.name, document.digest, [], why=document.why, detail=document.detail)
-        conversation = cls(document.name, messages_digest(document.messages), [])  # `document.digest` may be its file's
-        with conversation.left_out_if_unusable():
-            conversation.messages = open_answers(document.messages)
-        return conversation
-
-    @contextmanager
-    def left_out_if_unusable(self) -> Iterator[None]:
-        """In this context Unusable leaves the conversation out."""
-        try:
-            yield
-        except Unusable as error:
-            self.why, self.detail = error.why, error.detail
-
-    @property
-    def due(self) -> int | None:
-        """The index of the next message to answer; None if there is none, or the conversation is left out."""
-        if self.why is not None:
-            return None
-        return next((i for i, (_, content) in enumerate(self.messages) if content is None), None)
-
-    @property
-    def before(self) -> list[tuple[str, str]]:
-        """The messages before the answer that is due."""
-        return [(role, content) for role, content in self.messages[: self.due] if content is not None]
-
-    def seed(self, seed: int) -> int:
-        """The seed of the answer that is due (unsigned, 64 bits). seed: the call's."""
-        key = f"{seed}:{self.digest.hex()}:{self.turn}"
-        return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
 
 
 def beginning(document: Document, least: int, most: int, tokenizer: Tokenizer) -> Conversation | BadDocument:
@@ -158,89 +101,116 @@ def text_behind(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[in
     return whole[len(before) :]
 
 
-class Answerer:
-    """Makes prompts of conversations, and answers of completions.
+def answer_seed(seed: int, messages: Sequence[tuple[str, str]], turn: int) -> int:
+    """The seed of an answer (unsigned, 64 bits).
 
-    encoder: for the target's tokenizer and chat template. max_prompt: most tokens of a prompt. keep_unfinished: whether
-    an answer without an end becomes its conversation's last one, instead of an error.
+    seed: the call's. messages: the conversation as it was given. turn: the number of answers before this one.
+    """
+    key = f"{seed}:{messages_digest(messages).hex()}:{turn}"
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+
+
+class Answering:
+    """A conversation while the target answers its open turns, one after another.
+
+    Attributes:
+        name: the document's.
+        messages: (role, content), up to the answer that is due.
+        prompt: the token ids before the answer that is due; None once the conversation is complete or left out.
+        turn: number of answers so far.
+        generated: tokens of all completions.
+        reread: number of answers whose text tokenises differently from what the target wrote.
+        unfinished: whether the last answer was cut, and kept.
+        why, detail: the reason why the conversation is left out, as in BadDocument; None and "" if it is not.
+
+    Args:
+        document: what was read from the sources.
+        encoder: for the target's tokenizer and chat template.
+        max_prompt: most tokens of a prompt.
+        keep_unfinished: whether an answer without an end becomes its conversation's last one, instead of an error.
     """
 
-    def __init__(self, encoder: ChatEncoder, max_prompt: int, keep_unfinished: bool = False):
-        self._encoder, self._max_prompt, self._keep_unfinished = encoder, max_prompt, keep_unfinished
-        self._tokenizer = rust_tokenizer(encoder.serialised)
-        self._control = frozenset(encoder.template.special.values()) | {encoder.eos_id}
-        self._continues_texts = encoder.template.source.endswith(PLAIN_TEMPLATE)
-
-    def answer(
+    def __init__(
         self,
-        conversations: Sequence[OpenConversation],
-        generate: Generate,
-        seed: int,
-        on_done: Callable[[OpenConversation], object],
-    ) -> None:
-        """Answer the first open turn of every conversation, then the second of those that have one, and so on.
+        document: Conversation | BadDocument,
+        encoder: ChatEncoder,
+        max_prompt: int,
+        keep_unfinished: bool = False,
+    ):
+        self.name, self._document, self._encoder = document.name, document, encoder
+        self._max_prompt, self._keep_unfinished = max_prompt, keep_unfinished
+        self._tokenizer = rust_tokenizer(encoder.serialised)
+        self.messages: list[tuple[str, str]] = []
+        self.prompt: list[int] | None = None
+        self.turn = self.generated = self.reread = 0
+        self.unfinished, self.detail = False, ""
+        self.why: str | None = None
+        try:
+            if isinstance(document, BadDocument):
+                raise Unusable(document.why, document.detail)
+            self._to_come = deque(open_answers(document.messages))
+            self._go_on()
+        except Unusable as error:
+            self.why, self.detail = error.why, error.detail
 
-        So every call of `generate` gets as many prompts as possible to decode together. on_done: called with each
-        conversation as soon as it is complete or left out.
-        """
-        while waiting := [conversation for conversation in conversations if conversation.due is not None]:
-            for conversation in waiting:
-                with conversation.left_out_if_unusable():
-                    self.make_prompt(conversation)
-                if conversation.due is None:
-                    on_done(conversation)
-            asked = [conversation for conversation in waiting if conversation.due is not None]
-            missing, prompts = set(range(len(asked))), [conversation.prompt for conversation in asked]
-            for completion in generate(prompts, [one.seed(seed) for one in asked]) if asked else ():
-                missing.remove(completion.index)
-                conversation = asked[completion.index]
-                conversation.generated += len(completion.tokens)
-                with conversation.left_out_if_unusable():
-                    self.take(conversation, completion)
-                if conversation.due is None:
-                    on_done(conversation)
-            assert not missing, f"{len(missing)} prompts were not answered"
+    def seed(self, seed: int) -> int:
+        """The seed of the answer that is due. seed: the call's."""
+        assert isinstance(self._document, Conversation), self.name
+        return answer_seed(seed, self._document.messages, self.turn)
 
-    def make_prompt(self, conversation: OpenConversation) -> None:
-        """Set the token ids before the answer that is due. Raises Unusable."""
-        conversation.prompt = self._encoder.encode_prompt(conversation.before)
-        if len(conversation.prompt) > self._max_prompt:
-            raise Unusable("prompt_too_long")
+    def take(self, completion: Completion) -> None:
+        """Make the completion the answer that is due and set the next prompt, or leave the conversation out."""
+        assert self.prompt is not None, self.name
+        prompt, self.prompt = self.prompt, None
+        self.generated += len(completion.tokens)
+        try:
+            self._add_answer(prompt, completion)
+            self._go_on()
+        except Unusable as error:
+            self.why, self.detail = error.why, error.detail
 
-    def take(self, conversation: OpenConversation, completion: Completion) -> None:
-        """Make the completion the conversation's answer that is due. Raises Unusable."""
-        due = conversation.due
-        assert due is not None
-        if not completion.ended and not self._keep_unfinished:
+    def _go_on(self) -> None:
+        """Set the prompt of the next open turn. Raises Unusable."""
+        while self._to_come:
+            role, content = self._to_come.popleft()
+            if content is None:
+                prompt = self._encoder.encode_prompt(self.messages)
+                if len(prompt) > self._max_prompt:
+                    raise Unusable("prompt_too_long")
+                self.prompt = prompt
+                return
+            self.messages.append((role, content))
+
+    def _add_answer(self, prompt: list[int], completion: Completion) -> None:
+        ended = completion.ended
+        if not ended and not self._keep_unfinished:
             raise Unusable("unfinished")
-        tokens = completion.tokens[:-1] if completion.ended else completion.tokens
-        if not self._control.isdisjoint(tokens):
+        tokens = completion.tokens[:-1] if ended else completion.tokens
+        if not {self._encoder.eos_id, *self._encoder.template.special.values()}.isdisjoint(tokens):
             raise Unusable("special_token_in_answer")
         # A chat template may write or strip an answer's first blank, so try without it first; a continuation has it.
-        texts = [self._text(prompt, tokens, completion.ended) for prompt in ((), conversation.prompt)]
+        texts = [self._text(before, tokens, ended) for before in ((), prompt)]
         written = texts[-1]
         if not written.strip():
             raise Unusable("empty_answer")
         if UNFINISHED in written or NONCHARACTERS.search(written):
             raise Unusable("not_text")
-        if self._continues_texts:
+        if self._encoder.template.source.endswith(PLAIN_TEMPLATE):
             texts.reverse()
-        prompt = self._tokenizer.decode(conversation.prompt[-THOUGHT_TOKENS:], skip_special_tokens=False)
-        if opened := THOUGHT.search(prompt):  # the template opens a thought in the prompt, and expects it in the answer
+        prompt_end = self._tokenizer.decode(prompt[-THOUGHT_TOKENS:], skip_special_tokens=False)
+        if opened := THOUGHT.search(prompt_end):  # the template expects the thought that it opens in the answer
             texts.insert(0, opened[0] + written)
-        text, learned = self._read_back(conversation, texts, tokens, completion.ended)
-        if not completion.ended:
+        text, learned = self._read_back(texts, tokens, ended)
+        if not ended:
             # A template may add to a cut answer: Qwen3's closes an empty thought before a thought that has no end.
             kept = self._tokenizer.decode(learned, skip_special_tokens=False).strip()
             if not kept or not written.strip().startswith(kept):
                 raise Unusable("unfinished")
-        is_same = learned[: len(tokens)] == tokens and completion.count in (None, len(completion.tokens))
-        conversation.reread += not is_same
-        conversation.messages[due] = ("assistant", text)
-        conversation.turn += 1
-        if not completion.ended:
-            conversation.unfinished = True
-            del conversation.messages[due + 1 :]
+            self.unfinished = True
+            self._to_come.clear()
+        self.reread += learned[: len(tokens)] != tokens
+        self.messages.append(("assistant", text))
+        self.turn += 1
 
     def _text(self, prompt: Sequence[int], tokens: list[int], ended: bool) -> str:
         """The answer's text behind the prompt, without a character that was cut."""
@@ -250,24 +220,21 @@ class Answerer:
         beginnings = [tokens[: len(tokens) - count] for count in range(MOST_BYTES)]
         return max((text_behind(self._tokenizer, prompt, some).rstrip(UNFINISHED) for some in beginnings), key=len)
 
-    def _read_back(
-        self, conversation: OpenConversation, texts: Sequence[str], tokens: list[int], ended: bool
-    ) -> tuple[str, list[int]]:
+    def _read_back(self, texts: Sequence[str], tokens: list[int], ended: bool) -> tuple[str, list[int]]:
         """The first of the texts that `prepare` turns back into these tokens, or else the first that it accepts as an
         answer, each with the tokens that `prepare` makes of it. Raises Unusable."""
         accepted, refused = list[tuple[str, list[int]]](), list[Unusable]()
         for text in dict.fromkeys(texts):
-            messages = (*conversation.before, ("assistant", text))
-            answered = Conversation(conversation.name, conversation.digest, messages, not ended)
+            answered = Conversation(self.name, b"", (*self.messages, ("assistant", text)), not ended)
             try:
                 last = self._encoder.encode_document(answered)[-1]
             except Unusable as error:
                 refused.append(error)
                 continue
-            begin, end = last.spans[-1]
-            accepted.append((text, last.tokens[begin:end].tolist()))
-            if accepted[-1][1][: len(tokens)] == tokens:
-                return accepted[-1]
+            learned = last.tokens[slice(*last.spans[-1])].tolist()
+            if learned[: len(tokens)] == tokens:
+                return text, learned
+            accepted.append((text, learned))
         if not accepted:
             raise refused[0]
         return accepted[0]

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.launch.arguments import SAMPLING, add_drafters, add_numbers, add_target
+from longdraft.launch.arguments import MANY, SAMPLING, add_drafters, add_numbers, add_target, at_least
 from longdraft.launch.console import flag, read_text, run_command, show
 
 if TYPE_CHECKING:
@@ -26,19 +26,16 @@ if TYPE_CHECKING:
     from longdraft.infer.engine import Engine
     from longdraft.infer.sampling import SamplingParams
 
-# Fields of SamplingParams, their help, and their defaults: settings of every answer.
+# Fields of SamplingParams that are settings of every answer, and their help.
 NUMBERS = {
     "max_new_tokens": "maximum tokens of an answer (default: 1024); see --unfinished",
     "temperature": "0, the default, is greedy",
     **{name: SAMPLING[name] for name in ("top_k", "top_p", "min_p")},
     "seed": "an answer's seed is made of this, the conversation's content and the turn (default: 0)",
 }
-SETTINGS = {"max_new_tokens": 1024, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 # Further fields, which are settings only if they are given: those that servers take too, and those that only we have.
 SERVED = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 OURS = ("eta_cutoff", "min_tokens_to_keep", "contextual_penalty", "contextual_window")
-# Defaults of options that may be in WITHOUT_EFFECT, so that the parser must leave them None.
-DEFAULTS = {"chat_field": "messages", "dtype": "bf16", "concurrency": 64, "batch": 8}
 # (an option, whether it is given, options that then have no effect).
 WITHOUT_EFFECT = (
     ("endpoint", True, (*OURS, "drafter", "draft", "option", "nodes", "device", "dtype", "batch")),
@@ -53,19 +50,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="longdraft prepare regenerate",
         description="Let the target answer the prompts of a conversation set, or continue texts.",
     )
-    many: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add = parser.add_argument_group("conversations").add_argument
     help = "files, folders, data sets on the hub, or 'stdlib-chat'"
-    add("--source", required=True, metavar="PATH", help=help, **many)
+    add("--source", required=True, metavar="PATH", help=help, **MANY)
     help = "take only files with names like these from folders and data sets"
-    add("--files", default=[], metavar="PATTERN", help=help, **many)
+    add("--files", default=[], metavar="PATTERN", help=help, **MANY)
     add("--chat-field", help="field of a record that holds the messages (default: messages)")
     help = "continue texts instead, after each document's first N tokens (N-M: a number chosen by the document's hash)"
     add("--prompt-tokens", type=_token_range, metavar="N[-M]", help=help)
     add("--text-field", help="with --prompt-tokens: field of a record that holds the text (default: text)")
     add("--out", required=True, type=Path, help="folder to create, or to continue")
     help = "conversations in a file of --out, and the most that a kill can lose (default: 256)"
-    add("--part-size", type=int, default=256, metavar="N", help=help)
+    add("--part-size", type=at_least(1), default=256, metavar="N", help=help)
     help = "make only every n-th file of --out, starting with the i-th, on one of n machines; then run once without it"
     add("--shard", metavar="i/n", help=help)
     help = "clear a folder that was answered with something else, and answer anew"
@@ -77,17 +73,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", help="default: cuda if there is a GPU, else cpu")
     add("--max-length", type=int, help="maximum tokens of a prompt and its answer (default: the target's limit)")
     add = parser.add_argument_group("answers").add_argument
-    add_numbers(add, NUMBERS, **SETTINGS)
-    add_numbers(add, {name: SAMPLING[name] for name in (*SERVED, *OURS)})
+    add_numbers(add, {**NUMBERS, **{name: SAMPLING[name] for name in (*SERVED, *OURS)}})
     help = "drop a conversation whose answer gets longer (default), or keep the answer up to there, without an end "
     add("--unfinished", choices=("drop", "keep"), help=help + "token to learn (default for texts)")
     add = parser.add_argument_group("servers, instead of decoding here").add_argument
     help = "OpenAI-style servers of the target (vLLM, SGLang, longdraft serve); OPENAI_API_KEY sets their key"
-    add("--endpoint", default=[], metavar="URL", help=help, **many)
+    add("--endpoint", default=[], metavar="URL", help=help, **MANY)
     add("--model", help="the servers' name for the target (default: the only model that they have)")
-    add("--concurrency", type=int, metavar="N", help="requests in flight at a time (default: 64)")
+    add("--concurrency", type=at_least(1), metavar="N", help="requests in flight at a time (default: 64)")
     add = parser.add_argument_group("decoding here (affects speed; in fp32, never the text)").add_argument
-    add("--batch", type=int, metavar="N", help="conversations decoded together (default: 8)")
+    add("--batch", type=at_least(1), metavar="N", help="conversations decoded together (default: 8)")
     add_drafters(add, several=False)
     # `Drafting` reads these too. The answers are always our own decoder's, however the draft was trained.
     parser.set_defaults(loader="longdraft", prefill_chunk=None, no_noise=False)
@@ -114,11 +109,7 @@ def _regenerate(args: argparse.Namespace) -> None:
 
     machine = None if args.shard is None else read_machine(args.shard)
     _check_used(args)
-    for name, value in DEFAULTS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.batch < 1:
-        raise ValueError(f"--batch: {args.batch}; give at least 1")
+    args.dtype = args.dtype or "bf16"
     sampling, settings = _sampling(args)
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
     drafting = Drafting(args, template)
@@ -139,9 +130,9 @@ def _regenerate(args: argparse.Namespace) -> None:
         out=args.out,
         max_prompt=positions - 1,
         answering=answering,
-        chat_field=args.chat_field,
+        chat_field=args.chat_field or "messages",
         files=tuple(args.files),
-        seed=args.seed,
+        seed=args.seed or 0,
         part_size=args.part_size,
         overwrite=args.overwrite,
         keep_unfinished=(args.unfinished or ("keep" if args.prompt_tokens else "drop")) == "keep",
@@ -153,7 +144,7 @@ def _regenerate(args: argparse.Namespace) -> None:
         if client is not None:
             client.check()
             return client
-        return _generator(drafting.open_engine(sampling.max_new_tokens, args.batch), sampling)
+        return _generator(drafting.open_engine(sampling.max_new_tokens, args.batch or 8), sampling)
 
     encoder = ChatEncoder(tokenizer, PLAIN if args.prompt_tokens else template)
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, machine, lambda line: show(f"{line}\n"))
@@ -182,9 +173,9 @@ def _sampling(args: argparse.Namespace) -> "tuple[SamplingParams, dict[str, Any]
     """The sampling of the answers, and the same without its seed as values for JSON."""
     from longdraft.infer.sampling import SamplingParams
 
-    names = [*NUMBERS, *(name for name in (*SERVED, *OURS) if getattr(args, name) is not None)]
-    sampling = SamplingParams(**{name: getattr(args, name) for name in names})
-    return sampling, {name: getattr(sampling, name) for name in names if name != "seed"}
+    given = {name: getattr(args, name) for name in (*NUMBERS, *SERVED, *OURS) if getattr(args, name) is not None}
+    sampling = SamplingParams(**{"max_new_tokens": 1024, **given})
+    return sampling, {name: getattr(sampling, name) for name in {**NUMBERS, **given} if name != "seed"}
 
 
 def _endpoint_client(args: argparse.Namespace, settings: dict, tokenizer: Any, positions: int) -> "EndpointClient":
@@ -195,7 +186,7 @@ def _endpoint_client(args: argparse.Namespace, settings: dict, tokenizer: Any, p
     # Special tokens in an answer must be visible, so that it can be left out, as an engine's answer is.
     fields = {"max_tokens": settings["max_new_tokens"], "skip_special_tokens": False}
     fields |= {name: settings[name] for name in names}
-    return EndpointClient(args.endpoint, fields, tokenizer, positions, args.model, args.concurrency)
+    return EndpointClient(args.endpoint, fields, tokenizer, positions, args.model, args.concurrency or 64)
 
 
 def _generator(engine: "Engine", sampling: "SamplingParams") -> "Generate":

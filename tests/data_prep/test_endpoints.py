@@ -157,14 +157,7 @@ def test_another_endpoint_takes_over(serve, connect):
     assert len(broken.asked) >= 6
 
 
-WRONG = {
-    "http://a:b": "http://a:b",
-    "http://[::1:8000": "::1",
-    "https://ex\0ample": "ample",
-    "http://xn--": "xn--",
-    "http://": "http://",
-    "localhost:80": "localhost:80",
-}
+WRONG = ["http://a:b", "http://[::1:8000", "https://ex\0ample", "http://xn--", "http://", "localhost:80"]
 
 
 def test_errors(serve, connect, monkeypatch, tiny_tokenizer):
@@ -184,11 +177,9 @@ def test_errors(serve, connect, monkeypatch, tiny_tokenizer):
     assert "--model: the servers have k, m;" in error(lambda: connect(serve(models=("m", "k"))))
     assert "--model: the servers have k, m;" in error(lambda: connect(serve(), serve(models=("k",))))
     assert "--model: the servers have none" in error(lambda: connect(serve(models=())))
-    for url, shown in WRONG.items():
-        said = error(lambda url=url: connect(url))
-        assert "--endpoint: " in said and shown in said
+    for url in WRONG:
+        assert f"--endpoint: {url!r}" in error(lambda url=url: connect(url))
     assert "counts None tokens" in error(connect(serve(usage={"prompt_tokens": None})).check)
-    assert "--concurrency: 0" in error(lambda: connect(serve(), concurrency=0))
     other = serve()
     other.tokenizer = lambda text: {"input_ids": [0] * 7}
     own = len(tiny_tokenizer(PROBE)["input_ids"])
@@ -211,11 +202,11 @@ def test_a_text_behind_a_prompt_is_read_as_the_target_wrote_it(serve, blank_toke
     prompt = blank_tokenizer("hi")["input_ids"]
     for text, words in ((" the gate", ["▁the", "▁", "g", "ate"]), ("gate", ["g", "ate"])):
         choice = {"text": text, "finish_reason": "stop"}
-        server = serve(always={"choices": [choice], "usage": {"completion_tokens": 9}})
+        server = serve(always={"choices": [choice]})
         client = EndpointClient([server.url], SAMPLING, blank_tokenizer, 99)
         (found,) = client([prompt], [0])
         ids = blank_tokenizer.convert_tokens_to_ids(words)
-        assert found == Completion(0, [*ids, blank_tokenizer.eos_token_id], True, 9)
+        assert found == Completion(0, [*ids, blank_tokenizer.eos_token_id], True)
 
 
 def test_control_tokens_are_asked_for_and_leave_an_answer_out(serve, smollm2, tmp_path, capsys):

@@ -10,7 +10,7 @@ from longdraft.data_prep.documents import BAD_REASONS, BadDocument, Conversation
 from longdraft.data_prep.formats import ChatFormat
 from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.records import read_documents, scan
-from longdraft.data_prep.response_generation import OpenConversation
+from longdraft.data_prep.response_generation import open_answers
 from longdraft.data_prep.sources import list_files
 
 SYSTEM, USER, ANSWER = ("system", "Be brief."), ("user", "Why?"), ("assistant", "So.")
@@ -119,7 +119,7 @@ def test_an_answer_that_the_target_replaces_need_not_be_readable(tmp_path, answe
     row = {"messages": [*openai(USER), {"role": "assistant", **answer}, *openai(MORE[0])]}
     document = read(tmp_path, row, "jsonl", ChatFormat("messages", answered=False))
     assert isinstance(document, Conversation)
-    assert OpenConversation.begin(document).messages == [USER, ("assistant", None), MORE[0], ("assistant", None)]
+    assert open_answers(document.messages) == [USER, ("assistant", None), MORE[0], ("assistant", None)]
 
 
 def test_who_speaks_is_named_if_it_is_no_role(tmp_path):

@@ -15,7 +15,7 @@ from longdraft.data_prep.chat import PLAIN, ChatEncoder
 from longdraft.data_prep.documents import Conversation, Unusable
 from longdraft.data_prep.formats import ChatFormat
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
-from longdraft.data_prep.response_generation import Answerer, Completion, OpenConversation, open_answers
+from longdraft.data_prep.response_generation import Answering, Completion, open_answers
 from longdraft.data_prep.tasks import Machine
 
 CHATML = (
@@ -469,26 +469,21 @@ def test_a_cut_answer_keeps_its_complete_characters_where_bytes_are_tokens(blank
     encoder = ChatEncoder(blank_tokenizer, VICUNA)
     written = blank_tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in "🙂世🙂".encode()])
     for count, text in ((4, "🙂"), (6, "🙂"), (7, "🙂世"), (8, "🙂世"), (10, "🙂世"), (11, "🙂世🙂")):
-        conversation = OpenConversation.begin(Conversation("d", b"", (("user", "hi"),)))
-        chat = Answerer(encoder, 99, keep_unfinished=True)
-        chat.make_prompt(conversation)
-        chat.take(conversation, Completion(0, written[:count], False))
+        conversation = Answering(Conversation("d", b"", (("user", "hi"),)), encoder, 99, keep_unfinished=True)
+        conversation.take(Completion(0, written[:count], False))
         assert conversation.messages[-1] == ("assistant", text)
 
 
 @pytest.mark.parametrize(("template", "begun", "said"), [(PLAIN, "hello wor", " the gate"), (VICUNA, "hi", "the gate")])
 def test_a_blank_between_prompt_and_answer_is_kept_where_the_template_has_none(blank_tokenizer, template, begun, said):
-    """The learned tokens are those that the target wrote, whether the blank is in the text or in the template."""
-    encoder = ChatEncoder(blank_tokenizer, template)
-    chat, conversation = Answerer(encoder, 99), OpenConversation.begin(Conversation("d", b"", (("user", begun),)))
-    chat.make_prompt(conversation)
+    """The learned tokens are those that the target wrote, whether the blank is in the text or in the template. The same
+    text from other tokens is read back as these, with its blank."""
+    encoder, asked = ChatEncoder(blank_tokenizer, template), Conversation("d", b"", (("user", begun),))
     wrote = [*blank_tokenizer.convert_tokens_to_ids(["▁the", "▁", "g", "ate"]), blank_tokenizer.eos_token_id]
-    chat.take(conversation, Completion(0, wrote, True))
-    assert conversation.messages[-1] == ("assistant", said) and conversation.reread == 0
-    (encoded,) = encoder.encode_document(Conversation("d", b"", tuple(conversation.messages)))
-    assert encoded.tokens[slice(*encoded.spans[0])].tolist() == wrote
-    # The same text from other tokens is read back as these, with its blank.
-    conversation.messages[-1] = ("assistant", None)
-    others = blank_tokenizer.convert_tokens_to_ids(["▁t", "h", "e", "▁", "g", "ate"])
-    chat.take(conversation, Completion(0, [*others, blank_tokenizer.eos_token_id], True))
-    assert conversation.messages[-1] == ("assistant", said) and conversation.reread == 1
+    others = [*blank_tokenizer.convert_tokens_to_ids(["▁t", "h", "e", "▁"]), *wrote[2:]]
+    for reread, tokens in enumerate((wrote, others)):
+        conversation = Answering(asked, encoder, 99)
+        conversation.take(Completion(0, tokens, True))
+        assert conversation.messages[-1] == ("assistant", said) and conversation.reread == reread
+        (encoded,) = encoder.encode_document(Conversation("d", b"", tuple(conversation.messages)))
+        assert encoded.tokens[slice(*encoded.spans[0])].tolist() == wrote

@@ -22,8 +22,7 @@ import uvicorn
 from tokenizers import Tokenizer, decoders, models, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from longdraft.data_prep.documents import Conversation
-from longdraft.data_prep.response_generation import OpenConversation
+from longdraft.data_prep.response_generation import answer_seed
 from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -123,18 +122,18 @@ def plainly(target, chats, sampling, seed):
             continue
         if all(role != "user" for role, _ in pairs):
             continue
-        conversation, said = OpenConversation.begin(Conversation("", b"", pairs)), []
+        turn, said = 0, []
         if pairs[-1][0] == "user":
             given = [*given, {"role": "assistant", "content": "due"}]
         for message in given:
             if message["role"] == "assistant":
-                params = replace(sampling, seed=conversation.seed(seed))
+                params = replace(sampling, seed=answer_seed(seed, pairs, turn))
                 (done,) = Engine(target).generate([said], params)
                 if done.finish_reason != "stop" or not (done.text or "").strip():
                     why[number] = "unfinished" if done.finish_reason != "stop" else "empty_answer"
                     break
                 message = {"role": "assistant", "content": done.text}
-                conversation.turn += 1
+                turn += 1
             said.append(message)
         else:
             kept[f"chats.jsonl:{number}"] = said
@@ -227,7 +226,6 @@ def test_errors(arguments, answered, tmp_path, capsys):
 
     assert "temperature is 0.8" in error("--temperature", 0.7, out=answered)
     assert "dtype is fp32" in error("--dtype", "bf16", out=answered)
-    assert "--batch: 0" in error("--batch", 0)
     assert "--max-length: 401" in error("--max-length", 401) and "--max-length: 0" in error("--max-length", 0)
     assert "--drafter" in error("--drafter", "nobody")
     assert "--option" in error("--option", "nodes=3")
