@@ -239,10 +239,6 @@ def test_the_beam_is_the_brute_force_beam(target, widths, extended, temperature,
         assert tree.paths()[slot] == [path for level in expected for path in level]
 
 
-def test_a_tree_of_the_default_widths():
-    assert sum(WIDTHS) == 72
-
-
 def test_children_differ_and_classes_say_how_sure_the_draft_was(target):
     drafter = LongSpecDrafter(target, drafted(target))
     tree = Bench(target, drafter, PROMPTS).propose(max_nodes=72)

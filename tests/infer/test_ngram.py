@@ -33,7 +33,7 @@ def brute_ranking(tokens, n, first, k):
     return sorted(starts, key=lambda gram: (len(starts[gram]), starts[gram][-1]), reverse=True)[:k]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(tokens=TOKENS, n=st.integers(2, 4), k=st.integers(0, 30))
 def test_ranking_equals_counting_anew(tokens, n, k):
     table = made(1, tokens)
@@ -55,7 +55,7 @@ def brute_matches(tokens, max_ngram, search, longest, enough, skipped):
     return sorted(((matched, at) for at, matched in found.items()), reverse=True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     tokens=TOKENS,
     max_ngram=st.integers(1, 4),

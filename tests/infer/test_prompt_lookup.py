@@ -74,7 +74,7 @@ def test_nothing_is_proposed_for_new_tokens_and_idle_slots():
     assert tree.depths.max() == tree.width - 1 and torch.equal(tree.depths, tree.ancestors.sum(2) - 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     sequence=st.lists(st.integers(0, 3), min_size=1, max_size=60),
     max_nodes=st.integers(0, 12),

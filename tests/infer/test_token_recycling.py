@@ -44,7 +44,7 @@ def test_every_prefix_of_its_order_is_a_tree():
     assert static_tree()[:5] == [(0,), (1,), (0, 0), (2,), (3,)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.integers(1, 5),
     vocab=st.integers(8, 40 * BLOCK),
@@ -128,7 +128,7 @@ PATHS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=6
 
 
 # The target is only read.
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     paths=st.lists(PATHS, min_size=3, max_size=3), counts=st.tuples(*[st.integers(0, 2)] * 3), seed=st.integers(0, 99)
 )

@@ -41,24 +41,6 @@ def small(tiny_target):
     return tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5)
 
 
-DRAFTERS = {
-    "hierarchy": lambda target, small: TriForceDrafter(target, small, budget=24, stride=10, window=24, sinks=2),
-    "self": lambda target, small: TriForceDrafter(target, budget=24, chunk=4, stride=10, chain=4),
-    "streaming": lambda target, small: TriForceDrafter(target, small, budget=24, policy="streaming"),
-    "small_model": lambda target, small: SmallModelDrafter(target, small, gamma=3, sinks=2, window=12),
-}
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_exact_below_and_beyond_the_budget(target, small, plain_tokens, seeded, name, sampling):
-    asked = prompts(61, 1, 33, 18, 40)
-    params = seeded(SAMPLINGS[sampling], 5, 30)
-    want = plain_tokens(target, asked, params)
-    engine = Engine(target, DRAFTERS[name](target, small), slots=3, nodes=None)
-    assert [generation.tokens for generation in engine.generate(asked, params)] == want
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", ["small_model", "self", "hierarchy"])
 def test_what_knows_everything_is_always_right(target, sampling, name):
