@@ -86,6 +86,10 @@ def load_stages(
             changes["train"] = {"run_dir": f"{config.train.run_dir}/{number}-{name}"}
         stages.append(Stage(name, config.changed(**changes)))
         start = str(stages[-1].draft)
+        if (device := config.train.device) != (settled := stages[0].config.train.device):
+            raise ValueError(
+                f"stages.{name}: train.device: {device}, but stages run on one, {settled}; set it beside them"
+            )
     return stages[[stage.name for stage in stages].index(first) :]
 
 

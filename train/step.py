@@ -29,6 +29,13 @@ from longdraft.train.setup import Run, StepInput
 
 # The parts of a step's time (`StepResult.parts`), and what they are called.
 PARTS = {"target": "the target's passes", "draft": "draft and loss", "backward": "backward and update"}
+# By PyTorch's name of a GPU: the TFLOP/s of its products in bf16 without sparsity, from NVIDIA's data sheets.
+PEAKS = {
+    "NVIDIA A100-SXM4-40GB": 312.0, "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0, "NVIDIA H200": 989.4, "NVIDIA L40S": 362.0, "NVIDIA RTX A6000": 154.8,
+    "NVIDIA GeForce RTX 4090": 165.2,
+}  # fmt: skip
 
 
 @dataclass
@@ -211,8 +218,9 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     `top3`: the share of each part's labels that are the draft's first candidate, or among its first three; of a part
     without labels all are None. `{part}_share`: the share of the first rank's time in each of PARTS. `over_target`: the
     step's time over that of its target's passes; estimate.py says what it could be. Per rank, which is a GPU or a
-    process on a CPU: `tokens_per_s_per_rank`; `tflops_per_rank`, counted operations in 10^12 a second;
-    `peak_memory_gib`, of tensors, on the GPU that had most.
+    process on a CPU: `tokens_per_s_per_rank`; `tflops_per_rank`, counted operations in 10^12 a second; `share_of_peak`,
+    that over what the first rank's card can do in bf16, where PEAKS has it; `peak_memory_gib`, of tensors, on the GPU
+    that had most.
     """
     read_sums(run)
     loss, n_parts, ranks, train = result.loss, len(run.method.part_names), run.ranks, run.config.train
@@ -246,6 +254,9 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
         record["tflops_per_rank"] = operations_s / 1e12 / ranks.world_size
     if ranks.device.type == "cuda":
         record["peak_memory_gib"] = max(ranks.gather(torch.cuda.max_memory_allocated(ranks.device))) / 2**30
+        peak = PEAKS.get(torch.cuda.get_device_name(ranks.device))
+        if peak and "tflops_per_rank" in record and train.precision == "bf16":
+            record["share_of_peak"] = record["tflops_per_rank"] / peak
     return record
 
 

@@ -153,6 +153,7 @@ MISTAKES = {
     "stages.long.data.path=${nope}": r"stages\.long: data\.path: .*'nope'",
     "stages.short.train=[1]": r"stages\.short: train\b",
     "train.zero_stage=4": r"stages\.short: train\.zero_stage: ",
+    "stages.long.train.device=cuda": r"stages\.long: train\.device: ",
     "--stage long": r"draft: .*1-short/draft ",
 }
 
