@@ -339,7 +339,7 @@ def test_the_runtime_decodes_with_heads_of_few_words(made_run, data_folder, caps
         ids = frequent_tokens(ShardSet(data_folder / "train"), 97, 20, target.eos_token_ids)
     assert torch.equal(draft.token_ids, ids)
     drafter = build_drafter(read_info(run / "draft").train_config["draft"]["method"], target, run / "draft")
-    heads, proposed = getattr(drafter, "drafters", [drafter])[0], set()
+    heads, proposed = (drafter.parts or [drafter])[0], set()
     grow = heads.grow
 
     def growing(state, budget, plan):
