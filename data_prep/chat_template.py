@@ -17,10 +17,8 @@ from itertools import accumulate
 from typing import Any
 
 from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from longdraft.data_prep.documents import Unusable
 
@@ -110,7 +108,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": TODAY.strftime, "namespace": _Namespace}
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": TODAY.strftime}
     return environment
 
 
@@ -126,20 +124,6 @@ class _Generation(Extension):
 
     def _between(self, caller: Callable[[], str]) -> str:
         return f"{OPEN}{caller()}{CLOSE}"
-
-
-class _Namespace(Namespace):
-    """Jinja's namespace, except that a template cannot set names that Python's own machinery reads."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # like Jinja's own: a template may set the name "self"
-        Namespace.__init__(args[0])
-        for name, value in dict(*args[1:], **kwargs).items():
-            args[0][name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if str(name).startswith("_"):
-            raise SecurityError(f"a chat template sets {name!r} on a namespace; names must not begin with _")
-        super().__setitem__(name, value)
 
 
 def _refuse(message: str) -> None:

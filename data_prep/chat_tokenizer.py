@@ -71,7 +71,4 @@ class ChatTokenizer:
         return ids[kept].astype(np.int32), np.concatenate([[0], np.cumsum(kept)])
 
 
-@lru_cache(maxsize=1)  # reading a tokenizer takes about a second
-def chat_tokenizer(serialised: str, eos_id: int, unk_id: int | None) -> ChatTokenizer:
-    """A ChatTokenizer, cached."""
-    return ChatTokenizer(serialised, eos_id, unk_id)
+chat_tokenizer = lru_cache(maxsize=1)(ChatTokenizer)  # reading a tokenizer takes about a second

@@ -93,6 +93,8 @@ def regenerate(
     out, share = config.out, "" if machine is None else f"{machine.number}-of-{machine.of}"
     with failures_described(out):
         sources, count, conversations = open_input(config, encoder)
+        if not count:
+            raise ValueError(f"sources: {', '.join(config.sources)} have no record to answer; name other files")
         plan = _make_plan(config, encoder, tokenizer_hash, sources)
         folder = WorkFolder(out, plan, OWN_FILES)
         tasks = [f"part-{number:05d}" for number in range(-(-count // config.part_size))]
@@ -102,9 +104,9 @@ def regenerate(
                 if due := {task for task in mine if folder.read(task) is None}:
                     parts = ((task, list(islice(conversations, config.part_size))) for task in tasks)
                     to_answer = ((task, documents) for task, documents in parts if task in due)
-                    is_new, total = len(due) == len(mine), min(count, len(due) * config.part_size)
+                    total = min(count, len(due) * config.part_size)
                     with tqdm(total=total, desc="answering", unit="conversation", mininterval=1) as progress:
-                        speed = _answer(config, encoder, to_answer, folder, start(), is_new, progress)
+                        speed = _answer(config, encoder, to_answer, folder, start(), progress)
                 if machine is None:
                     _write_manifest(out, plan, folder.read_all(tasks))
             if machine is None:
@@ -175,12 +177,9 @@ def _answer(
     parts: Iterator[tuple[str, list[Conversation | BadDocument]]],
     folder: WorkFolder,
     generate: Generate,
-    is_new: bool,
     progress: tqdm,
 ) -> str:
-    """Do the tasks in `parts`, each with its conversations. Returns the speed, for a message.
-
-    is_new: whether no part has been answered before, so that the first one is checked."""
+    """Do the tasks in `parts`, each with its conversations. Returns the speed, for a message."""
     counts, seconds = Counter(), 0.0
 
     def count(conversation: Answering) -> None:
@@ -191,7 +190,6 @@ def _answer(
             progress.update()
 
     for task, documents in parts:
-        is_first = is_new and not counts["tokens"]
         begun = [Answering(one, encoder, config.max_prompt, config.keep_unfinished) for one in documents]
         for conversation in begun:
             count(conversation)
@@ -204,7 +202,7 @@ def _answer(
                 asked[completion.index].take(completion)
                 count(asked[completion.index])
         seconds += time.perf_counter() - begin
-        if is_first:
+        if not folder.tasks():
             _check_first([conversation for conversation in begun if conversation.generated])
         _write_part(task, begun, folder)
     return f", {counts['tokens'] / max(seconds, 1e-9):,.0f} tokens/s" if counts["tokens"] else ""
@@ -222,51 +220,44 @@ def _check_first(answered: Sequence[Answering]) -> None:
 
 
 def _write_part(task: str, conversations: Sequence[Answering], folder: WorkFolder) -> None:
-    """Write a task's good conversations and, last, its record."""
+    """Write a task's good conversations and, last, its record.
+
+    The manifest has the record's fields, summed, but `hints`: for each reason why conversations were left out, what is
+    wrong with one of them.
+    """
+    good = [one for one in conversations if one.why is None]
+    bad = [(one.name, one.why, one.detail) for one in conversations if one.why is not None]
     lines, path = [], folder.path / f"{task}.jsonl"
-    for conversation in conversations:
-        if conversation.why is None:
-            messages = [{"role": role, "content": content} for role, content in conversation.messages]
-            line = {"messages": messages, "source": conversation.name}
-            line |= {"unfinished": True} if conversation.unfinished else {}
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-    record = _record(conversations)
+    for one in good:
+        messages = [{"role": role, "content": content} for role, content in one.messages]
+        line = {"messages": messages, "source": one.name, **({"unfinished": True} if one.unfinished else {})}
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     if lines:
         write_atomically(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
-        record["parts"] = [{"file": path.name, "conversations": len(lines), "bytes": path.stat().st_size}]
-    folder.write(task, record, [path] if lines else [])
-
-
-def _record(conversations: Sequence[Answering]) -> dict:
-    """The counts of conversations that are complete or left out. The manifest has the same fields, summed, but `hints`:
-    for each reason why conversations were left out, what is wrong with one of them."""
-    good = [conversation for conversation in conversations if conversation.why is None]
-    bad = [(one.name, one.why, one.detail) for one in conversations if one.why is not None]
-    return {
+    record = {
         "input": len(conversations),
         "success": len(good),
         "error": dict(Counter(why for _, why, _ in bad if why in ERRORS)),
         "skipped": dict(Counter(why for _, why, _ in bad if why not in ERRORS)),
         "named": [{"conversation": name, "why": why} for name, why, _ in bad][:NAMED_BAD],
-        "answers": sum(conversation.turn for conversation in good),
-        "answer_tokens": sum(conversation.generated for conversation in good),
-        "reread": sum(conversation.reread for conversation in good),
+        "answers": sum(one.turn for one in good),
+        "answer_tokens": sum(one.generated for one in good),
+        "reread": sum(one.reread for one in good),
         "hints": {why: f"{name} {detail}" for name, why, detail in reversed(bad) if detail},
-        "parts": [],
+        "parts": [{"file": path.name, "conversations": len(good), "bytes": path.stat().st_size}] if good else [],
     }
+    folder.write(task, record, [path] if good else [])
 
 
 def _write_manifest(out: Path, plan: dict, records: Sequence[dict]) -> None:
     """Write the folder's manifest. records: of all tasks. Raises ValueError if no conversation was answered."""
-    total = add_up([_record([]), *records])
-    assert total["input"] == total["success"] + sum(Counter(total["error"] | total["skipped"]).values()), total
+    total = add_up(records)
     total["named"], hints = total["named"][:NAMED_BAD], total.pop("hints")
     if not total["success"]:
-        first = total["named"][0]["conversation"] if total["named"] else "none"
         raise ValueError(
-            f"none of {total['input']} conversations is answered ({_counts(total)}); the first left out: {first}. "
-            + "".join(f"{hint}. " for hint in hints.values())
-            + "Change the sources or the settings (for unfinished answers --max-new-tokens) and choose another folder"
+            f"none of {total['input']} conversations is answered ({_counts(total)}); the first left out: "
+            f"{total['named'][0]['conversation']}. {''.join(f'{hint}. ' for hint in hints.values())}"
+            "Change the sources or the settings (for unfinished answers --max-new-tokens) and choose another folder"
         )
     described = {"made_by": plan["made_by"], **plan["tokenizer"], **plan["settings"], **plan["mix"]}
     write_json(out / MANIFEST, {**described, "sources": count_and_hash(plan["sources"]), **total})

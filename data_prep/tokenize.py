@@ -82,7 +82,7 @@ def encode_in_parts(tokenizer: Tokenizer, text: str) -> Iterator[tuple[np.ndarra
     tokenizers put a blank before what they take for the beginning of a text.
     """
     begin = 0
-    while begin < len(text) or not text:
+    while True:
         end = _cut(text, begin)
         for lead in ("\n", "") if begin else ("",):
             encoding = tokenizer.encode_batch([lead + text[begin:end]], add_special_tokens=False)[0]
@@ -91,8 +91,7 @@ def encode_in_parts(tokenizer: Tokenizer, text: str) -> Iterator[tuple[np.ndarra
             if not lead or not (offsets[kept][:, 0] < 0).any():
                 break  # no token holds both the line end and characters of the part
         yield np.array(encoding.ids, dtype=np.int64)[kept], offsets[kept] + begin
-        begin = end
-        if not text:
+        if (begin := end) == len(text):
             return
 
 

@@ -17,14 +17,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longdraft.data_prep.chat import PLAIN, ChatEncoder
+from longdraft.data_prep.endpoints import EndpointClient
+from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
+from longdraft.data_prep.response_generation import Completion, Generate
+from longdraft.data_prep.tasks import read_machine
+from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.arguments import MANY, SAMPLING, add_drafters, add_numbers, add_target, at_least
 from longdraft.launch.console import flag, read_text, run_command, show
 
 if TYPE_CHECKING:
-    from longdraft.data_prep.endpoints import EndpointClient
-    from longdraft.data_prep.response_generation import Completion, Generate
     from longdraft.infer.engine import Engine
-    from longdraft.infer.sampling import SamplingParams
 
 # Fields of SamplingParams that are settings of every answer, and their help.
 NUMBERS = {
@@ -100,9 +103,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _regenerate(args: argparse.Namespace) -> None:
     # Imported here so that --help and a wrong argument need not wait for torch.
-    from longdraft.data_prep.chat import PLAIN, ChatEncoder
-    from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
-    from longdraft.data_prep.tasks import read_machine
     from longdraft.launch.runtime import Drafting
     from longdraft.models.fingerprint import shape_hash, tokenizer_hash
     from longdraft.models.hf import load_tokenizer, read_target_config
@@ -110,7 +110,9 @@ def _regenerate(args: argparse.Namespace) -> None:
     machine = None if args.shard is None else read_machine(args.shard)
     _check_used(args)
     args.dtype = args.dtype or "bf16"
-    sampling, settings = _sampling(args)
+    given = {name: getattr(args, name) for name in (*NUMBERS, *SERVED, *OURS) if getattr(args, name) is not None}
+    sampling = SamplingParams(**{"max_new_tokens": 1024, **given})
+    settings = {name: getattr(sampling, name) for name in {**NUMBERS, **given} if name != "seed"}
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
     drafting = Drafting(args, template)
     path, gguf_file = drafting.source
@@ -119,7 +121,8 @@ def _regenerate(args: argparse.Namespace) -> None:
     if not 2 <= positions <= shape.max_positions:
         raise ValueError(f"--max-length: {positions}; give 2 to {shape.max_positions}, the target's positions")
     tokenizer = load_tokenizer(path, gguf_file)
-    client = _endpoint_client(args, settings, tokenizer, positions) if args.endpoint else None
+    served = (_served_fields(settings), tokenizer, positions, args.model, args.concurrency or 64)
+    client = EndpointClient(args.endpoint, *served) if args.endpoint else None
     # The target's name tells its weights from others': of a local one without the path to it.
     here = Path(path).expanduser()
     target = "/".join([here.resolve().name if here.exists() else path, *([gguf_file] if gguf_file else [])])
@@ -140,7 +143,7 @@ def _regenerate(args: argparse.Namespace) -> None:
         text_field=args.text_field,
     )
 
-    def start() -> "Generate":
+    def start() -> Generate:
         if client is not None:
             client.check()
             return client
@@ -169,31 +172,18 @@ def _token_range(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2] or found[1])
 
 
-def _sampling(args: argparse.Namespace) -> "tuple[SamplingParams, dict[str, Any]]":
-    """The sampling of the answers, and the same without its seed as values for JSON."""
-    from longdraft.infer.sampling import SamplingParams
-
-    given = {name: getattr(args, name) for name in (*NUMBERS, *SERVED, *OURS) if getattr(args, name) is not None}
-    sampling = SamplingParams(**{"max_new_tokens": 1024, **given})
-    return sampling, {name: getattr(sampling, name) for name in {**NUMBERS, **given} if name != "seed"}
-
-
-def _endpoint_client(args: argparse.Namespace, settings: dict, tokenizer: Any, positions: int) -> "EndpointClient":
-    from longdraft.data_prep.endpoints import EndpointClient
-
-    # Only some servers know the last ones, so they are sent only if they are on.
+def _served_fields(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings as servers take them. Only some servers know the last ones, so they are sent only if they are on."""
     names = ["temperature", "top_p", *(name for name in ("top_k", "min_p", *SERVED) if settings.get(name))]
     # Special tokens in an answer must be visible, so that it can be left out, as an engine's answer is.
     fields = {"max_tokens": settings["max_new_tokens"], "skip_special_tokens": False}
-    fields |= {name: settings[name] for name in names}
-    return EndpointClient(args.endpoint, fields, tokenizer, positions, args.model, args.concurrency or 64)
+    return fields | {name: settings[name] for name in names}
 
 
-def _generator(engine: "Engine", sampling: "SamplingParams") -> "Generate":
+def _generator(engine: "Engine", sampling: SamplingParams) -> Generate:
     """The target as a function from prompts to completions."""
-    from longdraft.data_prep.response_generation import Completion
 
-    def generate(prompts: Sequence[list[int]], seeds: Sequence[int]) -> "Iterator[Completion]":
+    def generate(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Iterator[Completion]:
         for piece in engine.stream(prompts, [replace(sampling, seed=seed) for seed in seeds]):
             if done := piece.generation:
                 yield Completion(done.index, done.tokens, done.finish_reason == "stop")

@@ -146,6 +146,10 @@ def test_other_ends_of_a_turn(smollm2):
     assert answers(smollm2, HELLO, channel) == {"c": ["<jupyter_text>\nA boat, but large.<|im_end|>"]}
 
 
+# Expressions that raise TypeError, ZeroDivisionError, ValueError and KeyError.
+WRONG = ["tools | length", "messages[0] + 1", "1 / 0", "'a'.index('b')", "'%(x)s' % {}"]
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "why"),
     [
@@ -153,16 +157,15 @@ def test_other_ends_of_a_turn(smollm2):
         ("{{ messages[0].no.such.thing }}", HELLO, "refused_by_template"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", HELLO, "refused_by_template"),
         ("{{ ''.__class__.__mro__ }}" + CHATML, HELLO, "refused_by_template"),
-        ("{% set n = namespace(__x=1) %}" + CHATML, HELLO, "refused_by_template"),
-        ("{% set n = namespace(x=1) %}{% set n.__x = 1 %}" + CHATML, HELLO, "refused_by_template"),
+        *((f"{{{{ {wrong} }}}}" + CHATML, HELLO, "refused_by_template") for wrong in WRONG),
         (CHATML.replace("assistant\n'", "assistant\nWell, '"), HELLO, "prompt_not_kept"),
         (CHATML.replace("m['content']", "m['role']"), HELLO, "answer_not_found"),
         (CHATML.replace("m['content']", "m['content'] + m['content']"), HELLO, "answer_not_found"),
         (CHATML.replace("m['content']", "(m['content'] | length | string) + m['content']"), HELLO, "answer_not_found"),
         (MARKED.replace("m.content + '<|im_end|>' ", "''"), HELLO, "answer_not_found"),
     ],
-    ids=["two assistants", "undefined", "endless", "sandbox", "namespace", "attribute", "opens the answer", "left out",
-         "twice", "length", "empty marks"],
+    ids=["two assistants", "undefined", "endless", "sandbox", *WRONG, "opens the answer", "left out", "twice", "length",
+         "empty marks"],
 )  # fmt: skip
 def test_what_has_no_sure_mask_has_none_and_says_why(smollm2, template, messages, why):
     with pytest.raises(Unusable) as error:

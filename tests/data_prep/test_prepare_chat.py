@@ -162,25 +162,6 @@ def test_bad_conversations_are_counted_and_named(config, chats, tiny_tokenizer, 
         prepare(changed(config, max_bad_share=0.1, overwrite=True), tiny_tokenizer, "hash")
 
 
-@pytest.mark.parametrize(
-    ("expression", "error"),
-    [
-        ("tools | length", "TypeError: object of type 'NoneType' has no len()"),
-        ("m.content + 1", "TypeError: can only concatenate str"),
-        ("m.content | int / 0", "ZeroDivisionError: division by zero"),
-        ("m.content.index('absent')", "ValueError: substring not found"),
-        ("'%(x)s' % {}", "KeyError: 'x'"),
-    ],
-)
-def test_an_error_within_a_template_is_counted_and_said(config, tiny_tokenizer, expression, error):
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    write(Path(config.sources["chats.jsonl"].path), [messages])
-    config.chat_template.write_text("{% for m in messages %}{{ " + expression + " }}{% endfor %}")
-    with pytest.raises(ValueError, match=r"refused_by_template: 1") as raised:
-        prepare(config, tiny_tokenizer, "hash")
-    assert f"chats.jsonl:1 is refused by the chat template ({error}" in str(raised.value)
-
-
 def test_another_template_or_field_is_named(config, tiny_tokenizer):
     prepare(config, tiny_tokenizer, "hash")
     config.chat_template.write_text(FORGETS)

@@ -146,9 +146,7 @@ def test_every_answer_is_new_and_follows_the_new_ones(config, run, speaker, chat
     texts = [m["content"] for record in found for m in record["messages"] if m["role"] == "assistant"]
     assert manifest["answer_tokens"] == sum(len(speaker.tokenizer(text).input_ids) + 1 for text in texts)
     assert manifest["reread"] == 0 and [part["conversations"] for part in manifest["parts"]] == [7] * 8 + [4]
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"Answered: 60 of 60 conversations with {n_answers} answers of ")
-    assert "0 errors, 0 skipped, " in shown and " tokens/s -> " in shown
+    assert f"60 of 60 conversations with {n_answers} answers" in capsys.readouterr().out
 
 
 def test_answers_depend_on_nothing_but_seed_content_and_turn(config, run, tiny_tokenizer, chats, tmp_path):
@@ -198,7 +196,7 @@ def test_which_turns_are_answered(messages, expected):
             open_answers(messages)
 
 
-def test_accounts(config, run, tiny_tokenizer, tmp_path, capsys):
+def test_accounts(config, run, tiny_tokenizer, tmp_path):
     """Every reason at once. If the first turn is good and the second is not, nothing of the conversation is kept."""
     end = tiny_tokenizer.eos_token_id
     said = {
@@ -248,10 +246,6 @@ def test_accounts(config, run, tiny_tokenizer, tmp_path, capsys):
         if f"chats.jsonl:{i}" in named and one:
             assert one in (errors | skipped)[named[f"chats.jsonl:{i}"]]
     assert list(named) == sorted(named, key=lambda name: int(name.split(":")[1]))
-    shown = capsys.readouterr().out
-    assert (
-        "10 errors (empty_answer: 2, not_text: 2, " in shown and "11 skipped (answer_unasked: 1, bad_json: 1, " in shown
-    )
 
 
 def test_a_second_call_does_nothing_and_a_stopped_one_goes_on(config, run, speaker, chats, tmp_path, capsys):
@@ -336,10 +330,6 @@ def test_what_cannot_be(config, run, speaker, chats, tmp_path):
         run(config, speaker)
     with pytest.raises(ValueError, match=r"thesis\.txt holds plain text"):
         run(replace(config, sources=(str(config.out / "thesis.txt"),), out=tmp_path / "new"), speaker)
-    (config.out / "thesis.txt").unlink()
-    (config.out / "plan.json").write_text('{"settings": {}, "tokenizer": {}, "sources": {}}')
-    with pytest.raises(ValueError, match=r"plan\.json"):
-        run(config, speaker)
     new = replace(config, out=tmp_path / "new")
     with pytest.raises(ValueError, match=r"none of 60 conversations .*refused_by_template: 60") as error:
         run(new, speaker, "{% if tools|length > 0 %}x{% endif %}" + CHATML)

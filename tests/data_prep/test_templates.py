@@ -258,14 +258,3 @@ def test_ours_for_smollm2_is_the_one_its_tokenizer_carries(smollm2, opening, mes
     assert ours != smollm2.chat_template
     arguments = {"tokenize": False, "add_generation_prompt": prompt}
     assert render(chat_template=ours, **arguments) == render(**arguments)
-
-
-def test_vicuna_refuses_turns_out_of_order(smollm2):
-    encoder = ChatEncoder(smollm2, (TEMPLATES / "vicuna.jinja").read_text(encoding="utf-8"))
-    for messages in (
-        [("user", "a"), ("user", "b"), ("assistant", "c")],
-        [("assistant", "a")],
-        [("user", "a"), ("assistant", "b"), ("system", "c"), ("user", "d"), ("assistant", "e")],
-    ):
-        with pytest.raises(ValueError, match="refused_by_template"):
-            encoder.encode_document(Conversation("c", b"", tuple(messages)))

@@ -42,12 +42,6 @@ def test_call_time_state_of_the_tokenizer_does_not_matter(tiny_tokenizer):
     assert (make_encoder(tokenizer, ends_documents=True).encode(text) == expected).all()
 
 
-def test_encoder_survives_pickling(tiny_tokenizer):
-    encoder = make_encoder(tiny_tokenizer, ends_documents=True)
-    before = encoder.encode("a ship")
-    assert (pickle.loads(pickle.dumps(encoder)).encode("a ship") == before).all()
-
-
 def test_unusable_tokenizers_are_refused(tiny_tokenizer):
     with pytest.raises(ValueError, match="no Rust form"):
         make_encoder(SimpleNamespace(is_fast=False), ends_documents=True)  # type: ignore[arg-type]
