@@ -1,4 +1,4 @@
-"""Acceptance: which nodes of a tree the target's own choices confirm, and the target's choice behind the last of them.
+"""Acceptance: which nodes of a tree the target's own choices confirm, and the target's choice after the last of them.
 
 At each node the choice rule (infer/choice/slots.py) gives the target's token; the path goes down to the child that
 carries it and stops where there is none. Nothing is accepted or rejected by chance, so the result is plain decoding's.

@@ -41,7 +41,7 @@ HURDLE = 1.05
 TRYING = 0.01
 # One proposal in so many runs a stage more than pays, so that its seconds and chance stay known.
 EXPLORE_EVERY = 32
-# Before it is measured, a further query token is taken to cost this fraction of a pass of one token.
+# Before it is measured, each further query token is assumed to cost this fraction of a pass of one token.
 ROW_COST = 0.04
 
 
@@ -59,12 +59,12 @@ class Policy:
         automatic: False verifies every proposal whole.
         stages: for each class, the stage of the proposal that it comes from (`Drafter.class_stages`).
         on_host: whether the host reads results without waiting for a device. A query token in each of B slots is then
-            taken to cost as much as B of one slot, before it is measured.
-        draft_pass_budget: of a drafter whose draft pass is to be tried out (`Drafter.draft_pass_budget`).
+            assumed to cost as much as B of one slot, before it is measured.
+        try_draft_pass_beyond: of a drafter whose draft pass is to be tried out (`Drafter.try_draft_pass_beyond`).
 
     Attributes:
         rates: for each slot, how often a node of each class is right where its parent is.
-        width: the width chosen last. run: the stages that the current proposal, or the last one, runs.
+        width: the width chosen last. stages_run: how many stages the current or the last proposal runs.
         passes, drafting: what a pass of each width and a proposal of each depth cost with the slots of this step.
         draft_pass: the trial of the draft pass, if there is one.
     """
@@ -76,9 +76,9 @@ class Policy:
         automatic: bool = True,
         stages: Sequence[int] = (),
         on_host: bool = False,
-        draft_pass_budget: int | None = None,
+        try_draft_pass_beyond: int | None = None,
     ):
-        self.draft_pass = None if draft_pass_budget is None else DraftPassTrial(draft_pass_budget)
+        self.draft_pass = None if try_draft_pass_beyond is None else DraftPassTrial(try_draft_pass_beyond)
         self.widths, self.automatic, self._on_host = tuple(sorted(set(widths))), automatic, on_host
         self.stage_of_class, self.n_stages = tuple(stages), max((1, *stages))
         # Behind the rates of the nodes' classes: those of the same classes in other drafters' nodes alone, where there
@@ -97,7 +97,7 @@ class Policy:
         self._of_slots, self.rates = [self._earlier] * batch, [self._earlier.values] * batch
         for slot in range(batch):
             self.start_request(slot)
-        self.width, self.run = self.widths[-1], self.n_stages
+        self.width, self.stages_run = self.widths[-1], self.n_stages
         self._working = list(range(batch))
         self.others: Lists | None = None  # nodes of drafters without stages in the current proposal
 
@@ -142,7 +142,7 @@ class Policy:
 
     def decide(self, expected: list[float]) -> None:
         """Choose the width with the most expected tokens a second. expected: [w - 1], tokens of the w best nodes."""
-        speed, self.width = self._choose(expected, self.run)
+        speed, self.width = self._choose(expected, self.stages_run)
         self._expected.append(speed * (HURDLE if self.width > 1 else 1.0) * self.passes.table[1] / expected[0])
 
     def prune(self, tree: TokenTree, active_B: Tensor) -> tuple[TokenTree, HostCopy | None]:
@@ -185,23 +185,23 @@ class Policy:
             return Budget(max_nodes, draft_pass=draft_pass)
         self._proposals += 1
         self._working = [slot for slot, tokens in enumerate(committed) if tokens]
-        self._one_more, self.others, self.run = self._proposals % EXPLORE_EVERY == 0, None, 1
+        self._one_more, self.others, self.stages_run = self._proposals % EXPLORE_EVERY == 0, None, 1
         if self.n_stages == 1:
             return Budget(max_nodes, draft_pass=draft_pass)
         if self._on_host:
             return Budget(max_nodes, draft_pass=draft_pass, policy=self)
-        self.run = self._paying_stages()
+        self.stages_run = self._paying_stages()
         if self._one_more:
-            self.run = min(self.run + 1, self.n_stages)
-        return Budget(max_nodes, self.run, draft_pass)
+            self.stages_run = min(self.stages_run + 1, self.n_stages)
+        return Budget(max_nodes, self.stages_run, draft_pass)
 
     def begins(self, others: Lists) -> bool:
         """Whether a first stage pays beside the nodes of drafters without stages, which have classes."""
         self.others = others
-        self.run = min(self._paying_stages(others), 1)
-        if not self.run and self._one_more:
-            self.run, self._one_more = 1, False
-        return self.run > 0
+        self.stages_run = min(self._paying_stages(others), 1)
+        if not self.stages_run and self._one_more:
+            self.stages_run, self._one_more = 1, False
+        return self.stages_run > 0
 
     def goes_on(self, tree: TokenTree, first_class: int) -> bool:
         """Whether one more stage pays after `tree`, which the draft has proposed so far. The stage is taken to add a
@@ -218,11 +218,11 @@ class Policy:
                 hurdle = HURDLE
             now.append(worth)
             then.append(worth + children)
-        pays = self._speed(then, self.run + 1) > hurdle * self._speed(now, self.run)
+        pays = self._speed(then, self.stages_run + 1) > hurdle * self._speed(now, self.stages_run)
         if not pays and self._one_more:
             pays, self._one_more = True, False
         if pays or self._proposals == 1:
-            self.run += 1
+            self.stages_run += 1
             return True
         return False
 

@@ -21,8 +21,8 @@ from longdraft.models.target import Target
 
 GREEDY = SamplingParams()
 MOST_SLOTS = 8
-# Called between two steps for the requests that have come; None says that no more will come. The argument is whether
-# the engine is idle: then the call may wait for a request.
+# Called between two steps; returns the newly arrived requests, or None when no more will arrive. The argument says
+# whether the engine is idle, so that the call may block.
 Arrivals = Callable[[bool], Sequence[Request] | None]
 
 

@@ -105,7 +105,7 @@ class Runner:
             automatic,
             drafter.class_stages,
             on_host=self.on_cpu,
-            draft_pass_budget=drafter.draft_pass_budget,
+            try_draft_pass_beyond=drafter.try_draft_pass_beyond,
         )
         self._began: tuple[float, float] | None = None  # time and work when the first step since the last read began
         self._disturbed = 0  # how many of the next steps read have no typical time
@@ -155,7 +155,7 @@ class Runner:
                 expected=expected,
                 draft_pass=draft_pass,
                 drafting=drafting,
-                stages=self.policy.run,
+                stages=self.policy.stages_run,
                 draft_seconds=drafted - begin,
                 target_seconds=self._passed - drafted,
                 commit_seconds=done - self._passed,

@@ -80,7 +80,7 @@ class TokenTree:
             drafter tells what it knows about a node's chances. None: a node's class is its index.
     Siblings carry different tokens, so no prefix is verified twice and the accepted path is never ambiguous.
 
-    On the host the nodes are `lists`. A tree of tries has them from the start; those of any other tree are read from
+    `lists` holds the nodes on the host. A tree of tries has them from the start; those of any other tree are read from
     its device when they are first asked for. On a GPU that would stop the step, so whoever needs them there (the runner
     for the policy, `Combined` for its union) reads `unread` together with other tensors and gives the result to
     `take_lists`. Code that does not know where the tree is asks `on_host` first.

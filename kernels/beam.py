@@ -1,8 +1,7 @@
 """How a draft ranks its candidates: the best tokens of each node, and one level of beam search over a token tree.
 
-Shapes: B slots, T nodes that are extended, V vocabulary of the logits, K tokens, N vocabulary of the noise; in
-`beam_level` C candidates behind each node, W nodes of the new level, N rows of the tree so far, E draft vocabulary,
-K borders.
+Shapes: B slots, T nodes that are extended, V vocabulary of the logits, K tokens or borders, C candidates of each node,
+W nodes of the new level, E draft vocabulary; N vocabulary of the noise, in `beam_level` the rows of the tree so far.
 """
 
 from typing import NamedTuple

@@ -34,7 +34,7 @@ class LinearCrossEntropy(NamedTuple):
     loss_sums: Tensor  # fp32 [P], differentiable
     n_labels: Tensor  # int64 [P]
     # int64 [P, K]; [p, r] is how many labels have the (r+1)-th largest logit of their row (equal ones rank by id).
-    rank_counts: Tensor
+    top_k_counts: Tensor
 
 
 def linear_cross_entropy(
@@ -71,8 +71,8 @@ def linear_cross_entropy(
     def losses(chunk: slice, *arguments: Any) -> None:
         of_chunk(*arguments)
 
-    loss_sums, rank_counts = chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, losses)
-    return LinearCrossEntropy(loss_sums, n_labels, rank_counts)
+    loss_sums, top_k_counts = chunked(hiddens, weight_VD, labels, rows, ignore_index, top_k, losses)
+    return LinearCrossEntropy(loss_sums, n_labels, top_k_counts)
 
 
 def check_parts(
@@ -145,9 +145,9 @@ class _Chunked(torch.autograd.Function):
         ctx.grads, ctx.rows, ctx.n_states = grads, rows, [len(hidden_ND) for hidden_ND in hiddens]
         ranks_K = torch.arange(top_k, device=labels_T.device)
         parts = [slice(*ends) for ends in pairwise(borders)]
-        rank_counts_PK = torch.stack([(before_T[part, None] == ranks_K).sum(0) for part in parts])
-        ctx.mark_non_differentiable(rank_counts_PK)
-        return torch.stack([loss_T[part].sum() for part in parts]), rank_counts_PK
+        top_k_counts_PK = torch.stack([(before_T[part, None] == ranks_K).sum(0) for part in parts])
+        ctx.mark_non_differentiable(top_k_counts_PK)
+        return torch.stack([loss_T[part].sum() for part in parts]), top_k_counts_PK
 
     @staticmethod
     def backward(ctx, *scales):

@@ -28,7 +28,7 @@ class LinearDistillation(NamedTuple):
 
     loss_sums: Tensor  # fp32 [P], differentiable
     n_labels: Tensor  # int64 [P]
-    rank_counts: Tensor  # int64 [P, K], as in `LinearCrossEntropy`
+    top_k_counts: Tensor  # int64 [P, K], as in `LinearCrossEntropy`
     overlaps: Tensor  # fp32 [P], sums of min(p, q) over all rows of a part, ignored ones included; 0 if not measured
 
 

@@ -10,7 +10,7 @@ from longdraft.launch.console import INTERRUPTED, note, run_command, show
 
 COMMANDS = {
     "prepare": "pack text into shards of tokens",
-    "train": "train a draft on these shards, on every GPU through DeepSpeed's launcher",
+    "train": "train a draft on these shards, on every GPU of this machine",
     "export": "make a draft folder of a training checkpoint, reload it and compare",
     "convert": "make a draft folder of a draft that its authors published",
     "generate": "decode a prompt with any drafter",

@@ -1,7 +1,7 @@
 """The residual stream of a transformer, and the norm that reads it.
 
-On a CPU each product is one C call, together with the norm before it and the addition after it (kernels/linear.py). On
-a GPU products are a library's; there an addition waits for the norm that follows, and the two are one kernel
+On a CPU each linear layer is one C call, together with the norm before it and the addition after it
+(kernels/linear.py). On a GPU cuBLAS does the linear layers, and an addition is fused with the norm that follows it
 (kernels/rms_norm.py). Shapes: B slots, T tokens, D hidden width.
 """
 
@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, added, self.weight, self.eps)
 
 
-class Product(Protocol):
+class FusedLinear(Protocol):
     """A linear layer (models/layer.py) that can apply a norm to its input and add a residual to its output."""
 
     def __call__(self, input: Tensor, norm: RMSNorm | None = None, /, **options: Any) -> Tensor: ...
@@ -62,13 +62,13 @@ class Stream:
         self._pending = None
         return normed_BTD
 
-    def read(self, product: Product, norm: RMSNorm, **options: Any) -> Tensor:
+    def read(self, product: FusedLinear, norm: RMSNorm, **options: Any) -> Tensor:
         """product(norm(stream)); `options` are passed to the product."""
         if self._pending is None or not adds_with_norm(self._rows):
             return product(self.rows, norm, **self._product_options, **options)
         return product(self.normed(norm), **self._product_options, **options)
 
-    def add(self, product: Product, x: Tensor, post_norm: RMSNorm | None = None) -> None:
+    def add(self, product: FusedLinear, x: Tensor, post_norm: RMSNorm | None = None) -> None:
         """stream += product(x), or post_norm(product(x))."""
         if post_norm is not None or adds_with_norm(self._rows):
             added = product(x, **self._product_options)

@@ -126,8 +126,8 @@ class DraftEngine:
             group["lr"] = rate
 
     def backward(self, loss: Tensor, left_out: Tensor) -> None:
-        """Add one pass's loss to the step's, which is the sum over all passes and ranks. DeepSpeed averages over both,
-        hence the factors. The weights move after the step's last pass.
+        """Backpropagate one pass's share of the step's loss, the sum over all passes and ranks; after the last pass the
+        weights are updated. DeepSpeed averages over passes and ranks, hence the factors.
 
         Args:
             left_out: bool scalar on the device, which the host does not read: where it is true, the pass's gradient is

@@ -22,7 +22,7 @@ from longdraft.models.draft_folder import (
     target_entry,
 )
 from longdraft.models.drafts.longspec import LongSpec
-from longdraft.models.drafts.loss import RANKS
+from longdraft.models.drafts.loss import TOP_K
 from longdraft.models.hf import lasting_name
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, model_card
@@ -124,7 +124,7 @@ def _restricted(config: Config, target: Target, draft: Draft, n: int) -> Draft:
 
 def _info(config: Config, saved: dict[str, Any], entry: TargetEntry, draft: Draft) -> DraftInfo:
     noise = draft.config.noise if isinstance(draft, LongSpec) else None
-    levels: list[int] = [RANKS] * draft.config.n_heads if noise is None else list(BEAM[:noise])  # pyright: ignore
+    levels: list[int] = [TOP_K] * draft.config.n_heads if noise is None else list(BEAM[:noise])  # pyright: ignore
     heldout = saved["extra"]["heldout"]
     return DraftInfo(
         target=entry,

@@ -21,7 +21,15 @@ from longdraft.train.export import export
 from longdraft.train.model_card import draw_curves
 from longdraft.train.ranks import Ranks, failures_named
 from longdraft.train.setup import Run, describe, open_run, open_target
-from longdraft.train.step import StepResult, begin_sums, counted, measure, read_sums, train_step, where_time_goes
+from longdraft.train.step import (
+    StepResult,
+    begin_step_sum,
+    counted,
+    finish_step_sum,
+    measure,
+    train_step,
+    where_time_goes,
+)
 from longdraft.train.tracking import Tracker, read_metrics
 from longdraft.train.validation import validate
 
@@ -161,7 +169,7 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
     validates = last or step % config.heldout.every == 0
     takes_long = validates or (run.decoding is not None and step % config.decoding.every == 0)
     if takes_long:
-        read_sums(run)  # before anything is written about these weights
+        finish_step_sum(run)  # before anything is written about these weights
     if validates:
         heldout = validate(run, run.heldout_rows)
         if heldout["loss"] is None and run.heldout.get("positions") != 0:  # once a run
@@ -175,7 +183,7 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
     _decode(run, run.heldout if validates else {})
     saved = _save(run) if last or step % config.train.save_every == 0 else None
     if not last and (takes_long or saved):  # a wish to stop may have come meanwhile
-        begin_sums(run)
+        begin_step_sum(run)
     run.bar.update()
     return saved
 
@@ -192,7 +200,7 @@ def _decode(run: Run, heldout: dict[str, Any]) -> None:
 
 
 def _save(run: Run) -> Path:
-    read_sums(run)
+    finish_step_sum(run)
     extra = {
         "heldout": run.heldout,
         "wandb_id": run.tracker and run.tracker.wandb_id,

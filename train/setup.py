@@ -1,4 +1,4 @@
-"""What happens before a run's first step: check the data, load target and draft, put the engine around the draft."""
+"""The run (`Run`) and how it is opened: check the data, load target and draft, wrap the draft in DeepSpeed."""
 
 import os
 import socket
@@ -61,8 +61,8 @@ class Run:
     was not a number. `heldout`: the latest validation. `stop`: the run ends once there is something in it on any rank.
     `tracker` and a visible `bar` exist on the first rank alone.
 
-    `sums` waits for what the ranks sum at a step's end and returns it (`read_sums` in step.py). `next_input`: what the
-    next step reads, prepared while the device was still working; None before the first step.
+    `sums` waits for what the ranks sum at a step's end and returns it (`finish_step_sum` in step.py). `next_input`:
+    what the next step reads, prepared while the device was still working; None before the first step.
     """
 
     config: Config

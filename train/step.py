@@ -3,8 +3,8 @@
 A step's loss counts all labels of its rows alike, whichever rank and pass they are in; `Method.loss_weights` says how
 its parts weigh. The host runs ahead of a GPU: in a step that is neither logged nor saved it waits for what DeepSpeed
 waits for where the weights move, and for nothing else. So what the ranks sum at a step's end is read when the next
-step begins, and before anything is logged or saved. What training gives is the same as if the host had waited; only the
-error of too many passes left out comes later.
+step begins, and before anything is logged or saved. The result is the same as if the host had waited; only the error
+about too many skipped passes is raised later.
 Shapes: P parts of the loss, K ranks counted.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from longdraft.kernels.transfer import HostCopy, Moment, from_host
-from longdraft.models.drafts.loss import RANKS, DraftLoss
+from longdraft.models.drafts.loss import TOP_K, DraftLoss
 from longdraft.train.batches import EpochRow, rank_rows, read_batch, step_rows
 from longdraft.train.deepspeed_engine import learning_rate
 from longdraft.train.estimate import Operations, operations
@@ -81,14 +81,14 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
 
-def begin_sums(run: Run, n_left_out: int = 0) -> None:
-    """Begin the one sum over the ranks at a step's end: `n_left_out` of this rank's passes left out, the wish to stop,
-    and the labels of the next step's rows."""
+def begin_step_sum(run: Run, n_left_out: int = 0) -> None:
+    """Start the one all-reduce at a step's end: `n_left_out` passes that this rank skipped, whether it wants to stop,
+    and the label counts of the next step's rows."""
     n_labels = () if run.next_input is None else run.next_input.n_labels
     run.sums = run.ranks.begin_sum([n_left_out, float(bool(run.stop)), *n_labels])
 
 
-def read_sums(run: Run) -> tuple[bool, list[float]]:
+def finish_step_sum(run: Run) -> tuple[bool, list[float]]:
     """Whether any rank wished to stop, and all ranks' labels of each part of the next step's loss. The passes left out
     are counted the first time. All ranks call it before a step is logged, saved or followed by another.
 
@@ -101,7 +101,7 @@ def read_sums(run: Run) -> tuple[bool, list[float]]:
 
 
 def count_skipped(run: Run, n: int, step: int) -> None:
-    """Add n to the passes and steps that were left out; raises TrainingError above train.max_skipped."""
+    """Count n more skipped passes or steps; raises TrainingError above train.max_skipped."""
     run.skipped += n
     if run.skipped > run.config.train.max_skipped:
         raise TrainingError(
@@ -117,8 +117,8 @@ def train_step(run: Run) -> StepResult | None:
     train, ranks = run.config.train, run.ranks
     if run.next_input is None:  # the run's first step
         run.next_input = _read_input(run, run.step)
-        begin_sums(run)
-    stopping, n_labels = read_sums(run)
+        begin_step_sum(run)
+    stopping, n_labels = finish_step_sum(run)
     if stopping:
         return None
     is_logged = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.n_steps
@@ -147,7 +147,7 @@ def train_step(run: Run) -> StepResult | None:
         with clock.part("backward"):
             run.engine.backward((loss.sums * weights_P).sum(), left_out)
         losses.append(DraftLoss(*(field.detach() for field in loss)))
-    begin_sums(run, _count_left_out(run, inputs.rows_by_pass, flags))
+    begin_step_sum(run, _count_left_out(run, inputs.rows_by_pass, flags))
     # Where the norm of the whole gradient is not finite, DeepSpeed leaves weights and optimizer as they are.
     if not run.engine.deepspeed.was_step_applied():
         names = _row_names(inputs.all_rows)
@@ -173,7 +173,7 @@ def _read_input(run: Run, step: int) -> StepInput:
     return StepInput(rows, rows_by_pass, micro_batches, n_labels)
 
 
-def _forward(run: Run, micro_batch: MicroBatch, count_ranks: bool, clock: Clock) -> tuple[DraftLoss, torch.Tensor]:
+def _forward(run: Run, micro_batch: MicroBatch, count_top_k: bool, clock: Clock) -> tuple[DraftLoss, torch.Tensor]:
     """Target and draft of one pass.
 
     Returns the loss, and whether the pass is left out because its loss is not a number: bool, on the device, so that
@@ -191,7 +191,7 @@ def _forward(run: Run, micro_batch: MicroBatch, count_ranks: bool, clock: Clock)
         distillation = plan.with_states(output.of_spans)
     arguments = method.arguments(micro_batch, output, teacher)
     with clock.part("draft"):
-        loss: DraftLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_ranks, distillation)
+        loss: DraftLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_top_k, distillation)
     left_out = teacher.any(~loss.sums.detach().isfinite().all())  # ranks that share these rows leave them out together
     return DraftLoss(*(field.masked_fill(left_out, 0) for field in loss)), left_out
 
@@ -222,13 +222,13 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     that over what the first rank's card can do in bf16, where PEAKS has it; `peak_memory_gib`, of tensors, on the GPU
     that had most.
     """
-    read_sums(run)
+    finish_step_sum(run)
     loss, n_parts, ranks, train = result.loss, len(run.method.part_names), run.ranks, run.config.train
-    sums = torch.cat([loss.sums[:, None], loss.rank_counts, loss.n_labels[:, None]], dim=1).double()
-    totals = torch.tensor(ranks.sum(sums.flatten().tolist())).view(n_parts, RANKS + 2)
+    sums = torch.cat([loss.sums[:, None], loss.top_k_counts, loss.n_labels[:, None]], dim=1).double()
+    totals = torch.tensor(ranks.sum(sums.flatten().tolist())).view(n_parts, TOP_K + 2)
     loss_sums = totals[:, 0].tolist()
     weights = run.method.loss_weights(result.n_labels)
-    rates = [(row[1:-1].cumsum(0) / row[-1]).tolist() if row[-1] else [None] * RANKS for row in totals]
+    rates = [(row[1:-1].cumsum(0) / row[-1]).tolist() if row[-1] else [None] * TOP_K for row in totals]
     tokens = train.global_batch * run.config.data.seq_len
     distillation = train.distillation(run.step - 1)
     loss_sum = sum(total * weight for total, weight in zip(loss_sums, weights, strict=True))

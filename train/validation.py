@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longdraft.kernels.linear_distillation import TargetStates
 from longdraft.kernels.transfer import from_host
-from longdraft.models.drafts.loss import IGNORED, RANKS, Distillation, LossPart
+from longdraft.models.drafts.loss import IGNORED, TOP_K, Distillation, LossPart
 from longdraft.train.batches import EpochRow, Rows, read_batch
 from longdraft.train.methods.base import Method, MicroBatch
 from longdraft.train.setup import Run
@@ -34,7 +34,7 @@ def validate(run: Run, rows: Rows) -> dict[str, Any]:
     config, ranks, method, teacher = run.config, run.ranks, run.method, run.teacher
     n_parts = len(method.part_names)
     n_rows = min(config.heldout.rows, len(rows))
-    totals = torch.zeros(n_parts, 2 + 2 * (RANKS + 1) + 1, dtype=torch.float64, device=ranks.device)
+    totals = torch.zeros(n_parts, 2 + 2 * (TOP_K + 1) + 1, dtype=torch.float64, device=ranks.device)
     degree = config.train.sequence_parallel  # the number of ranks that read the same row
     n_readers = ranks.world_size // degree
     # Under ZeRO-3 every call of the engine is collective: a rank that has no row left repeats one without labels.
@@ -57,8 +57,8 @@ def validate(run: Run, rows: Rows) -> dict[str, Any]:
                 run.engine.deepspeed(*method.arguments(labelled, output, teacher), teacher.lm_head_VD, True, taught)
                 for labelled, taught in ((micro_batch, None), (micro_batch._replace(parts=labels), distillation))
             )
-            columns = [text.sums[:, None], text.n_labels[:, None], text.rank_counts, text.n_labels[:, None]]
-            columns += [choice.rank_counts, from_host(torch.tensor(n_chosen)[:, None], ranks.device)]
+            columns = [text.sums[:, None], text.n_labels[:, None], text.top_k_counts, text.n_labels[:, None]]
+            columns += [choice.top_k_counts, from_host(torch.tensor(n_chosen)[:, None], ranks.device)]
             columns += [choice.overlaps[:, None]]
             totals += torch.cat([column.double() for column in columns], dim=1)
     totals = torch.tensor(ranks.sum(totals.flatten().tolist())).view(totals.shape)
@@ -67,10 +67,10 @@ def validate(run: Run, rows: Rows) -> dict[str, Any]:
     return {
         "loss": loss if totals[:, 1].any() else None,
         "part_loss": [total / n if n else None for total, n in totals[:, :2].tolist()],
-        "rank_rates": _rates(totals[:, 2 : 3 + RANKS]),
-        "choice_rates": _rates(totals[:, 3 + RANKS : -1]),
+        "rank_rates": _rates(totals[:, 2 : 3 + TOP_K]),
+        "choice_rates": _rates(totals[:, 3 + TOP_K : -1]),
         "overlaps": [total / n if n else None for n, total in totals[:, -2:].tolist()],
-        "positions": int(totals[0, 2 + RANKS]),
+        "positions": int(totals[0, 2 + TOP_K]),
     }
 
 

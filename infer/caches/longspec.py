@@ -1,4 +1,4 @@
-"""LongSpec's block while it drafts: its own keys and values, and the pass of one level of a tree.
+"""How LongSpec's block runs one level of a tree, in C or in PyTorch, with its own keys and values.
 
 There are two implementations, and `draft_passes` chooses: one C call a level where the C kernels compute the block,
 PyTorch's operations elsewhere. infer/drafters/longspec.py says which tokens a level proposes.
@@ -101,15 +101,15 @@ def draft_rows(
     if not in_c:
         return kept
     kept.append(((n_rows, 3 * config.head_dim // 2), dtype))
-    if not _in_bytes(dtype):
+    if not _quantizes_to_int8(dtype):
         return kept
     sizes = [matrix.numbers_NI.shape for matrix in block_weights(draft, head_ED).matrices]
     return [*kept, *((size, torch.int8) for size in sizes), *((size[:1], torch.float32) for size in sizes)]
 
 
-def _in_bytes(dtype: torch.dtype) -> bool:
-    """Whether C reads block and LM head as int8, which it does where it is fast at it: a level is bound by what it
-    reads, and its first candidates hardly change (docs/log). Who asks for fp32 wants the network's own numbers."""
+def _quantizes_to_int8(dtype: torch.dtype) -> bool:
+    """Whether block and LM head are quantized to int8: for bf16 on CPUs with bf16 instructions. A level is bound by the
+    bytes that it reads, and its first candidates hardly change. An fp32 draft is left as it is."""
     return dtype == torch.bfloat16 and rows.multiplies_bf16()
 
 
@@ -207,7 +207,7 @@ class _CPasses(DraftPasses):
         scale, weights = _scale_of(target.embed_tokens), block_weights(draft, head_ED)
         assert scale is not None
         self._block = draft_block.DraftBlock(
-            weights.in_bytes() if _in_bytes(weights.dtype) else weights,
+            weights.in_bytes() if _quantizes_to_int8(weights.dtype) else weights,
             draft_block.Inputs(target.embed_tokens.weight.detach(), scale, *self._tables),
             config.n_heads, config.n_kv_heads, config.rms_norm_eps, self.window + 1,  # with a row's own key
             self._draft_kv, (cache.keys[-1], cache.values[-1]),

@@ -96,8 +96,8 @@ class StreamingCache(RingCache):
         self._sinks_LBsKd = self.keys.new_zeros(shape)  # first keys of the sinks, where these have been rotated again
 
     def settle(self) -> None:
-        """Move what exceeds the tails into the ring. On a CPU, where looking is no wait, nothing is done where no tail
-        is too long."""
+        """Move what exceeds the tails into the ring. On a CPU, where reading lengths waits for no device, it returns at
+        once if no tail is too long."""
         base_B = self.held.clamp(max=self.budget)
         tail_B = self.lengths - base_B
         moved_B = torch.where(tail_B > 2 * self._slack, tail_B - self._slack, 0)

@@ -17,7 +17,7 @@ from longdraft.infer.budget import Budget
 from longdraft.infer.requests import Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.models.drafts.projection import DraftVocabulary
+from longdraft.models.drafts.base import DraftModule
 from longdraft.models.footprint import Allocations, Buffer
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
@@ -46,8 +46,8 @@ class Drafter:
         max_nodes: the most nodes below the root that it ever proposes.
         max_depth: the deepest level that it ever proposes.
         trunk: the first `trunk` nodes of its last tree form one path, and every other node descends from it.
-        draft_pass_budget: tokens of context beyond which a draft pass may pay; the policy then tries it out
-            (`Budget.draft_pass`). None if there is nothing to try out.
+        try_draft_pass_beyond: the context length in tokens above which the policy tries the draft pass
+            (`Budget.draft_pass`); None: never.
     """
 
     needs: frozenset[str] = frozenset()
@@ -55,7 +55,7 @@ class Drafter:
     max_nodes: int
     max_depth: int
     trunk = 0
-    draft_pass_budget: int | None = None
+    try_draft_pass_beyond: int | None = None
     user: object = None  # the engine that is decoding with it
     parts: Sequence["Drafter"] = ()
 
@@ -198,7 +198,7 @@ class DeviceDrafter(Drafter):
         return ()
 
 
-def check_draft(target: Target, draft: DraftVocabulary) -> None:
+def check_draft(target: Target, draft: DraftModule) -> None:
     """Raise ValueError unless `draft` has valid token ids, and the target's dtype and device."""
     weight, ours = target.model.lm_head.weight, next(draft.parameters())
     if (ours.dtype, ours.device) != (weight.dtype, weight.device):
@@ -211,6 +211,6 @@ def check_draft(target: Target, draft: DraftVocabulary) -> None:
         raise ValueError(f"draft: its token_ids must be different and lie in 0..{vocab_size - 1}")
 
 
-def copied_head(draft: DraftVocabulary, head_ED: Tensor) -> Allocations:
+def copied_head(draft: DraftModule, head_ED: Tensor) -> Allocations:
     """The LM head's rows that a drafter copies for a restricted draft vocabulary, for `Drafter.allocations`."""
     return {} if draft.token_ids is None else {"draft vocabulary": [(head_ED.shape, head_ED.dtype)]}

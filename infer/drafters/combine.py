@@ -64,8 +64,8 @@ class Combined(Drafter):
         return [stage for of_drafter in stages for stage in of_drafter] * 2
 
     @property
-    def draft_pass_budget(self) -> int | None:
-        return next((one.draft_pass_budget for one in self.parts if one.draft_pass_budget is not None), None)
+    def try_draft_pass_beyond(self) -> int | None:
+        return next((one.try_draft_pass_beyond for one in self.parts if one.try_draft_pass_beyond is not None), None)
 
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         max_nodes = budget.max_nodes

@@ -27,12 +27,12 @@ from longdraft.models.passes import TargetOutput
 from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
-# The paper's first level has 4 nodes. More of them cost no pass of the draft, and if the target's pass over a few nodes
-# is nearly as cheap as over the root alone, they are most of what a draft brings.
+# The paper's first level has 4 nodes. More need no further pass of the draft, and where verifying a few nodes costs
+# hardly more than verifying the root, this level brings most of the gain.
 WIDTHS = (8, 16, 16, 16, 16)
-# On a CPU, where every query token costs, only a level's best nodes are extended: a step has hardly fewer tokens.
+# On a CPU, where every query token costs, only a level's best nodes are extended; a step commits almost as many tokens.
 EXTENDED_ON_CPU = 4
-# Borders between the classes of a level: how far a node's log-probability is below its parent's, in nats.
+# Borders of a level's classes, by surprise: minus a node's log-probability given its parent, in nats.
 SURPRISE = (0.05, 0.2, 0.5, 1.0, 1.7, 2.5, 3.5, 5.0, 7.0)
 
 
@@ -45,7 +45,8 @@ class LongSpecDrafter(DeviceDrafter):
 
     Args:
         target: the loaded target (models/target.py).
-        draft: a trained block, in the target's dtype and on its device.
+        draft: a trained block, in the target's dtype and on its device. A CPU with bf16 instructions runs a bf16 block
+            in int8 (infer/caches/longspec.py).
         widths: nodes of each level; ones make a chain. A lower `max_nodes` narrows all levels alike.
         extended: how many nodes of a level, the best ones, are queries of the next pass; None: all on a GPU, and
             EXTENDED_ON_CPU on a CPU.
@@ -65,7 +66,7 @@ class LongSpecDrafter(DeviceDrafter):
         self._head_ED = draft.head(target.model.lm_head.weight)
         self.max_nodes, self.max_depth = sum(self.widths), len(self.widths)
         self.extended = extended or (EXTENDED_ON_CPU if backend.is_host(self._head_ED.device) else max(self.widths))
-        self._tree_rows = 1 + sum(map(self._queries, self.widths[:-1]))  # the last level's nodes are never queries
+        self._tree_rows = 1 + sum(map(self._n_extended, self.widths[:-1]))  # the last level's nodes are never queries
         self._borders = torch.tensor(SURPRISE, device=self._head_ED.device)
         self._passes: DraftPasses | None = None
 
@@ -100,10 +101,10 @@ class LongSpecDrafter(DeviceDrafter):
         """How many positions before the roots the draft must read, at most, and the widths of the levels."""
         assert self._passes is not None
         widths = _fit(self.widths, budget.max_nodes)[: budget.stages]
-        self.num_query_tokens = self._queries(max(widths, default=1))
+        self.num_query_tokens = self._n_extended(max(widths, default=1))
         return self._passes.plan(state, len(widths)), *widths
 
-    def _queries(self, width: int) -> int:
+    def _n_extended(self, width: int) -> int:
         """How many nodes of a level of this width are extended."""
         return min(width, self.extended)
 
@@ -116,7 +117,7 @@ class LongSpecDrafter(DeviceDrafter):
         tree = TokenTree(*nodes_3BN)
         for stage, width in enumerate(widths, start=1):
             tokens_BT, scores_BT, open_BTN = level.nodes_3BW[0], level.scores_BW, level.open_BWN
-            if (left_out := tokens_BT.shape[1] - self._queries(tokens_BT.shape[1])) > 0:
+            if (left_out := tokens_BT.shape[1] - self._n_extended(tokens_BT.shape[1])) > 0:
                 tokens_BT, scores_BT = tokens_BT[:, :-left_out], scores_BT[:, :-left_out]
                 open_BTN = open_BTN[:, :-left_out, :-left_out]  # the level's own columns are the last ones
             logits_BTE = self._passes.logits(state, tokens_BT, stage, open_BTN)

@@ -17,7 +17,7 @@ from longdraft.models.schema import validated
 # Lower bounds of the groups of match lengths: matches within a group are about equally good, and a node's class names
 # the group. Length 0 is right after a replaced token.
 GROUPS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 20)
-RANKS = 3  # of a node among its siblings; later ones count as the last
+TOP_K = 3  # of a node among its siblings; later ones count as the last
 SEARCHED = 64  # occurrences of an n-gram that are compared, the most recent ones
 LONGEST = 32  # matches are not measured beyond this length
 
@@ -88,7 +88,7 @@ class PromptLookup(HostDrafter):
 
     @property
     def n_classes(self) -> int:
-        return 1 + 2 * RANKS * len(GROUPS)
+        return 1 + 2 * TOP_K * len(GROUPS)
 
     def fill(self, trie: Trie, node: int, table: NgramIndex, max_nodes: int) -> None:
         found, worth = self._collect(table, trie.tokens[0])
@@ -120,6 +120,6 @@ class PromptLookup(HostDrafter):
                 # cases.
                 chance = (agreeing + 0.5 if rank == 0 else 1 / (1 + rank)) / (agreeing + 1.5)
                 worth.append(worth[node] * chance)
-                child = trie.add(node, token, 1 + (group * RANKS + min(rank, RANKS - 1)) * 2 + (node > 0))
+                child = trie.add(node, token, 1 + (group * TOP_K + min(rank, TOP_K - 1)) * 2 + (node > 0))
             node = child
         return len(trie) > before

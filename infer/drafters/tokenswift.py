@@ -81,7 +81,7 @@ class TokenSwiftDrafter(HeadsDrafter):
         self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)), 1 + len(self.shape.nodes))
         if self._pass_allowed:
             self.max_nodes, self.max_depth = len(self._pass_shape.nodes), self._pass_shape.depth
-        self.draft_pass_budget = self._selection.budget if self._pass_allowed and draft_pass == "auto" else None
+        self.try_draft_pass_beyond = self._selection.budget if self._pass_allowed and draft_pass == "auto" else None
         self._selected: SelectedCache | None = None  # where the pass may be taken
 
     @property

@@ -155,7 +155,7 @@ class DraftBlock:
 
         Args:
             tokens_BT: int64. Slot b's all have the position lengths_B[b] + offset.
-            lengths_B: int64, committed rows of the block's own cache. The N rows behind them are the tree's so far; the
+            lengths_B: int64, committed rows of the block's own cache. The N rows after them are the tree's so far; the
                 last T of these are this pass's, which are written.
             offset: from the lengths to the tokens' position.
             mask_BTN: bool, which of the N rows each token reads, its own included.

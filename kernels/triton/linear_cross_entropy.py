@@ -21,13 +21,13 @@ MOST_BLOCK = 8192
 @triton.jit
 def _row(
     p_logits, p_labels, p_loss, p_before, row_stride, n_words, ignore_index,
-    RANKS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     label = tl.load(p_labels + i_row)
     if label == ignore_index:
         tl.store(p_loss + i_row, 0.0)
-        if RANKS:
+        if TOP_K:
             tl.store(p_before + i_row, n_words)
         return
     p_row = p_logits + i_row * row_stride
@@ -40,14 +40,14 @@ def _row(
     for start in range(0, n_words, BLOCK):
         o_v = start + tl.arange(0, BLOCK)
         b_x = tl.load(p_row + o_v, mask=o_v < n_words, other=float("-inf")).to(tl.float32)
-        if RANKS:
+        if TOP_K:
             b_before += ((b_x > label_logit) | ((b_x == label_logit) & (o_v < label))).to(tl.int32)
         higher = tl.maximum(most, tl.max(b_x, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing read yet: avoid inf - inf
         total = total * tl.exp(most - base) + tl.sum(tl.exp(b_x - base), 0)
         most = higher
     tl.store(p_loss + i_row, tl.log(total) + (most - label_logit))
-    if RANKS:
+    if TOP_K:
         tl.store(p_before + i_row, tl.sum(b_before, 0))
     if GRADIENT:
         for start in range(0, n_words, BLOCK):
@@ -75,5 +75,5 @@ def chunk_losses(
     kernel: Any = _row[(n_rows,)]  # its launch options are not in its signature
     kernel(
         logits_CV, labels_C, loss_C, before_C, logits_CV.stride(0), n_words, ignore_index,
-        RANKS=top_k > 0, GRADIENT=gradient, BLOCK=block, num_warps=max(4, block // 256),
+        TOP_K=top_k > 0, GRADIENT=gradient, BLOCK=block, num_warps=max(4, block // 256),
     )  # fmt: skip

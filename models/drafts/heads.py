@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from longdraft.models.drafts.base import DraftModule, Projection
 from longdraft.models.drafts.loss import Distillation, DraftLoss, LossPart, draft_loss
-from longdraft.models.drafts.projection import DraftVocabulary, Projection
 
 
 class HeadsConfig:
@@ -22,7 +22,7 @@ class HeadsConfig:
     draft_vocab_size: int | None
 
 
-class Heads(DraftVocabulary):
+class Heads(DraftModule):
     """Parameters: `proj.{i}.weight` [D, D], a matrix W for each head.
 
     Args:
@@ -71,7 +71,7 @@ class Heads(DraftVocabulary):
         hidden_ND: Tensor,
         parts: Sequence[LossPart],
         lm_head_VD: Tensor,
-        count_ranks: bool,
+        count_top_k: bool,
         distillation: Distillation | None = None,
     ) -> DraftLoss:
         """The training loss, with one part for each head.
@@ -80,7 +80,7 @@ class Heads(DraftVocabulary):
             hidden_ND: the target's state that `needs` names, without gradient.
             parts: head i's part is `ahead` by i + 1 (models/drafts/loss.py).
             lm_head_VD: the target's frozen LM head.
-            count_ranks: also count the labels among each head's first candidates.
+            count_top_k: also count the labels among each head's first candidates.
             distillation: the target's distributions; None trains on the labels' cross-entropy.
         """
-        return draft_loss(self.states(hidden_ND), parts, self.head(lm_head_VD), count_ranks, distillation)
+        return draft_loss(self.states(hidden_ND), parts, self.head(lm_head_VD), count_top_k, distillation)

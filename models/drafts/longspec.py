@@ -1,9 +1,10 @@
-"""LongSpec's draft (arXiv 2502.17421): config and network, one definition for training and serving.
+"""LongSpec's draft (arXiv 2502.17421): config and network.
 
 One block reads the target's token embedding: self-attention over a window of tokens, cross-attention to the keys and
 values of the target's last layer, feed-forward. The target's LM head reads its output. The block's input is only the
 embedding, so its own keys and values depend on token and position alone, and serving projects them without running the
-block. infer/drafters/longspec.py drafts with it; the authors' tensor names are in models/published.py.
+block. infer/drafters/longspec.py drafts with it, on a CPU through kernels/cpu/draft_block.inc, the same block in C; the
+authors' tensor names are in models/published.py.
 Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, d head width, E draft vocabulary. In training N
 tokens of several pieces are packed end to end, and the block runs for Q of them.
 """
@@ -20,8 +21,8 @@ from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, Size
+from longdraft.models.drafts.base import DraftModule, Projection
 from longdraft.models.drafts.loss import Distillation, DraftLoss, LossPart, draft_loss
-from longdraft.models.drafts.projection import DraftVocabulary, Projection
 from longdraft.models.layer import Experts, Layer
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.schema import Bool, Float, validated_dataclass
@@ -42,7 +43,8 @@ class LongSpecConfig:
     Attributes:
         rope: transformers' `rope_parameters`.
         window: how many tokens before its own a query reads in self-attention.
-        noise: J, the largest noise shift in training, and so the deepest tree level that serving should use.
+        noise: J, the largest noise shift in training. Shift j hides the last j tokens from cross-attention, as level j
+            of a tree does, so serving should use at most J levels.
         final_norm: an RMSNorm before the LM head.
         warm_start: start from the target's weights instead of random ones.
         draft_vocab_size: how many tokens it can propose (the buffer `token_ids` says which); None for all.
@@ -82,7 +84,7 @@ class LongSpecConfig:
 
 
 def shape_of(target: DecoderConfig) -> dict[str, Any]:
-    """The fields of SHAPE. `max_positions` is RoPE's, which may differ from the number that the target is allowed."""
+    """The fields of SHAPE. `max_positions` is RoPE's, which may differ from the target's own limit."""
     return {name: getattr(target, name) for name in SHAPE} | {"max_positions": target.rope.max_positions}
 
 
@@ -91,13 +93,13 @@ class Queries(NamedTuple):
 
     Attributes:
         rows: int64 [Q], indices of these tokens; None for all N.
-        in_window, in_target: which of the draft's own keys and of the target's keys they read.
+        self_segments, cross_segments: which queries read which of the draft's own keys, and which of the target's.
         borders: where each piece starts, then N.
     """
 
     rows: Tensor | None
-    in_window: list[Segment]
-    in_target: list[Segment]
+    self_segments: list[Segment]
+    cross_segments: list[Segment]
     borders: list[int]
 
 
@@ -118,22 +120,22 @@ def plan_queries(
     """
     assert len(shifts) == len(borders) - 1 and min(shifts, default=1) >= 1, f"shifts: {list(shifts)}"
     runs = list(pairwise(borders)) if ranges is None else list(ranges)
-    in_window, in_target, done, last, piece = [], [], 0, 0, 0
+    self_segments, cross_segments, done, last, piece = [], [], 0, 0, 0
     for start, stop in runs:
         while piece + 1 < len(shifts) and start >= borders[piece + 1]:
             piece += 1
         first, shift = borders[piece], shifts[piece]
         assert max(first, last) <= start <= stop <= borders[piece + 1], f"ranges: [{start}, {stop}) is not in a piece"
         end, last = done + stop - start, stop
-        in_window.append(Segment(done, end, max(first, start - window), stop))
+        self_segments.append(Segment(done, end, max(first, start - window), stop))
         first_seeing = min(max(start, first + shift), stop)  # earlier tokens of the piece see no target key
-        in_target.append(Segment(done + first_seeing - start, end, first, max(first, stop - shift)))
+        cross_segments.append(Segment(done + first_seeing - start, end, first, max(first, stop - shift)))
         done = end
     rows = None if ranges is None else torch.cat([torch.arange(*run) for run in runs] or [torch.empty(0).long()])
-    return Queries(rows, in_window, in_target, list(borders))
+    return Queries(rows, self_segments, cross_segments, list(borders))
 
 
-class LongSpec(DraftVocabulary):
+class LongSpec(DraftModule):
     """The block. The self-attention's q, k and v are one projection, in this order of rows; so are gate and up.
 
     Args:
@@ -273,10 +275,10 @@ class LongSpec(DraftVocabulary):
         def attend_self(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
             keys_1NKd, values_1NKd = own_kv or (k_BTKd, v_BTKd)
             window = self.config.window + 1  # includes the query's own row
-            return segment_attention(q_BTHd[0], keys_1NKd[0], values_1NKd[0], queries.in_window, window)[None]
+            return segment_attention(q_BTHd[0], keys_1NKd[0], values_1NKd[0], queries.self_segments, window)[None]
 
         def attend_cross(q_BTHd: Tensor) -> Tensor:
-            return segment_attention(q_BTHd[0], target_keys_NKd, target_values_NKd, queries.in_target)[None]
+            return segment_attention(q_BTHd[0], target_keys_NKd, target_values_NKd, queries.cross_segments)[None]
 
         return self.block(x_1ND, tables, attend_self, attend_cross)[0]
 
@@ -289,7 +291,7 @@ class LongSpec(DraftVocabulary):
         queries: Queries,
         parts: Sequence[LossPart],
         lm_head_VD: Tensor,
-        count_ranks: bool,
+        count_top_k: bool,
         distillation: Distillation | None = None,
     ) -> DraftLoss:
         """The training loss of the queries' states (see `states`), with one part for each noise shift.
@@ -297,8 +299,8 @@ class LongSpec(DraftVocabulary):
         Args:
             parts: rows of the Q states; labels index the draft vocabulary if it is restricted.
             lm_head_VD: the target's frozen LM head.
-            count_ranks: also count the labels among the first candidates.
+            count_top_k: also count the labels among the first candidates.
             distillation: the target's distributions; None trains on the labels' cross-entropy.
         """
         states_QD = self.states(embeddings_ND, positions_N, target_keys_NKd, target_values_NKd, queries)
-        return draft_loss([states_QD] * len(parts), parts, self.head(lm_head_VD), count_ranks, distillation)
+        return draft_loss([states_QD] * len(parts), parts, self.head(lm_head_VD), count_top_k, distillation)

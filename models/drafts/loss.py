@@ -14,7 +14,7 @@ from torch import Tensor
 from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
 from longdraft.kernels.linear_distillation import TargetStates, linear_distillation
 
-RANKS = 3
+TOP_K = 3
 IGNORED = -100  # a label that does not count
 
 
@@ -42,14 +42,14 @@ class DraftLoss(NamedTuple):
     Attributes:
         sums: fp32 [P], differentiable: the loss, summed over labels.
         n_labels: int64 [P], the number of labels.
-        rank_counts: int64 [P, K], how many labels have which rank among the logits.
+        top_k_counts: int64 [P, K], how many labels have which rank among the logits.
         overlaps: fp32 [P], the overlap of the draft's and the target's distribution, summed over rows; 0 if it is not
             measured.
     """
 
     sums: Tensor
     n_labels: Tensor
-    rank_counts: Tensor
+    top_k_counts: Tensor
     overlaps: Tensor
 
 
@@ -57,7 +57,7 @@ def draft_loss(
     states: Sequence[Tensor],
     parts: Sequence[LossPart],
     lm_head_VD: Tensor,
-    count_ranks: bool,
+    count_top_k: bool,
     distillation: Distillation | None = None,
 ) -> DraftLoss:
     """The loss of every part, summed over its labels. All parts are computed in one call, and go backward once.
@@ -65,11 +65,11 @@ def draft_loss(
     Args:
         states: the LM head's input for each part, [N, D].
         lm_head_VD: the frozen LM head.
-        count_ranks: also count the labels among the first RANKS candidates.
+        count_top_k: also count the labels among the first TOP_K candidates.
         distillation: None for cross-entropy of the labels.
     """
     labels, rows = ([part[i] for part in parts] for i in (1, 0))
-    options: dict[str, Any] = {"rows": rows, "ignore_index": IGNORED, "top_k": RANKS if count_ranks else 0}
+    options: dict[str, Any] = {"rows": rows, "ignore_index": IGNORED, "top_k": TOP_K if count_top_k else 0}
     if distillation is None:
         out = linear_cross_entropy(states, lm_head_VD, labels, **options)
         return DraftLoss(*out, overlaps=torch.zeros_like(out.loss_sums))

@@ -286,7 +286,7 @@ def test_a_stage_is_run_where_its_price_pays(chances, stage_seconds, wanted, on_
     runs = [stages_run(policy) for _ in range(2 * EXPLORE_EVERY)]
     more = min(3, wanted + 1)
     assert runs == [3, *[wanted] * (EXPLORE_EVERY - 2), more, *[wanted] * (EXPLORE_EVERY - 1), more]
-    assert policy.run == more
+    assert policy.stages_run == more
 
 
 def test_chances_are_those_of_the_levels():
@@ -309,7 +309,7 @@ def test_beside_a_look_up_the_first_stage_is_run_where_it_pays(look_up, chances,
     """A look-up that is mostly right takes no time and leaves a draft little to add."""
     policy = staged(chances, 0.15, other=look_up)
     assert policy.budget(9, [[0]]).policy.begins(BESIDE)  # of the first proposal all run, to know their seconds
-    assert policy.budget(9, [[0]]).policy.begins(BESIDE) == wanted == bool(policy.run)
+    assert policy.budget(9, [[0]]).policy.begins(BESIDE) == wanted == bool(policy.stages_run)
     policy.start(2)  # slots whose look-ups found more and less
     others = Lists([[0, 5, 6], [0, 7]], [[-1, 0, 1], [-1, 0]], [[0, 5, 5], [0, 5]])
     policy.passes, policy.drafting = policy._seconds[1]

@@ -62,7 +62,7 @@ def test_losses_gradients_and_ranks_equal_the_full_formula(sizes, chunk_rows, bl
         torch.testing.assert_close(out.loss_sums[i].detach(), loss, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(hidden_MD.grad, grad_MD, rtol=1e-5, atol=1e-6)
         assert out.n_labels[i] == (labels_M >= 0).sum()
-        assert out.rank_counts[i].tolist() == ranks_of(hidden_MD, weight_VD, labels_M, 20)
+        assert out.top_k_counts[i].tolist() == ranks_of(hidden_MD, weight_VD, labels_M, 20)
 
 
 def test_bf16_is_as_close_to_fp32_as_plain_arithmetic_in_bf16(plain):
@@ -97,7 +97,7 @@ def test_frozen_weight_gets_no_gradient_and_no_labels_give_zero():
     out = linear_cross_entropy(hiddens, weight_VD, labels, top_k=3)
     out.loss_sums.sum().backward()
     assert weight_VD.grad is None
-    assert out.loss_sums[1] == 0 and out.n_labels[1] == 0 and out.rank_counts[1].tolist() == [0, 0, 0]
+    assert out.loss_sums[1] == 0 and out.n_labels[1] == 0 and out.top_k_counts[1].tolist() == [0, 0, 0]
     assert hiddens[0].grad is not None and hiddens[0].grad.any()
     assert hiddens[1].grad is not None and not hiddens[1].grad.any()
 
@@ -122,7 +122,7 @@ def test_a_part_alone_is_what_it_is_among_others():
     for i in range(3):
         alone = linear_cross_entropy(hiddens[i : i + 1], weight_VD, labels[i : i + 1], top_k=3)
         torch.testing.assert_close(alone.loss_sums[0], together.loss_sums[i], rtol=2e-6, atol=0)
-        assert torch.equal(alone.rank_counts[0], together.rank_counts[i])
+        assert torch.equal(alone.top_k_counts[0], together.top_k_counts[i])
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -152,10 +152,10 @@ def test_rank_counts_equal_topk_on_many_rows():
     hidden_MD, weight_VD, labels_M = example(2000, 16, 12)
     out = linear_cross_entropy([hidden_MD], weight_VD, [labels_M], top_k=3)
     expected = ranks_of(hidden_MD, weight_VD, labels_M, 3)
-    assert out.rank_counts[0].tolist() == expected
+    assert out.top_k_counts[0].tolist() == expected
     assert sum(expected) < int(out.n_labels), "the example has no label outside the top 3"
     nothing = linear_cross_entropy([hidden_MD], weight_VD, [labels_M])
-    assert nothing.rank_counts.shape == (1, 0)
+    assert nothing.top_k_counts.shape == (1, 0)
 
 
 def test_rank_of_equal_logits_is_by_token_id():

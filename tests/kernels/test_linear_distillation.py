@@ -76,7 +76,7 @@ def test_losses_and_gradients_equal_the_definitions(objective, text_weight, rest
         torch.testing.assert_close(hidden.grad.double(), gradient, rtol=1e-4, atol=2e-6)
         logits = hidden.detach()[rows[i]] @ weight.T
         ranked = logits.topk(3, 1).indices == labels[i][:, None]
-        assert out.rank_counts[i].tolist() == ranked.sum(0).tolist()
+        assert out.top_k_counts[i].tolist() == ranked.sum(0).tolist()
         shared = torch.tensor(0.0)
         for row, taught in zip(logits, target.rows[i], strict=True):  # for any label
             seen = target.states[taught] @ weight.T

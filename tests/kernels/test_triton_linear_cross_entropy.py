@@ -140,11 +140,11 @@ def test_losses_and_gradients_are_as_close_as_plain_arithmetics(made, plain, siz
             assert (ours.detach() - exact).norm() <= allowed
         assert out.n_labels[i] == (labels_M >= 0).sum()
         if dtype == torch.float32:  # in fp16 some logits are equal, and rounding decides which is first
-            assert out.rank_counts[i].tolist() == made.ranks_of(hidden_MD, weight_VD, labels_M, K)
+            assert out.top_k_counts[i].tolist() == made.ranks_of(hidden_MD, weight_VD, labels_M, K)
 
 
 def test_no_labels_at_all_give_zero(made):
     hiddens, weight_VD, labels = made.examples([4, 3], 8, 40)
     labels = [torch.full_like(x, -100) for x in labels]
     out, grads = loss_and_gradients(made, hiddens, weight_VD, labels, torch.float32)
-    assert not out.loss_sums.any() and not out.rank_counts.any() and not any(grad.any() for grad in grads)
+    assert not out.loss_sums.any() and not out.top_k_counts.any() and not any(grad.any() for grad in grads)

@@ -98,11 +98,11 @@ def test_loss_is_each_heads_cross_entropy_and_gradient_flows_along_the_chain(kin
         torch.testing.assert_close(out.sums[i - 1], expected, rtol=1e-5, atol=1e-5)
         assert out.n_labels[i - 1] == len(rows)
         ranks = (logits.argsort(-1, descending=True) == labels[:, None]).float().argmax(1)
-        assert out.rank_counts[i - 1].tolist() == [(ranks == k).sum() for k in range(3)]
+        assert out.top_k_counts[i - 1].tolist() == [(ranks == k).sum() for k in range(3)]
     (out.sums.sum() if kind == "medusa" else out.sums[2]).backward()  # a chain's last loss alone reaches the first head
     assert all(float(layer.weight.grad.abs().sum()) > 0 for layer in draft.proj)
     assert lm_head_VD.grad is None
-    assert draft(hidden_ND, parts, lm_head_VD, False).rank_counts.shape == (3, 0)
+    assert draft(hidden_ND, parts, lm_head_VD, False).top_k_counts.shape == (3, 0)
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_three_packed_pieces_are_the_three_alone(target):
         alone.append(losses_and_gradients(draft, row, [0, len(part)], [shift], part, head))
     torch.testing.assert_close(packed.sums, sum(loss.sums for loss, _ in alone), rtol=1e-5, atol=1e-5)
     assert packed.n_labels.tolist() == [10, 0, 22, 0, 2]
-    for field in ("n_labels", "rank_counts"):
+    for field in ("n_labels", "top_k_counts"):
         assert torch.equal(getattr(packed, field), sum(getattr(loss, field) for loss, _ in alone))
     for together, *apart in zip(gradient, *(gradients for _, gradients in alone), strict=True):
         torch.testing.assert_close(together, sum(apart), rtol=1e-4, atol=1e-5)

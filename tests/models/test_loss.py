@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longdraft.models.drafts.loss import RANKS, LossPart, ahead, draft_loss
+from longdraft.models.drafts.loss import TOP_K, LossPart, ahead, draft_loss
 
 D, V = 12, 31
 
@@ -47,7 +47,7 @@ def test_each_parts_loss_gradient_and_ranks_are_pytorchs():
         expected.append(F.cross_entropy(logits, part.labels, reduction="sum"))
         order = logits.argsort(-1, descending=True)
         ranks = (order == part.labels[:, None]).float().argmax(1)
-        assert out.rank_counts[i].tolist() == [int((ranks == k).sum()) for k in range(RANKS)]
+        assert out.top_k_counts[i].tolist() == [int((ranks == k).sum()) for k in range(TOP_K)]
         assert out.n_labels[i] == len(part.labels)
     torch.testing.assert_close(out.sums, torch.stack(expected))
     weights = torch.tensor([0.3, -2.0, 5.0])

@@ -15,7 +15,7 @@ from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.build import open_method
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
 from longdraft.train.setup import Run
-from longdraft.train.step import measure, read_sums, train_step
+from longdraft.train.step import finish_step_sum, measure, train_step
 from longdraft.train.teacher import Teacher
 from longdraft.train.validation import validate
 
@@ -180,12 +180,12 @@ def test_rows_without_a_number_are_left_out_unseen(opened, pretended_cuda, capsy
     """The host learns of them once the step is queued; their gradient is already zero by then."""
     run = opened(METHODS[name], poisoned=True)
     expected = step(run, pretended_cuda)
-    read_sums(run)
+    finish_step_sum(run)
     with pretended_cuda.PretendedCuda() as gpu:
         run = opened(METHODS[name], gpu, poisoned=True)
         assert_close(step(run, pretended_cuda), expected, 1e-5, 1e-4)
         step_without_a_wait(run, gpu, pretended_cuda)
-        read_sums(run)
+        finish_step_sum(run)
     assert run.skipped == 2
     said = [line[:43] for line in capsys.readouterr().out.splitlines() if " is not a number for rows 1 (epoch " in line]
     assert said == [f"The loss of step {n} is not a number for rows" for n in (1, 1, 2)]

@@ -75,8 +75,8 @@ class MicroBatch(NamedTuple):
         batch = self.batch._replace(tokens=move(self.batch.tokens), supervised=move(self.batch.supervised))
         queries = self.queries
         if queries is not None:
-            send_segments(queries.in_window, device)
-            send_segments(queries.in_target, device)
+            send_segments(queries.self_segments, device)
+            send_segments(queries.cross_segments, device)
             queries = queries._replace(rows=None if queries.rows is None else move(queries.rows))
         parts = [LossPart(*map(move, part)) for part in self.parts]
         distillation = self.distillation
@@ -126,8 +126,7 @@ class Method(ABC):
 
     @abstractmethod
     def target_rows(self, micro_batch: MicroBatch, part: int) -> Tensor:
-        """For each label of a part, the index in N of the token after which the target itself predicts what the label
-        stands for, int64 [M]."""
+        """For each label of a part, the index in N of the token whose target distribution predicts it, int64 [M]."""
 
     def with_distillation(self, micro_batch: MicroBatch, objective: str, text_weight: float) -> MicroBatch:
         """The same pass, on the host, with a loss against the target's distribution at all of its labels."""

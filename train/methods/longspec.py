@@ -52,12 +52,12 @@ class LongSpecMethod(Method):
         rows, queries = micro_batch.parts[part].rows, micro_batch.queries
         return rows if queries is None or queries.rows is None else queries.rows[rows]
 
-    def _shift(self, noise: int) -> int:
+    def _shift(self, bits: int) -> int:
         """The noise shift, 1 to J, that 64 random bits stand for."""
         if self._level_weights is None:
-            return 1 + noise % len(self.part_names)
+            return 1 + bits % len(self.part_names)
         sums = list(accumulate(map(Fraction, self._level_weights)))  # exact: the same shift on every machine
-        return 1 + bisect_right(sums, sums[-1] * noise / 2**64)
+        return 1 + bisect_right(sums, sums[-1] * bits / 2**64)
 
     def _pass(self, batch: Batch, span: Span | None, share: float, positions: Tensor, shifts: list[int]) -> MicroBatch:
         """`shifts`: the noise shift of each piece."""

@@ -1,4 +1,4 @@
-"""What every draft is made of: its linear layer, and its vocabulary, which may be a part of the target's.
+"""The base of every draft network: its linear layer, and its vocabulary, which may be a part of the target's.
 
 The LM head is most of a small draft's time, and a few tokens make up most of a text. Tokens that are left out cost
 acceptance, never exactness. train/vocabulary.py chooses them. Shapes: V vocabulary, E draft vocabulary, D hidden.
@@ -39,7 +39,7 @@ class Projection(Linear):
         return y if residual is None else y + residual
 
 
-class DraftVocabulary(nn.Module):
+class DraftModule(nn.Module):
     """Base of every draft: the buffer `token_ids`, int64 [E], of the tokens that it can propose; None for all tokens.
 
     If it is set, the draft's logits and labels are indices into it.
