@@ -150,16 +150,18 @@ def logits_of_all_prefixes(target, prompt):
     return found
 
 
-class Counted(SmallModelDrafter):
-    """Counts what it drafts inside TriForce, and what of it the inner level accepts."""
+def count_tokens(inner: SmallModelDrafter) -> dict[str, int]:
+    """Counts what this drafter inside TriForce drafts, and what of it the inner level accepts."""
+    counts, on_step = {"drafted": 0, "accepted": 0}, inner.on_step
 
-    drafted = accepted = 0
-
-    def on_step(self, state, tree, accepted, output):
+    def watched(state, tree, accepted, output):
         took_part_B = accepted.counts > 0
-        self.drafted += int(((tree.parents >= 0).sum(1) * took_part_B).sum())
-        self.accepted += int((accepted.counts - 1).clamp(min=0).sum())
-        super().on_step(state, tree, accepted, output)
+        counts["drafted"] += int(((tree.parents >= 0).sum(1) * took_part_B).sum())
+        counts["accepted"] += int((accepted.counts - 1).clamp(min=0).sum())
+        on_step(state, tree, accepted, output)
+
+    inner.on_step = watched
+    return counts
 
 
 def test_first_three_tokens_have_the_computed_distribution(tiny_target):
@@ -179,12 +181,13 @@ def test_first_three_tokens_have_the_computed_distribution(tiny_target):
     seen, want = (torch.cat([x[common], x[~common].sum()[None]]) for x in (observed, expected))
     assert stats.chisquare(seen[want > 0].numpy(), want[want > 0].numpy()).pvalue > 1e-3
     params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=3) for seed in range(500)]
-    inner = Counted(target, tiny_target(vocab_size=6, std=0.5, n_layers=1, seed=5))
-    triforce = TriForceDrafter(target, inner, chain=2, budget=2, chunk=1)
+    small = tiny_target(vocab_size=6, std=0.5, n_layers=1, seed=5)
+    triforce = TriForceDrafter(target, small, chain=2, budget=2, chunk=1)
+    counts = count_tokens(triforce.inner)
     for drafter in ("plain", tokenswift(target, TreeShape.cartesian((2, 2))), triforce):
         found = Engine(target, drafter, slots=250, nodes=None).generate([prompt] * 500, params)
         assert [one.tokens for one in found] == torch.stack(tokens, 1)[:500].tolist()
-    assert 0.1 < inner.accepted / inner.drafted < 0.7
+    assert 0.1 < counts["accepted"] / counts["drafted"] < 0.7
     assert 50 < sum(one.stats.steps == 1 for one in found) < 450  # both of the chain's tokens accepted at once
 
 
