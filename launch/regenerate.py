@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,7 @@ def _regenerate(args: argparse.Namespace) -> None:
         if client is not None:
             client.check()
             return client
-        return _generator(drafting.open_engine(sampling.max_new_tokens, args.batch or 8), sampling)
+        return partial(_generate, drafting.open_engine(sampling.max_new_tokens, args.batch or 8), sampling)
 
     encoder = ChatEncoder(tokenizer, PLAIN if args.prompt_tokens else template)
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, machine, lambda line: show(f"{line}\n"))
@@ -180,15 +181,12 @@ def _served_fields(settings: dict[str, Any]) -> dict[str, Any]:
     return fields | {name: settings[name] for name in names}
 
 
-def _generator(engine: "Engine", sampling: SamplingParams) -> Generate:
-    """The target as a function from prompts to completions."""
-
-    def generate(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Iterator[Completion]:
-        for piece in engine.stream(prompts, [replace(sampling, seed=seed) for seed in seeds]):
-            if done := piece.generation:
-                yield Completion(done.index, done.tokens, done.finish_reason == "stop")
-
-    return generate
+def _generate(
+    engine: "Engine", sampling: SamplingParams, prompts: Sequence[list[int]], seeds: Sequence[int]
+) -> Iterator[Completion]:
+    for piece in engine.stream(prompts, [replace(sampling, seed=seed) for seed in seeds]):
+        if done := piece.generation:
+            yield Completion(done.index, done.tokens, done.finish_reason == "stop")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Small tokenizers, and a corpus in which all documents are different."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,19 +73,36 @@ def bos_tokenizer() -> PreTrainedTokenizerBase:
     return byte_level_tokenizer(sets_bos=True)
 
 
-@pytest.fixture(scope="session")
-def blank_tokenizer() -> PreTrainedTokenizerBase:
-    """Like Llama 2's: encoding puts a blank before every text, decoding removes the first one, and bytes are tokens."""
-    words = ["<unk>", "<s>", "</s>", *"▁:\nAUadeghiloprstuwx", "▁t", "▁th", "▁the", "at", "ate"]
-    words += [f"<0x{byte:02X}>" for byte in range(256)]
-    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("a", "t"), ("at", "e")]
-    ids = {word: i for i, word in enumerate(words)}
+def make_sentencepiece(kind: str, words: Sequence[str], strips: bool = True) -> PreTrainedTokenizerFast:
+    """Like Llama 2's: words begin with ▁, and bytes are tokens.
+
+    kind: "always" puts ▁ before every text by a normalizer, "first" and "never" are schemes of a pre-tokenizer. words:
+    tokens, each merged letter by letter. strips: whether decoding removes the first blank.
+    """
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "\n", *map(chr, range(33, 127))]
+    tokens = dict.fromkeys([*tokens, *(word[:i] for word in words for i in range(2, len(word) + 1))])
+    merges = [(word[:i], word[i]) for word in words for i in range(1, len(word))]
+    ids = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(steps)
-    tokenizer.add_special_tokens(words[:3])
+    if kind == "always":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    steps: list = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if strips else [])])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def sentencepiece() -> Callable[..., PreTrainedTokenizerFast]:
+    return make_sentencepiece
+
+
+@pytest.fixture(scope="session")
+def blank_tokenizer() -> PreTrainedTokenizerFast:
+    """Encoding puts a blank before every text, decoding removes the first one, and bytes are tokens."""
+    return make_sentencepiece("always", ["▁the", "ate"])
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import sys
 from functools import cache
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from longdraft.data_prep.chat import ChatEncoder
@@ -302,34 +302,12 @@ def test_no_clock_and_no_template(smollm2, tiny_tokenizer):
     }
 
 
-def sentencepiece_like(kind: str, reaches_eos: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer whose words begin with ▁, like Llama 2's, by a pre-tokenizer, or by a normalizer before each text."""
-    words = ["▁A", "▁boat", "▁ship", "▁", "</", "s>"]
-    letters = sorted(set("▁What is a ship?A boat, but large.And small[INST]/\n<s>") - {" "})
-    vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *letters])}
-    merges = []
-    for word in words:
-        for i in range(1, len(word)):
-            pair = (word[:i], word[i])
-            vocabulary.setdefault(word[: i + 1], len(vocabulary))
-            merges.append(pair)
-    if reaches_eos:
-        merges.append(("</", "s>"))
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
-    if kind == "normalizer":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in ("<unk>", "<s>", "</s>")]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+WORDS = ["▁A", "▁boat", "▁ship", "</", "s>"]
 
 
-@pytest.mark.parametrize("kind", ["first", "never", "normalizer"])
-def test_tokenizers_that_begin_words_with_a_blank(kind):
-    tokenizer = sentencepiece_like(kind)
+@pytest.mark.parametrize("kind", ["first", "never", "always"])
+def test_tokenizers_that_begin_words_with_a_blank(sentencepiece, kind):
+    tokenizer = sentencepiece(kind, WORDS, strips=False)
     messages = [("user", "What is a ship?"), ("assistant", "A boat."), ("user", "And a boat?"), ("assistant", "small")]
     encoded = encode(tokenizer, messages, LLAMA2)
     assert encoded.tokens.tolist() == reference(tokenizer, messages, LLAMA2)
@@ -338,8 +316,8 @@ def test_tokenizers_that_begin_words_with_a_blank(kind):
     assert [(spelled.tokens == token).sum() for token in (1, 2)] == [1, 1]
 
 
-def test_a_special_token_that_text_reaches_is_refused():
-    tokenizer = sentencepiece_like("first", reaches_eos=True)
+def test_a_special_token_that_text_reaches_is_refused(sentencepiece):
+    tokenizer = sentencepiece("first", ["</s>", *WORDS], strips=False)
     assert answers(tokenizer, HELLO, LLAMA2) == {"c": [" A boat, but large. </s>"]}
     with pytest.raises(Unusable, match="special_token_in_text"):
         answers(tokenizer, [("user", "a </s> b"), ("assistant", "A boat.")], LLAMA2)

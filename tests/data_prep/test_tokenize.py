@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from longdraft.data_prep import tokenize
 from longdraft.data_prep.documents import Document
@@ -78,27 +77,13 @@ LONG_TEXTS = {
 }
 
 
-def metaspace(scheme: str) -> Tokenizer:
-    """Like SentencePiece's BPE in Llama 2 ("always", by its normalizer) and Mistral ("first")."""
-    words = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz", "▁a", "▁t", "he"]
-    merges = [("▁", "a"), ("▁", "t"), ("h", "e")]
-    model = models.BPE({word: i for i, word in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True)
-    tokenizer = Tokenizer(model)
-    steps: list = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if scheme == "always":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    return tokenizer
-
-
 @pytest.mark.parametrize("kind", ["byte level", "smollm2", "always", "first"])
 @pytest.mark.parametrize("name", LONG_TEXTS)
-def test_the_parts_of_a_long_text_are_decoded_to_it(tiny_tokenizer, smollm2, monkeypatch, kind, name):
+def test_the_parts_of_a_long_text_are_decoded_to_it(tiny_tokenizer, smollm2, sentencepiece, monkeypatch, kind, name):
     text = LONG_TEXTS[name]
     theirs = {"byte level": tiny_tokenizer, "smollm2": smollm2}.get(kind)
-    tokenizer = metaspace(kind) if theirs is None else rust_tokenizer(theirs.backend_tokenizer.to_str())
+    theirs = theirs or sentencepiece(kind, ["▁a", "▁t", "he"])
+    tokenizer = rust_tokenizer(theirs.backend_tokenizer.to_str())
     ((whole, _),) = encode_in_parts(tokenizer, text)
     monkeypatch.setattr(tokenize, "LONG", 200)
     parts = list(encode_in_parts(tokenizer, text))
