@@ -21,7 +21,7 @@ from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 from longdraft.benchmarks.drafters.other_formats import write_files
 from longdraft.benchmarks.drafters.papers import PAPERS, PROMPT, beside
 from longdraft.benchmarks.drafters.pictures import draw_report
-from longdraft.benchmarks.drafters.prompts import Asked, LeftOut, Reader, fitting, make_tasks
+from longdraft.benchmarks.drafters.prompts import Asked, Reader, make_tasks, named_with_tokens
 from longdraft.benchmarks.drafters.record import Record, checkpoint_digest, digest, draft_digest, recorded
 from longdraft.benchmarks.drafters.suites import SUITES, Suite
 from longdraft.benchmarks.drafters.text_report import table
@@ -99,7 +99,7 @@ def run_bench(args: argparse.Namespace) -> dict:
     asked, left_out = ([], []) if suite is None else suite_questions(drafting, suite, settings)
     texts = texts_of(args) if suite is None else []
     with recorded(args.out, asked_for(drafting, settings, asked or texts)) as record:
-        record.leave_out([question._asdict() for question in left_out])
+        record.leave_out(left_out)
         target, form = _open_target(drafting, asked, settings.new_tokens, record)
         if suite is None:
             asked = make_tasks(target, texts_for(target, args, texts), args.tasks)
@@ -222,7 +222,7 @@ def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
     return settings
 
 
-def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -> tuple[list[Asked], list[LeftOut]]:
+def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -> tuple[list[Asked], list[dict]]:
     """A suite's questions that the target has room for, and those left out, which are listed. Loads no weights."""
     args, source = drafting.args, drafting.source
     if args.data is None:
@@ -232,14 +232,15 @@ def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -
         if args.prompts > len(questions):
             raise ValueError(f"--prompts: {args.prompts} must lie in 1..{len(questions)}, the suite's questions there")
         questions = _evenly(questions, args.prompts)
-    room = suite.room(read_target_config(*source, drafting.max_positions).max_positions, settings.new_tokens)
-    asked, left_out = fitting(Reader(Path(source[0]).name, load_tokenizer(*source)), questions, room)
-    for why in dict.fromkeys(one.why for one in left_out):
-        named = [f"{one.id} ({one.tokens} tokens)" for one in left_out if one.why == why]
-        note(f"{len(named)} of {len(questions)} questions are left out, {why}: {', '.join(named)}")
+    positions = read_target_config(*source, drafting.max_positions).max_positions
+    reader = Reader(Path(source[0]).name, load_tokenizer(*source))
+    asked, left_out = suite.fitting(reader, questions, positions, settings.new_tokens)
+    for why in dict.fromkeys(one["why"] for one in left_out):
+        named = [one for one in left_out if one["why"] == why]
+        note(f"{len(named)} of {len(questions)} questions are left out, {why}: {named_with_tokens(named)}")
     if not asked:
         raise ValueError(
-            f"--suite: none of {len(questions)} questions fits ({left_out[0].why}); ask for fewer --new-tokens than "
+            f"--suite: none of {len(questions)} questions fits ({left_out[0]['why']}); ask for fewer --new-tokens than "
             f"{settings.new_tokens} or take a target with more positions"
         )
     return asked, left_out

@@ -29,8 +29,7 @@ class EngineAnswers:
 
     def __init__(self, engine: Engine):
         self.engine, drafter = engine, engine.drafter
-        drafters = drafter.parts or [drafter]
-        self.learns = any(isinstance(one, TokenRecycling) for one in drafters)
+        self.learns = any(isinstance(one, TokenRecycling) for one in drafter.parts or [drafter])
         self.max_depth = drafter.max_depth
 
     def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
@@ -43,7 +42,7 @@ class EngineAnswers:
         stats = last.stats
         seconds = {f"{part}_seconds": round(getattr(stats, f"{part}_seconds"), 6) for part in PARTS}
         told = len(prompt), last.tokens, last.text, last.finish_reason, lengths, arrivals, stats.drafted
-        return Answer(*told, decisions=dict(stats.decisions), **seconds)
+        return Answer(*told, **seconds)
 
 
 class TransformersAnswers:
@@ -128,16 +127,15 @@ def converse(
     """Return the answers to a question's turns, each turn following this answerer's own earlier answers, and in words
     why turns are missing ("" if none are)."""
     turns: list[Answer] = []
+    texts: list[str] = []
     positions = target.model.config.max_positions
     for number in range(len(question.turns)):
-        prompt = question.prompt(target, [_text(target, turn) for turn in turns])
+        prompt = question.prompt(target, texts)
         if turns and len(prompt) + params.max_new_tokens > positions:
             return turns, f"turn {number + 1} has {len(prompt)} tokens, too long for the target's {positions} positions"
-        turns.append(answerer.answer(prompt, params))
+        answer = answerer.answer(prompt, params)
+        turns.append(answer)
+        if number + 1 < len(question.turns):
+            decode = target.tokenizer.decode
+            texts.append(answer.text if answer.text is not None else decode(answer.tokens, skip_special_tokens=True))
     return turns, ""
-
-
-def _text(target: Target, answer: Answer) -> str:
-    if answer.text is not None:
-        return answer.text
-    return target.tokenizer.decode(answer.tokens, skip_special_tokens=True)

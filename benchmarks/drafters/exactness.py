@@ -9,9 +9,9 @@ the proof, the strongest first:
   off        nothing is proved, and the result says so
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -77,38 +77,43 @@ def choose_form(asked: str | None, config: DecoderConfig, dtype: torch.dtype, ro
         raise ValueError(f"--exactness: {asked}, but --dtype fp32 holds the whole target in fp32; leave it out")
     needed = {form: needed_bytes(form, config, dtype, room) for form in possible}
     fitting = [form for form in possible if room.free is None or needed[form] <= room.free]
-    form, free = asked or next(iter(fitting), "off"), size(room.free or 0)
+    form = asked or next(iter(fitting), "off")
     if form not in fitting or (form == "off" and asked is None):
         ways = ", ".join(f"{one} takes {size(count)}" for one, count in needed.items() if one != "off")
         raise ValueError(
             f"{'--exactness' if fitting else '--target'}: {form} does not fit with a cache of {room.longest} "
-            f"positions: {ways}, and {free} is free; give another --exactness, a smaller target or fewer tokens"
+            f"positions: {ways}, and {size(room.free or 0)} is free; give another --exactness, a smaller target or "
+            "fewer tokens"
         )
-    first, words = NAMES[first_dtype(form, dtype)], describe_form(form, dtype)
-    return form, f"Loading in {first}, to show exactness in {words}: takes {size(needed[form])}"
+    loaded = f"Loading in {NAMES[first_dtype(form, dtype)]}, to show exactness in {describe_form(form, dtype)}"
+    return form, f"{loaded}: takes {size(needed[form])}"
 
 
 def needed_bytes(form: str, config: DecoderConfig, dtype: torch.dtype, room: Room) -> int:
     """Bytes of target, caches and passes at the peak, in the proof or while speeds are measured."""
     layer, outside = layer_weights(config)
-    in_layers, whole = config.n_layers * layer, config.n_layers * layer + outside
-    weights = {"fp32": 4 * whole, "layerwise": dtype.itemsize * in_layers + 4 * (layer + outside)}
+    whole = config.n_layers * layer + outside
+    weights = {"fp32": 4 * whole, "layerwise": dtype.itemsize * config.n_layers * layer + 4 * (layer + outside)}
+    speeds = dtype.itemsize * whole
 
     def decoding(slots: int, positions: int, computed: torch.dtype) -> int:
         cache = cache_rows(config, slots * (positions + SLACK_ROWS), computed)
-        logits = 2 * slots * SLACK_ROWS * config.vocab_size * computed.itemsize
-        return size_of(cache) + logits + pass_bytes(config, PREFILL_ROWS, computed)
+        logits = (2 * slots * SLACK_ROWS, config.vocab_size), computed
+        return size_of([*cache, logits]) + pass_bytes(config, PREFILL_ROWS, computed)
 
     in_proof = torch.float32 if form in weights else dtype
-    proof = weights.get(form, dtype.itemsize * whole) + decoding(PROMPTS, room.prompt_tokens + TOKENS, in_proof)
-    speeds = dtype.itemsize * whole + decoding(1, room.longest, dtype)
-    return int(MARGIN * max(proof, speeds)) + room.beside
+    proof = weights.get(form, speeds) + decoding(PROMPTS, room.prompt_tokens + TOKENS, in_proof)
+    return int(MARGIN * max(proof, speeds + decoding(1, room.longest, dtype))) + room.beside
 
 
 def describe_form(form: str, dtype: torch.dtype) -> str:
     """The form in words: in which precision the target is, and which part of it."""
-    forms = {"fp32": "fp32, all layers", "layerwise": "fp32, all layers, one at a time"}
-    return forms.get(form, "nothing: --exactness off" if form == "off" else f"{NAMES[dtype]} alone")
+    return {
+        "fp32": "fp32, all layers",
+        "layerwise": "fp32, all layers, one at a time",
+        "serving": f"{NAMES[dtype]} alone",
+        "off": "nothing: --exactness off",
+    }[form]
 
 
 def first_dtype(form: str, dtype: torch.dtype) -> torch.dtype:
@@ -162,77 +167,83 @@ def prove(
         params: seed and end tokens of the requests.
         dtype: that of the speeds.
 
-    Returns: `exact` (None if it was not proved in fp32), `exact_checked` (what was compared, in words) and `proof`,
-    with the Differences by drafter in the form "serving". Nothing if there is no drafter.
+    Returns: `exact` (None if it was not proved in fp32), `exact_checked` (what was compared, in words) and `proof`: the
+        form, and for "serving" the `count_flips` of each drafter. Nothing if there is no drafter.
 
     Raises: NotExact for a drafter whose tokens differ, in the serving dtype at more than a near-tie.
     """
     if not builders:
         return {}
-    serving, words = form == "serving", describe_form(form, dtype)
-    proof: dict[str, Any] = {"form": form, "words": words, "complete": form in ("fp32", "layerwise")}
+    words = describe_form(form, dtype)
     if form == "off":
-        return {"exact": None, "exact_checked": words, "proof": proof}
-    some, plain, greedy = prompts[:PROMPTS], Engine(target), replace(params, max_new_tokens=TOKENS)
+        return {"exact": None, "exact_checked": words, "proof": {"form": form}}
+    serving, some, plain = form == "serving", prompts[:PROMPTS], Engine(target)
     # Where the gap of a flip is measured, no filter may cut off one of its two tokens.
-    sampled = replace(greedy, temperature=1.0, top_p=1.0 if serving else 0.95)
-    found, tokens = {}, 0
+    greedy = replace(params, max_new_tokens=TOKENS)
+    both = greedy, replace(greedy, temperature=1.0, top_p=1.0 if serving else 0.95)
+    found = {}
     for name, build in builders.items():
         engine = Engine(target, build(target), nodes=None)
         log(f"proof in {NAMES[dtype] if serving else 'fp32'} that {name} is exact")
-        counted = [count_differences(plain, engine, name, some, one, exactly=not serving) for one in (greedy, sampled)]
-        found[name], tokens = asdict(sum(counted, Differences())), sum(one.tokens for one in counted)
-    if serving:
-        proof["flips"] = found
+        found[name] = count_flips(plain, engine, name, some, both, exactly=not serving)
+    tokens = next(iter(found.values()))["tokens"]
     how = f"{tokens} tokens a drafter in {words}, greedy and T 1{'' if serving else ' with top-p 0.95'}"
+    proof = {"form": form} | ({"flips": found} if serving else {})
     return {"exact": None if serving else True, "exact_checked": how, "proof": proof}
 
 
-@dataclass(frozen=True)
-class Differences:
-    """How many of a drafter's tokens differ from plain decoding's, each after plain decoding's text.
-
-    Attributes:
-        largest_gap: largest difference between the logits (with the noise) of the two tokens of a flip.
-        near_tie: the gap that the dtype's own rounding may flip, None if there was no flip.
-    """
-
-    flips: int = 0
-    tokens: int = 0
-    largest_gap: float = 0.0
-    near_tie: float | None = None
-
-    def __add__(self, other: "Differences") -> "Differences":
-        near_ties = [one for one in (self.near_tie, other.near_tie) if one is not None]
-        gap = max(self.largest_gap, other.largest_gap)
-        return Differences(self.flips + other.flips, self.tokens + other.tokens, gap, max(near_ties, default=None))
-
-
-def count_differences(
+def count_flips(
     plain: Engine,
     engine: Engine,
     name: str,
     prompts: Sequence[list[int]],
-    params: SamplingParams,
+    several: Iterable[SamplingParams],
     exactly: bool = False,
-) -> Differences:
-    """Count where an engine's tokens differ from plain decoding's, in any dtype. After each difference the engine
+) -> dict[str, Any]:
+    """Count the tokens of an engine that differ from plain decoding's, in any dtype. After each difference the engine
     continues from plain decoding's token; that is comparable because the noise depends on the position alone.
 
     Args:
         name: of the engine's drafter.
-        params: for every prompt; without filters and penalties unless `exactly`.
+        several: the parameters, each for every prompt; without filters and penalties unless `exactly`.
         exactly: no token may differ.
+
+    Returns: the counts `flips` and `tokens`, `largest_gap` between the logits (with the noise) of the two tokens of a
+        flip, and `near_tie`, the gap that rounding may flip (None if there was no flip).
 
     Raises: NotExact if a token differs, or else if the two tokens of a flip are further apart than rounding explains.
     """
-    target, right = plain.target, [one.tokens for one in plain.generate(prompts, params)]
-    rest, gaps = list(zip(prompts, right, strict=True)), []
+    flips, tokens, largest, near_tie = 0, 0, 0.0, 0.0
+    for params in several:
+        right = [one.tokens for one in plain.generate(prompts, params)]
+        gaps = [
+            _gap(plain.target, *flip, params)
+            for flip in _flips(engine, name, zip(prompts, right, strict=True), params, exactly)
+        ]
+        flips, tokens = flips + len(gaps), tokens + sum(map(len, right))
+        if not gaps:
+            continue
+        rounding = NEAR_TIE * _width_error(plain.target, prompts[0] + right[0], len(prompts[0]) - 1, engine)
+        if max(gaps) > rounding:
+            raise NotExact(
+                f"exact: NO, {name} has a token instead of plain decoding's where the two are {max(gaps):.3f} apart, "
+                f"and rounding turns {rounding:.3f} at most; no speed is worth a number"
+            )
+        largest, near_tie = max(largest, *gaps), max(near_tie, rounding)
+    return {"flips": flips, "tokens": tokens, "largest_gap": largest, "near_tie": near_tie if flips else None}
+
+
+def _flips(
+    engine: Engine, name: str, texts: Iterable[tuple[list[int], list[int]]], params: SamplingParams, exactly: bool
+) -> Iterator[tuple[list[int], int, int]]:
+    """Decode pairs of a prompt and plain decoding's tokens, and yield for each token that differs the text before it,
+    plain decoding's token, and the engine's."""
+    rest = list(texts)
     while rest:
         requests = [params if exactly else replace(params, max_new_tokens=len(expected)) for _, expected in rest]
         found = [one.tokens for one in engine.generate([prompt for prompt, _ in rest], requests)]
-        after_flips = []
-        for i, ((prompt, expected), tokens) in enumerate(zip(rest, found, strict=True)):
+        pairs, rest = list(zip(rest, found, strict=True)), []
+        for i, ((prompt, expected), tokens) in enumerate(pairs):
             at = next((t for t, (a, b) in enumerate(zip_longest(expected, tokens)) if a != b), None)
             if at is None:
                 continue
@@ -242,20 +253,9 @@ def count_differences(
                     f"exact: NO, {name} differs from plain decoding in fp32 at prompt {i}, token {at}: {of_each}; no "
                     "speed is worth a number"
                 )
-            gaps.append(_gap(target, prompt + expected[:at], expected[at], tokens[at], params))
+            yield prompt + expected[:at], expected[at], tokens[at]
             if expected[at + 1 :]:
-                after_flips.append((prompt + expected[: at + 1], expected[at + 1 :]))
-        rest = after_flips
-    count = sum(map(len, right))
-    if not gaps:
-        return Differences(0, count)
-    near_tie = NEAR_TIE * _width_error(target, prompts[0] + right[0], len(prompts[0]) - 1, engine)
-    if max(gaps) > near_tie:
-        raise NotExact(
-            f"exact: NO, {name} has a token instead of plain decoding's where the two are {max(gaps):.3f} apart, and "
-            f"rounding turns {near_tie:.3f} at most; no speed is worth a number"
-        )
-    return Differences(len(gaps), count, max(gaps), near_tie)
+                rest.append((prompt + expected[: at + 1], expected[at + 1 :]))
 
 
 @torch.no_grad()
@@ -264,12 +264,13 @@ def choice_logits(target: Target, tokens: Sequence[int], start: int, width: int)
     those before."""
     model, rows = target.model, torch.tensor([list(tokens)], device=target.model.embed_tokens.weight.device)
     cache, logits = model.new_cache(1, len(tokens) + width), []
-    before = rows[:, :start].split(prompt_rows(rows.device.type), dim=1)
-    for needs, chunks in (({"last_kv"}, before), ({"logits"}, rows[:, start:].split(width, dim=1))):
-        for chunk in chunks:
-            logits.append(model(Pass(chunk, cache=cache, needs=needs)).logits)
-            cache.commit(None, torch.tensor([chunk.shape[1]], device=rows.device))
-    return torch.cat(logits[len(before) :], 1)[0]
+    for chunk in rows[:, :start].split(prompt_rows(rows.device.type), dim=1):
+        model(Pass(chunk, cache=cache, needs={"last_kv"}))
+        cache.commit(None, torch.tensor([chunk.shape[1]], device=rows.device))
+    for chunk in rows[:, start:].split(width, dim=1):
+        logits.append(model(Pass(chunk, cache=cache, needs={"logits"})).logits)
+        cache.commit(None, torch.tensor([chunk.shape[1]], device=rows.device))
+    return torch.cat(logits, 1)[0]
 
 
 @torch.no_grad()

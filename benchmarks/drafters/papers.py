@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 from typing import Any
 
-from longdraft.benchmarks.drafters.metrics import lay_out, lengths, rounded, totals
+from longdraft.benchmarks.drafters.metrics import lay_out, rounded, totals
 from longdraft.benchmarks.drafters.record import Answer, Record
 from longdraft.benchmarks.drafters.suites import SUITES, Suite
 from longdraft.infer.sampling import PRESETS, preset_for
@@ -192,14 +192,8 @@ def beside(paper: Paper, record: Record, names: Sequence[str], temperatures: Seq
             task = row.task + (f", {row.at} tokens" if row.at else "")
             shown = {"drafter": name, "temperature": temperature, "task": task, "paper_target": row.target}
             found.append(rounded(shown | {"ours": ours, "paper": theirs}))
-    return {
-        "where": paper.where,
-        "hardware": paper.hardware,
-        "baseline": paper.baseline,
-        "symbol": paper.symbol,
-        "same_target": bool(same),
-        "rows": found,
-    }
+    shown = {name: getattr(paper, name) for name in ("where", "hardware", "baseline", "symbol")}
+    return shown | {"same_target": bool(same), "rows": found}
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
@@ -226,18 +220,17 @@ def _plain(text: str) -> str:
 
 def _ours(paper: Paper, record: Record, name: str, temperature: float, task: str, at: int) -> dict | None:
     """Our acceptance and speedup for a task, or for the first `at` tokens; None if that was not measured."""
-    sides = []
-    for drafter in (name, "plain"):
-        entries = record.of(drafter, temperature)
-        answers = [turn for entry in entries if task in ("", entry.task) for turn in entry.turns]
-        answers = [_first(answer, at) for answer in answers if len(answer.tokens) >= at] if at else answers
-        if not answers:
-            return None
-        sides.append(totals(answers))
-        if drafter == name:
-            figures = lengths(answers) | {"acceptance": sides[0]["acceptance"]}
-    ours, plain = sides
-    return {"length": figures[paper.figure], "speedup": ours["tokens_per_second"] / plain["tokens_per_second"]}
+
+    def answers(drafter: str) -> list[Answer]:
+        found = [turn for entry in record.of(drafter, temperature) if task in ("", entry.task) for turn in entry.turns]
+        return [_first(answer, at) for answer in found if len(answer.tokens) >= at] if at else found
+
+    ours, plain = answers(name), answers("plain")
+    if not ours or not plain:
+        return None
+    figures, speed = totals(ours), totals(plain)["tokens_per_second"]
+    length = (figures["lengths"] | {"acceptance": figures["acceptance"]})[paper.figure]
+    return {"length": length, "speedup": figures["tokens_per_second"] / speed}
 
 
 def _first(answer: Answer, count: int) -> Answer:

@@ -28,7 +28,7 @@ def commit() -> str | None:
 
     try:
         git("ls-files", "--error-unmatch", here.name)
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+        return git("describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+")
     except (OSError, subprocess.CalledProcessError):
         return None
 

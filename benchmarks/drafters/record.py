@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ class Answer:
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     commit_seconds: float = 0.0
-    decisions: dict[str, str] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:

@@ -55,26 +55,16 @@ class _Watched(SlotSampling):
     def _distribution(self, logits: Tensor) -> Tensor:
         return self.filtered(logits.reshape(1, -1)).softmax(-1)[0]
 
-    def ranking(
-        self, logits: Tensor, history: History, positions_B: Tensor, offset: int, token_ids: Tensor | None = None
-    ) -> Tensor:
-        self._watch(logits, history, positions_B, offset, token_ids)
-        return super().ranking(logits, history, positions_B, offset, token_ids)
+    def ranking(self, *args) -> Tensor:
+        self._watch(*args)
+        return super().ranking(*args)
 
-    def best(
-        self,
-        logits_BTV: Tensor,
-        history: History,
-        positions_B: Tensor,
-        offset: int,
-        count: int,
-        token_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        self._watch(logits_BTV, history, positions_B, offset, token_ids)
-        return super().best(logits_BTV, history, positions_B, offset, count, token_ids)
+    def best(self, logits_BTV: Tensor, history: History, positions_B: Tensor, offset: int, count: int, *token_ids):
+        self._watch(logits_BTV, history, positions_B, offset, *token_ids)
+        return super().best(logits_BTV, history, positions_B, offset, count, *token_ids)
 
     def _watch(
-        self, logits: Tensor, history: History, positions_B: Tensor, offset: int, token_ids: Tensor | None
+        self, logits: Tensor, history: History, positions_B: Tensor, offset: int, token_ids: Tensor | None = None
     ) -> None:
         if offset != 1 or self._draft is not None:
             return

@@ -1,16 +1,25 @@
 """Published suites of prompts: their source, the layout of their files, the questions, and the length of answers.
 
-A suite is an entry of SUITES and a function that makes a question from a record. Suites that belong to a paper's table
-use its program's literal prompts, the others the target's own chat template.
+A suite is an entry of SUITES and a function that makes a question from a record; fields are validated as they are read.
+Suites that belong to a paper's table use its program's literal prompts, the others the target's own chat template.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, NamedTuple
 
-from longdraft.benchmarks.drafters.prompts import PromptLimits, Question
-from longdraft.benchmarks.drafters.suite_files import Id, Message, Messages, Number, Row, Text, Texts, read_rows
+from pydantic import Field, Json, Strict
+from typing_extensions import TypedDict
+
+from longdraft.benchmarks.drafters.prompts import Asked, Question, Reader
+from longdraft.data_prep.documents import Unusable
+from longdraft.data_prep.recipe import Source
+from longdraft.data_prep.records import all_records
+from longdraft.data_prep.sources import list_files
+from longdraft.models.schema import Str, validate
+from longdraft.models.target import Target
 
 # From LongSpec's program for LongBench (inference_long-bench.py): the prompt around the text of each task.
 _SYSTEM = "<s>system\nYou are a helpful assistant</s>\n<s>user\n"
@@ -42,6 +51,40 @@ AIME24_IDS = range(60, 90)
 PG19_FROM, PG19_BOOKS = 5000, 10
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+# What the place of a record is called in each kind of file.
+PLACES = {"jsonl": "line", "array": "element", "table": "row"}
+
+Text = Annotated[str, Strict(), Field(pattern=r"\S")]  # not blank
+Texts = Annotated[list[Text], Field(min_length=1)]
+Id = Annotated[int, Strict()] | Text
+
+
+class Message(TypedDict):
+    """A message of a chat; further keys are dropped."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Str
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class Row(NamedTuple):
+    """A record of a suite's file.
+
+    Attributes:
+        stem: the file's name without its ending; for a file called test, as specdec_bench writes them, its folder's.
+        where: file and place, for errors. number: of the place, from 1.
+    """
+
+    stem: str
+    where: str
+    number: int
+    fields: dict[str, Any]
+
+    def read(self, name: str, kind: Any) -> Any:
+        """A field's value as one of the types above. Raises ValueError that names file, place and field."""
+        return validate(kind, self.fields.get(name), f"{self.where}, field {name!r}")
 
 
 @dataclass(frozen=True)
@@ -78,14 +121,13 @@ class Suite:
 
         Raises: ValueError for files that are missing or not in the suite's layout, and for an unknown name in `only`.
         """
-        needed = tuple(file for file in self.files if file.partition(".")[0] in only) if self.all_files else ()
         found, names, ids = [], set(), set()
-        for row in read_rows(data, needed or self.files, self.all_files, self.source):
+        for row in self._rows(data, only):
             question = self.read(row)
             if question is None:
                 continue
             if question.id in ids:
-                raise row.wrong("id", f"{question.id!r} stands there a second time; give each once")
+                raise ValueError(f"{row.where}, field 'id': {question.id!r} stands there a second time; give each once")
             ids.add(question.id)
             own_names = {question.task, question.category, row.stem}
             names |= own_names
@@ -96,18 +138,54 @@ class Suite:
             raise ValueError(f"--data: {data} has no question of {self.title}; its files come from {self.source}")
         return found
 
-    def room(self, positions: int, new_tokens: int) -> PromptLimits:
-        """Which prompts a target with this many positions is asked."""
-        spare = new_tokens if self.spare is None else max(self.spare, new_tokens)
-        return PromptLimits(positions, positions - spare, self.above, self.first_tokens)
+    def _rows(self, data: str, only: Sequence[str]) -> Iterator[Row]:
+        """The records of the suite's files, in order; with `all_files` those of the files that `only` names, if any."""
+        named = self.all_files and [file for file in self.files if file.partition(".")[0] in only]
+        for name in named or self.files:
+            try:
+                files = list_files([Source(path=data, files=(name, f"*/{name}"))])
+            except ValueError as error:
+                if not self.all_files and name != self.files[-1]:
+                    continue
+                reason = str(error).removesuffix("; name other files by --files")
+                raise ValueError(f"--data: {reason}; {name} comes from {self.source}") from error
+            for file in files:
+                path = PurePosixPath(file.name)
+                stem = path.name.partition(".")[0]
+                stem = path.parent.name if stem == "test" and path.parent.name else stem
+                for number, fields in all_records(file):
+                    where = f"--data: {file.name}, {PLACES.get(file.kind, 'line')} {number}"
+                    if isinstance(fields, Unusable):
+                        raise ValueError(f"{where} {fields.detail or fields.why}; expected a JSON object of fields")
+                    yield Row(stem, where, number, validate(dict[str, Any], fields, where))
+            if not self.all_files:
+                return
+
+    def fitting(
+        self, target: Target | Reader, questions: Iterable[Question], positions: int, new_tokens: int
+    ) -> tuple[list[Asked], list[dict]]:
+        """Split questions into those whose first prompt a target of so many positions is asked, cut to `first_tokens`,
+        and those left out: id, task, tokens of the prompt, and why in words."""
+        most = positions - max(self.spare or 0, new_tokens)
+        asked, left_out = [], []
+        for question in questions:
+            tokens = question.prompt(target)
+            cut, why = tokens[: self.first_tokens], ""
+            if len(tokens) <= self.above:
+                why = f"too short: more than {self.above} tokens are asked for"
+            elif len(cut) > most:
+                why = f"too long: {most} of the target's {positions} positions are a prompt's"
+            if why:
+                left_out.append({"id": question.id, "task": question.task, "tokens": len(tokens), "why": why})
+            else:
+                question = question if self.first_tokens is None else replace(question, turns=(cut,))
+                asked.append(Asked(question, len(cut)))
+        return asked, left_out
 
 
-def _user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
-def _chat(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [message.model_dump() for message in messages]
+def _chats(texts: Iterable[str]) -> tuple[list[dict[str, str]], ...]:
+    """A turn of one message for each text."""
+    return tuple([{"role": "user", "content": text}] for text in texts)
 
 
 def _longbench(row: Row) -> Question:
@@ -118,7 +196,7 @@ def _longbench(row: Row) -> Question:
 
 
 def _aime24(row: Row) -> Question | None:
-    number = row.read("id", Number)
+    number = row.read("id", int)
     return Question(number, "aime24", (AIME.format(row.read("problem", Text)),)) if number in AIME24_IDS else None
 
 
@@ -131,38 +209,34 @@ def _pg19(row: Row) -> Question | None:
 def _spec_bench(row: Row) -> Question:
     category = row.read("category", Text)
     task = "mt_bench" if category in MT_BENCH else category
-    return Question(row.read("question_id", Id), task, tuple(map(_user, row.read("turns", Texts))), category)
+    return Question(row.read("question_id", Id), task, _chats(row.read("turns", Texts)), category)
 
 
 def _mt_bench(row: Row) -> Question:
     """A record in FastChat's layout, or in that of a table on the hub (HuggingFaceH4/mt_bench_prompts)."""
-    turns, number = ("prompt", "prompt_id") if "turns" not in row and "prompt" in row else ("turns", "question_id")
-    return Question(row.read(number, Id), row.read("category", Text), tuple(map(_user, row.read(turns, Texts))))
+    of_hub = row.fields.get("turns") is None and "prompt" in row.fields
+    turns, number = ("prompt", "prompt_id") if of_hub else ("turns", "question_id")
+    return Question(row.read(number, Id), row.read("category", Text), _chats(row.read(turns, Texts)))
 
 
 def _speed_bench(row: Row) -> Question:
-    if "messages" in row:
-        turns: list[list[dict[str, str]]] = [[]]
-        for message in _chat(row.read("messages", Messages)):
-            turns[-1].append(message)
-            if message["role"] == "user":
-                turns.append([])
-        turns = [turn for turn in turns if turn and turn[-1]["role"] == "user"]
-    else:
-        turns = [_user(text) for text in row.read("turns", Texts)]
+    if row.fields.get("messages") is None:
+        turns = _chats(row.read("turns", Texts))
+    else:  # a turn ends with a message of the user
+        messages = row.read("messages", Messages)
+        ends = [0, *(i for i, message in enumerate(messages, start=1) if message["role"] == "user")]
+        turns = tuple(messages[start:end] for start, end in pairwise(ends))
     if any(PLACEHOLDER in message["content"] for turn in turns for message in turn):
-        raise row.wrong("turns", "a placeholder; specdec_bench's prepare_data.py fills in the text")
+        raise ValueError(
+            f"{row.where}, field 'turns': a placeholder; specdec_bench's prepare_data.py fills in the text"
+        )
     subset, category = row.stem.partition("-")[0], row.read("category", Text)
-    return Question(row.read("question_id", Id), category, tuple(turns), f"{subset}/{category}")
+    return Question(row.read("question_id", Id), category, turns, f"{subset}/{category}")
 
 
 def _mrcr(row: Row) -> Question:
-    try:
-        messages = json.loads(row.read("prompt", Text))
-    except json.JSONDecodeError:
-        raise row.wrong("prompt", "no JSON; give a JSON list of messages") from None
-    task = f"{row.read('n_needles', Number)}needle"
-    return Question(f"{row.stem}-{row.number}", task, (_chat(row.checked("prompt", Messages, messages)),))
+    task = f"{row.read('n_needles', int)}needle"
+    return Question(f"{row.stem}-{row.number}", task, (row.read("prompt", Json[Messages]),))
 
 
 SUITES: dict[str, Suite] = {

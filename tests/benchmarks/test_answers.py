@@ -27,7 +27,7 @@ QUESTIONS = [
     {"question_id": 2, "category": "qa", "turns": ["the dog sat on the log"]},
     {"question_id": 3, "category": "rag", "turns": ["the cat sat on the log " * 4]},
 ]
-TIMES = ("arrivals", "decisions", "prefill_seconds", "first_token_seconds", "decode_seconds", "draft_seconds")
+TIMES = ("arrivals", "prefill_seconds", "first_token_seconds", "decode_seconds", "draft_seconds")
 TIMES += ("target_seconds", "commit_seconds")
 
 

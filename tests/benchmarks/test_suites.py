@@ -1,13 +1,14 @@
 """Suites of prompts, read from small files in their published layouts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from longdraft.benchmarks.drafters.prompts import PromptLimits, Question, fitting
+from longdraft.benchmarks.drafters.prompts import Question, Reader
 from longdraft.benchmarks.drafters.suites import AIME, LONGBENCH, SUITES
 from longdraft.launch import arguments
 from longdraft.models.hf import load_target
@@ -52,8 +53,9 @@ def test_longbench_asks_what_longspecs_program_asks(tmp_path):
     assert questions["gov_report"].id == "gov_report0"
     assert (suite.new_tokens, suite.sampling, suite.ignore_eos) == (1024, {}, False)
     # 1200 < tokens <= positions - 2000
-    room = suite.room(32768, 1024)
-    assert [bool(room.why_not(n)) for n in (1200, 1201, 30768, 30769)] == [True, False, False, True]
+    sized = [Question(n, "t", ([1] * n,)) for n in (1200, 1201, 30768, 30769)]
+    assert [one.tokens for one in suite.fitting(Reader("", None), sized, 32768, 1024)[0]] == [1201, 30768]
+    assert [one.tokens for one in suite.fitting(Reader("", None), sized, 32768, 2000 + 1)[0]] == [1201]
     assert [q.task for q in suite.questions(str(tmp_path), ["lcc", "qmsum"])] == ["qmsum", "lcc"]
 
 
@@ -152,7 +154,7 @@ def test_mrcr_reads_its_conversations(tmp_path):
         ('{"question_id": 1, "category": 2, "turns": ["x"]}', "line 1, field 'category'"),
         ('{"question_id": null, "category": "qa", "turns": ["x"]}', "line 1, field 'question_id'"),
         ('\n{"question_id": 1,', "line 2 "),
-        ("[1]", "line 1 "),
+        ("[1]", "line 1: "),
         ('{"question_id": 1, "category": "qa", "turns": ["x"]}\n' * 2, "line 2, field 'id'"),
     ],
 )
@@ -168,13 +170,14 @@ def test_a_prompt_without_room_is_named_and_none_is_cut_but_where_the_suite_says
     texts = {i: "the cat sat on the mat. " * i for i in (1, 4, 16)}
     questions = [Question(i, "t", (text,)) for i, text in texts.items()]
     tokens = [len(question.prompt(target)) for question in questions]
-    asked, left_out = fitting(target, questions, PromptLimits(100, tokens[1], above=tokens[0]))
+    suite = replace(SUITES["spec-bench"], above=tokens[0])
+    asked, left_out = suite.fitting(target, questions, tokens[1] + 5, 5)
     assert [(one.question, one.tokens) for one in asked] == [(questions[1], tokens[1])]
-    assert [(one.id, one.tokens, one.why.partition(":")[0]) for one in left_out] == [
+    assert [(one["id"], one["tokens"], one["why"].partition(":")[0]) for one in left_out] == [
         (1, tokens[0], "too short"),
         (16, tokens[2], "too long"),
     ]
-    asked, left_out = fitting(target, questions, PromptLimits(100, 20, above=10, first_tokens=10))
+    asked, left_out = replace(suite, above=10, first_tokens=10).fitting(target, questions, 30, 20)
     assert [one.question.id for one in asked] == [4, 16] and {one.tokens for one in asked} == {10}
     assert asked[0].question.turns == (questions[1].prompt(target)[:10],) and len(left_out) == 1
 

@@ -189,7 +189,7 @@ def test_bench_takes_the_proof_that_fits_and_loads_nothing_that_does_not(folder,
     shown = capsys.readouterr()
     result = json.loads(shown.out.splitlines()[-1])
     assert "Loading in bf16, to show exactness in bf16 alone: takes " in shown.err
-    assert result["exact"] is None and result["proof"]["complete"] is False
+    assert result["exact"] is None
     assert "exact: not proved in fp32 (48 tokens a drafter in bf16 alone, greedy and T 1): tokenswift " in shown.out
     monkeypatch.setattr(hf, "fill", lambda *_: pytest.fail("weights were read"))
     for free, option, said in (
