@@ -10,7 +10,6 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,20 @@ from longdraft.models.files import write_atomically
 
 def write_files(record: Record, folder: Path) -> list[Path]:
     """Write both files for each drafter and temperature, and return their folders."""
-    runs, files = record.by_drafter(), dict[str, str]()
+    runs, written = record.by_drafter(), list[Path]()
     for temperature, drafters in runs.items():
         for drafter, entries in drafters.items():
             name = f"{drafter}-temperature-{temperature:g}" if len(runs) > 1 else drafter
             model = f"{record.machine.get('target', 'target')}-{name}"
-            files[f"spec_bench/{name}.jsonl"] = _lines(spec_bench(entry, model) for entry in entries)
+            formats = {"spec_bench": [spec_bench(entry, model) for entry in entries]}
             if drafter not in ("plain", "transformers"):
-                files[f"vllm/{name}.jsonl"] = _lines(line for entry in entries for line in vllm(entry))
-    for file, text in files.items():
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / file, lambda partial, text=text: partial.write_text(text))
-    return [folder / name for name in ("spec_bench", "vllm") if (folder / name).exists()]
-
-
-def _lines(values: Iterable[Any]) -> str:
-    return "".join(json.dumps(value) + "\n" for value in values)
+                formats["vllm"] = [line for entry in entries for line in vllm(entry)]
+            for form, values in formats.items():
+                file, text = folder / form / f"{name}.jsonl", "".join(json.dumps(value) + "\n" for value in values)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, lambda partial, text=text: partial.write_text(text))
+                written.append(file.parent)
+    return sorted({*written})
 
 
 def _wall_seconds(answer: Answer) -> float:

@@ -5,9 +5,9 @@ authors' program.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, product
+from itertools import accumulate, product, repeat
 from typing import Any
 
 from longdraft.benchmarks.drafters.metrics import lay_out, rounded, totals
@@ -23,15 +23,16 @@ class Published:
     """A line of a table.
 
     Attributes:
-        target: the paper's name for it. task: of the suite; "" means all of it.
+        target: the paper's name for it.
         length: the paper's figure of acceptance, None if it gives none. speedup: over its baseline.
+        task: of the suite; "" means all of it.
         temperature: None if the table has only one. at: the figures are for this many generated tokens; 0 means all.
     """
 
     target: str
-    task: str
     length: float | None
     speedup: float
+    task: str
     temperature: float | None = None
     at: int = 0
 
@@ -81,8 +82,15 @@ def _tokenswift_sampling(target: str) -> dict[str, Any]:
     return {key: value for key, value in PRESETS["tokenswift-llama3.1-8b"].items() if key != "banned_token_ids"}
 
 
-def _by_task(target: str, tasks: Sequence[str], figures: Sequence[tuple[float | None, float]]) -> list[Published]:
-    return [Published(target, task, *pair) for task, pair in zip(tasks, figures, strict=True)]
+def _rows(
+    figures: Mapping[str, Sequence[tuple[float | None, float]]], columns: Iterable[Mapping[str, Any]]
+) -> tuple[Published, ...]:
+    """A table of (length, speedup) pairs: figures by target, and what a pair in each column is for."""
+    return tuple(
+        Published(target, *pair, **column)
+        for target, pairs in figures.items()
+        for column, pair in zip(columns, pairs, strict=True)
+    )
 
 
 _LONGBENCH = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
@@ -109,11 +117,11 @@ _TRIFORCE = {
     1.0: (0.9004, 2.08), 1.2: (0.8902, 2.02),
 }  # fmt: skip
 _SPEC_BENCH = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag", "")
-# Table 1: the speedup of each task, and (MAT, speedup) of all tasks together.
+# Table 1: the speedup of each task, for which it gives no MAT, and (MAT, speedup) of all tasks together.
 _RECYCLING = {
-    "Vicuna-7B": [2.17, 1.90, 1.94, 1.95, 2.40, 1.78, (2.70, 2.03)],
-    "Vicuna-13B": [1.98, 1.77, 1.89, 1.75, 2.21, 1.73, (2.72, 1.89)],
-    "Vicuna-33B": [1.95, 1.75, 1.92, 1.77, 2.24, 1.78, (2.63, 1.91)],
+    "Vicuna-7B": [*zip(repeat(None), (2.17, 1.90, 1.94, 1.95, 2.40, 1.78)), (2.70, 2.03)],
+    "Vicuna-13B": [*zip(repeat(None), (1.98, 1.77, 1.89, 1.75, 2.21, 1.73)), (2.72, 1.89)],
+    "Vicuna-33B": [*zip(repeat(None), (1.95, 1.75, 1.92, 1.77, 2.24, 1.78)), (2.63, 1.91)],
 }
 
 PAPERS: dict[str, Paper] = {
@@ -127,8 +135,8 @@ PAPERS: dict[str, Paper] = {
         {"widths": "4,16,16,16,16", "extended": "16"},
         {"longbench": {}, "aime24": {}},
         (
-            *(row for target, figures in _LONGSPEC.items() for row in _by_task(target, _LONGBENCH, figures)),
-            Published("QwQ-32B", "aime24", 3.82, 2.25),
+            *_rows(_LONGSPEC, [{"task": task} for task in _LONGBENCH]),
+            Published("QwQ-32B", 3.82, 2.25, "aime24"),
         ),
         sampling=_longspec_sampling,
     ),
@@ -141,11 +149,7 @@ PAPERS: dict[str, Paper] = {
         "tokenswift",
         {"shape": "3,3,3", "draft_pass": "always", "budget": PROMPT, "ngrams": 20},
         {"pg19": {}},
-        tuple(
-            Published(target, "pg19", *pair, at=at)
-            for target, figures in _TOKENSWIFT.items()
-            for at, pair in zip(_LENGTHS, figures, strict=True)
-        ),
+        _rows(_TOKENSWIFT, [{"task": "pg19", "at": at} for at in _LENGTHS]),
         sampling=_tokenswift_sampling,
         dtype="bf16",
     ),
@@ -158,7 +162,7 @@ PAPERS: dict[str, Paper] = {
         "triforce",
         {"budget": 4096, "chain": 6, "chunk": 8},
         {"pg19": {"first_tokens": 124928, "above": 124928, "new_tokens": 256}},
-        tuple(Published("Llama-2-7B-128K", "pg19", *pair, temperature=t) for t, pair in _TRIFORCE.items()),
+        tuple(Published("Llama-2-7B-128K", *pair, "pg19", temperature) for temperature, pair in _TRIFORCE.items()),
         sampling=lambda target: {"top_p": 0.9},
     ),
     "token-recycling": Paper(
@@ -170,11 +174,7 @@ PAPERS: dict[str, Paper] = {
         "token_recycling",
         {"nodes": 80},
         {"spec-bench": {}},
-        tuple(
-            row
-            for target, found in _RECYCLING.items()
-            for row in _by_task(target, _SPEC_BENCH, [one if isinstance(one, tuple) else (None, one) for one in found])
-        ),
+        _rows(_RECYCLING, [{"task": task} for task in _SPEC_BENCH]),
     ),
 }
 
