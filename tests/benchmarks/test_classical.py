@@ -73,6 +73,5 @@ def test_bench_says_what_was_asked_for(tiny, tmp_path, capsys):
     first = result["noise"]["small_model"]["1.0"]["first_place"]
     assert first["classical"] > 0.95 and first["with"] > first["without"]
     assert "by classical rejection " in shown
-    for words, message in (("--transformers --ban 3", "--transformers: it decodes without penalties and bans"),):
-        assert bench.main((asked + words).split()) == 2
-        assert message in capsys.readouterr().err
+    assert bench.main((asked + "--transformers --ban 3").split()) == 2
+    assert "--transformers: " in capsys.readouterr().err

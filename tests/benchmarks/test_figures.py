@@ -43,14 +43,11 @@ def test_the_three_definitions_of_acceptance_length_and_the_papers_figures():
     assert found["tau"] == (7 + 5 + 2) / (5 + 2)  # LongSpec: two prefills are two calls of a token each
 
 
-def test_depths_count_steps_that_came_so_deep():
+def test_totals_count_the_depths_that_steps_reached_and_the_parts_of_their_time():
     found = totals(TWO)
     assert found["acceptance_by_depth"] == [3 / 5, 2 / 5, 1 / 5, 1 / 5]
     assert (found["acceptance"], found["nodes_per_step"]) == (7 / 16, 16 / 5)
     assert (found["tokens_per_second"], found["tokens_per_step"]) == (12 / 3, 12 / 5)
-
-
-def test_times_are_a_steps_parts():
     found = totals([answer(2, 2, seconds=1.0, draft_seconds=0.2, target_seconds=0.5, commit_seconds=0.1)])
     assert [found[f"{part}_ms"] for part in ("draft", "target", "commit", "host")] == pytest.approx([100, 250, 50, 150])
     assert found["host_share"] == pytest.approx(0.3)
