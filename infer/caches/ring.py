@@ -159,7 +159,7 @@ def check_streaming(model: Decoder, window: int, sinks: int, slack: int) -> None
     refuse_windows(model.config, f"window={window}: a streaming cache")
     if sinks < 0 or window <= sinks + 2 * slack:
         raise ValueError(
-            f"window={window}: must exceed sinks={sinks} and twice slack={slack}, the rows to take back; raise it"
+            f"window={window}: must exceed sinks={sinks} and twice the {slack} tokens that may be taken back; raise it"
         )
 
 

@@ -44,8 +44,8 @@ CASES = {
         "small": ((None, 3, 2.5, True, [], {}, object()), ()),
         "gamma": (COUNT, (1, 5)),
         "sinks": (COUNT_OR_ZERO, (0, 3)),
-        "window": ((*COUNT, 16), (17, 64)),
-        "slack": ((*NO_NUMBER, 10**6), (None, 0, 4)),
+        "window": ((*COUNT, 20), (21, 64)),
+        "taken_back": (COUNT_OR_ZERO, (0, 4)),
     },
     "token_recycling": {
         "nodes": ((*COUNT, 81), (1, 80)),
