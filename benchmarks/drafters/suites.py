@@ -92,7 +92,7 @@ class Suite:
     """A suite: its files and how it is asked.
 
     Attributes:
-        title: for people. source: where the files can be found.
+        source: where the files can be found.
         files: patterns of file names. The first pattern that matches is read; with `all_files` each must match.
         read: makes a question from a record, or returns None for a record that is not part of the suite.
         new_tokens: the most tokens of an answer. ignore_eos: whether answers continue after an end token.
@@ -102,7 +102,6 @@ class Suite:
         first_tokens: the number of tokens of a text that are the prompt; None: all of them.
     """
 
-    title: str
     source: str
     files: tuple[str, ...]
     read: Callable[[Row], Question | None]
@@ -135,7 +134,7 @@ class Suite:
         if unknown := sorted(set(only) - names):
             raise ValueError(f"--only: {', '.join(unknown)} unknown; the data has {', '.join(sorted(names))}")
         if not found:
-            raise ValueError(f"--data: {data} has no question of {self.title}; its files come from {self.source}")
+            raise ValueError(f"--data: {data} has no question of this suite; its files come from {self.source}")
         return found
 
     def _rows(self, data: str, only: Sequence[str]) -> Iterator[Row]:
@@ -241,7 +240,6 @@ def _mrcr(row: Row) -> Question:
 
 SUITES: dict[str, Suite] = {
     "longbench": Suite(
-        "LongBench v1, five tasks (LongSpec, table 1)",
         "data.zip of the data set zai-org/LongBench, unpacked",
         tuple(f"{task}.jsonl" for task in LONGBENCH),
         _longbench,
@@ -251,14 +249,12 @@ SUITES: dict[str, Suite] = {
         spare=2000,
     ),
     "aime24": Suite(
-        "AIME 2024 (LongSpec)",
         "the data set AI-MO/aimo-validation-aime",
         ("*.parquet", "*.jsonl"),
         _aime24,
         new_tokens=20000,
     ),
     "pg19": Suite(
-        "PG-19, long generation (TokenSwift)",
         "data/pg19/pg19-test.json of github.com/bigai-nlco/TokenSwift",
         ("pg19-test.json",),
         _pg19,
@@ -269,28 +265,24 @@ SUITES: dict[str, Suite] = {
         first_tokens=4096,
     ),
     "spec-bench": Suite(
-        "Spec-Bench",
         "data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench",
         ("question.jsonl",),
         _spec_bench,
         new_tokens=1024,
     ),
     "speed-bench": Suite(
-        "SPEED-Bench",
         "`prepare_data.py` of specdec_bench (github.com/NVIDIA/Model-Optimizer), which fills in nvidia/SPEED-Bench",
         ("*.jsonl", "*.parquet"),
         _speed_bench,
         new_tokens=4096,
     ),
     "mrcr": Suite(
-        "MRCR, by context",
         "the data set openai/mrcr",
         ("?needle*.parquet",),
         _mrcr,
         new_tokens=1024,
     ),
     "mt-bench": Suite(
-        "MT-Bench",
         "fastchat/llm_judge/data/mt_bench/question.jsonl of github.com/lm-sys/FastChat",
         ("question.jsonl", "*.parquet"),
         _mt_bench,
