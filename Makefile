@@ -20,13 +20,13 @@ PYTEST := $(BIN)/pytest -n $(WORKERS)
 # Tests that may depend on a processor's arithmetic (Triton's kernels and the engine's work between steps do not), and
 # one of the memory that libraries keep beside tensors.
 ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py --ignore-glob='*/test_triton_*.py' \
-	-k 'not (engine_is_used_again or requests_that_come or one_step_late or take_over)'
+	-k 'not (engine_is_used_again or requests_that_come or take_over)'
 # Of each folder what starts no processes and loads no real model.
 QUICK := tests/test_architecture.py tests/kernels $(addprefix tests/models/test_,decoder.py kv_cache.py longspec.py loss.py \
-	tokenswift.py draft_folder.py schema.py) $(addprefix tests/data_prep/test_,golden.py pack.py shards.py records.py) \
+	heads.py draft_folder.py schema.py) $(addprefix tests/data_prep/test_,golden.py pack.py shards.py records.py) \
 	$(addprefix tests/infer/test_,exactness.py sampling.py penalties.py budget.py tree.py requests.py) \
 	$(addprefix tests/train/test_,config.py batches.py) --ignore-glob='*/test_triton_*.py'
-KEPT := tests/train/test_memory.py::test_runs_on_smollm2_take_what_is_estimated
+KEPT := tests/train/test_memory.py::test_a_run_on_smollm2_takes_what_is_estimated
 
 .PHONY: setup quickstart test quick nightly nightly-tests test-machines check format clean
 setup: $(SETUP)
