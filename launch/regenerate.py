@@ -24,8 +24,8 @@ from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
 from longdraft.data_prep.response_generation import Completion, Generate
 from longdraft.data_prep.tasks import read_machine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch.arguments import MANY, SAMPLING, add_drafters, add_numbers, add_target, at_least
-from longdraft.launch.console import flag, read_text, run_command, show
+from longdraft.launch.arguments import MANY, SAMPLING, add_drafters, add_numbers, add_target, at_least, check_used
+from longdraft.launch.console import read_text, run_command, show
 
 if TYPE_CHECKING:
     from longdraft.infer.engine import Engine
@@ -40,12 +40,12 @@ NUMBERS = {
 # Further fields, which are settings only if they are given: those that servers take too, and those that only we have.
 SERVED = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 OURS = ("eta_cutoff", "min_tokens_to_keep", "contextual_penalty", "contextual_window")
-# (an option, whether it is given, options that then have no effect).
+# As in launch/arguments.py.
 WITHOUT_EFFECT = (
-    ("endpoint", True, (*OURS, "drafter", "draft", "option", "nodes", "device", "dtype", "batch")),
-    ("endpoint", False, ("model", "concurrency")),
-    ("prompt_tokens", True, ("chat_template", "chat_field")),
-    ("prompt_tokens", False, ("text_field",)),
+    (("endpoint",), True, (*OURS, "drafter", "draft", "option", "nodes", "device", "dtype", "batch")),
+    (("endpoint",), False, ("model", "concurrency")),
+    (("prompt_tokens",), True, ("chat_template", "chat_field")),
+    (("prompt_tokens",), False, ("text_field",)),
 )
 
 
@@ -109,7 +109,9 @@ def _regenerate(args: argparse.Namespace) -> None:
     from longdraft.models.hf import load_tokenizer, read_target_config
 
     machine = None if args.shard is None else read_machine(args.shard)
-    _check_used(args)
+    check_used(args, WITHOUT_EFFECT)
+    if args.endpoint and args.target is None:
+        raise ValueError("--target: missing; --endpoint's servers are sent its tokens (no weights are read)")
     args.dtype = args.dtype or "bf16"
     given = {name: getattr(args, name) for name in (*NUMBERS, *SERVED, *OURS) if getattr(args, name) is not None}
     sampling = SamplingParams(**{"max_new_tokens": 1024, **given})
@@ -152,17 +154,6 @@ def _regenerate(args: argparse.Namespace) -> None:
 
     encoder = ChatEncoder(tokenizer, PLAIN if args.prompt_tokens else template)
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, machine, lambda line: show(f"{line}\n"))
-
-
-def _check_used(args: argparse.Namespace) -> None:
-    """Raise ValueError for an option that has no effect beside others, and for a missing --target."""
-    given = {name for name, value in vars(args).items() if value not in (None, [])}
-    for option, is_given, names in WITHOUT_EFFECT:
-        if (option in given) == is_given and (wrong := [name for name in names if name in given]):
-            beside = f"{'with' if is_given else 'without'} {flag(option)}"
-            raise ValueError(f"{flag(wrong[0])}: it has no effect {beside}; leave it out")
-    if args.endpoint and args.target is None:
-        raise ValueError("--target: missing; --endpoint's servers are sent its tokens (no weights are read)")
 
 
 def _token_range(text: str) -> tuple[int, int]:
