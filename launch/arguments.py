@@ -15,7 +15,7 @@ from longdraft.launch.console import flag
 # Names that are defined in files which import torch.
 DTYPES = ("fp32", "bf16", "fp16")
 LOADERS = ("longdraft", "transformers")
-FORMS = ("fp32", "layerwise", "serving", "off")
+FORMS = ("fp32", "serving", "off")
 SUITES = ("longbench", "aime24", "pg19", "spec-bench", "speed-bench", "mrcr", "mt-bench")
 PAPERS = ("longspec", "tokenswift", "triforce", "token-recycling")
 KINDS = ("continue", "summarise", "edit")
@@ -230,9 +230,8 @@ def bench() -> ArgumentParser:
     add(
         "--exactness",
         choices=FORMS,
-        help="how exactness is shown: fp32, with the whole target in fp32; layerwise, in fp32 with one layer loaded at "
-        "a time; serving, in --dtype, counting tokens that differ at near-ties (default: the first of these that fits "
-        "into free memory); or off, and the result says so",
+        help="how exactness is shown: fp32, computed one layer at a time (default); serving, in --dtype, counting "
+        "tokens that differ at near-ties; or off, and the result says so",
     )
     help = "context lengths at which to time passes of different numbers of query tokens (default: the prompts' length)"
     add("--contexts", nargs="+", type=at_least(1), metavar="N", help=help)

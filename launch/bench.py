@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from longdraft.benchmarks.drafters.bench import BenchSettings, bench
-from longdraft.benchmarks.drafters.exactness import FORMS, NAMES, NotExact, Room, choose_form, first_dtype
+from longdraft.benchmarks.drafters.exactness import FORMS, NotExact
 from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 from longdraft.benchmarks.drafters.other_formats import write_files
 from longdraft.benchmarks.drafters.papers import PAPERS, PROMPT, beside
@@ -31,13 +31,9 @@ from longdraft.launch.arguments import NEW_TOKENS, PROMPTS, TEXT_TOKENS, given_s
 from longdraft.launch.console import note, read_text, show
 from longdraft.launch.report import check_name, write_report
 from longdraft.launch.runtime import DTYPES, Drafting, check_rows, heldout_rows, options_for, read_options, used_tokens
-from longdraft.models.decoder import Decoder
-from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.device import available_bytes, on_device
-from longdraft.models.draft_folder import WEIGHTS, local_folder
+from longdraft.models.device import on_device
 from longdraft.models.files import write_atomically
-from longdraft.models.footprint import weight_count
-from longdraft.models.hf import build_decoder, load_tokenizer, load_transformers, read_target_config
+from longdraft.models.hf import load_tokenizer, load_transformers, read_target_config
 from longdraft.models.target import Target
 
 # Room for the words around a text whose task is more than to continue it.
@@ -100,15 +96,16 @@ def run_bench(args: argparse.Namespace) -> dict:
     texts = texts_of(args) if suite is None else []
     with recorded(args.out, asked_for(drafting, settings, asked or texts)) as record:
         record.leave_out(left_out)
-        target, form = _open_target(drafting, asked, settings.new_tokens, record)
+        settings = replace(settings, proof=_proof(args.exactness, record, args.out))
+        target = _open_target(drafting, asked, settings.new_tokens)
         if suite is None:
             asked = make_tasks(target, texts_for(target, args, texts), args.tasks)
         names = [name for name in drafting.names if name != "plain"]
         builders = {name: partial(build_drafter, name, **drafting.of(name)) for name in names}
         device, (path, gguf_file) = target.model.embed_tokens.weight.device, drafting.source
-        theirs = load_transformers(path, settings.dtype, gguf_file).to(device) if args.transformers else None
+        theirs = load_transformers(path, DTYPES[args.dtype], gguf_file).to(device) if args.transformers else None
         with on_device(device):
-            result = bench(target, builders, asked, replace(settings, proof=form), theirs, note, record)
+            result = bench(target, builders, asked, settings, theirs, note, record)
         if args.out is not None:
             folders = ", ".join(folder.name for folder in write_files(record, args.out))
             note(f"Written to {args.out}, for other programs: {folders}")
@@ -122,40 +119,20 @@ def run_bench(args: argparse.Namespace) -> dict:
     return result
 
 
-def _open_target(drafting: Drafting, asked: Sequence[Asked], new_tokens: int, record: Record) -> tuple[Target, str]:
-    """Choose the form of the exactness proof and load the target as that proof first needs it.
-
-    Returns the target and the form. Raises ValueError, before any weight is loaded, if they do not fit into memory, or
-    if a stronger form is asked for than the record was begun with.
-    """
-    args, device = drafting.args, drafting.device
-    dtype, held, wanted = DTYPES[args.dtype], (record.proof or {}).get("proof", {}).get("form"), args.exactness
-    if held in FORMS and wanted is not None and FORMS.index(held) > FORMS.index(wanted):
-        raise ValueError(f"--exactness: {wanted}, but {args.out} was begun with the proof {held}; give another --out")
-    if record.proof is not None and args.dtype != "fp32":
-        wanted = "serving"  # a proof that is in the record already need not be loaded for again
-    if drafting.loader != "longdraft":
-        form = wanted or "fp32"
-        if form == "layerwise":
-            raise ValueError(f"--exactness: layerwise is our own decoder's, and --loader is {drafting.loader}")
-        return drafting.load(NAMES[first_dtype(form, dtype)], build_decoder), form
+def _open_target(drafting: Drafting, asked: Sequence[Asked], new_tokens: int) -> Target:
+    """Load the target, if it fits with a cache for the longest conversation."""
+    args = drafting.args
     longest = max((one.tokens for one in asked), default=args.prompt_tokens + ASKING)
     turns = max((len(one.question.turns) for one in asked), default=1)
-    positions, chosen = max(turns * (longest + new_tokens), *(args.contexts or [0])), []
-    # Beside the target: the drafts (the whole file, once as it is read), TriForce's small targets in fp32, and
-    # transformers' own copy of the target.
-    others = sum(2 * (local_folder(draft) / WEIGHTS).stat().st_size for draft in args.draft)
-    others += sum(4 * weight_count(read_target_config(small)) for small in _small_models(drafting))
+    return drafting.open_target(max(turns * (longest + new_tokens), *(args.contexts or [0])))
 
-    def build(config: DecoderConfig, *_: object) -> Decoder:
-        more = dtype.itemsize * weight_count(config) if args.transformers else 0
-        room = Room(available_bytes(device), longest, min(positions, config.max_positions), others + more)
-        form, described = choose_form(wanted, config, dtype, room)
-        chosen.append(form)
-        note(described)
-        return build_decoder(config, first_dtype(form, dtype), device)
 
-    return drafting.load(None, build), chosen[0]
+def _proof(asked: str | None, record: Record, out: Path | None) -> str:
+    """The form of the proof. Raises ValueError if a stronger one is asked for than the record was begun with."""
+    held = (record.proof or {}).get("proof", {}).get("form", FORMS[0])
+    if asked is not None and FORMS.index(held) > FORMS.index(asked):
+        raise ValueError(f"--exactness: {asked}, but {out} was begun with the proof {held}; give another --out")
+    return asked or held
 
 
 def _small_models(drafting: Drafting) -> list[str]:
@@ -205,7 +182,6 @@ def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
         raise ValueError("--transformers: it decodes without penalties and bans; leave one or the other out")
     settings = BenchSettings(
         new_tokens=args.new_tokens or (NEW_TOKENS if suite is None else suite.new_tokens),
-        dtype=DTYPES[args.dtype],
         temperatures=temperatures,
         seed=args.seed,
         nodes=drafting.nodes,

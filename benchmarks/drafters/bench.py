@@ -1,4 +1,4 @@
-"""What `longdraft bench` measures, in order: exactness first, then everything else in the dtype that was asked for.
+"""What `longdraft bench` measures, in order: exactness first, then everything else.
 
 No speed is reported without the exactness of the same drafter in the same record.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from longdraft.benchmarks.drafters.answering import Answerer, EngineAnswers, TransformersAnswers, ask
-from longdraft.benchmarks.drafters.exactness import PROMPTS, Builder, fp32_layer_by_layer, prove
+from longdraft.benchmarks.drafters.exactness import PROMPTS, Builder, in_fp32, prove
 from longdraft.benchmarks.drafters.metrics import rounded, run_figures, totals
 from longdraft.benchmarks.drafters.prompts import Asked
 from longdraft.benchmarks.drafters.record import Record
@@ -30,7 +30,7 @@ class BenchSettings:
     """What is measured and how.
 
     Attributes:
-        dtype: for the speeds. proof: the form of the proof of exactness (exactness.py).
+        proof: the form of the proof of exactness (exactness.py).
         temperatures: measured one after the other; 0 is greedy.
         sampling: further keywords for the answers' SamplingParams. ignore_eos: whether answers continue after an end
             token.
@@ -41,7 +41,6 @@ class BenchSettings:
     """
 
     new_tokens: int = 128
-    dtype: torch.dtype = torch.bfloat16
     proof: str = "fp32"
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
@@ -70,12 +69,11 @@ def bench(
     """Measure everything and return it as plain dicts.
 
     Args:
-        target: loaded in fp32 for a proof of the form "fp32", and then cast to `settings.dtype`; otherwise loaded in
-            that dtype. Drafters are built again after the cast.
+        target: in the dtype that is measured.
         builders: by the name under which the figures are reported; plain decoding is always measured.
         asked: questions whose prompts fit the target's positions.
-        transformers_model: the same checkpoint as a transformers model in `settings.dtype`, or None; it also answers
-            the greedy questions.
+        transformers_model: the same checkpoint as a transformers model in the same dtype, or None; it also answers the
+            greedy questions.
         log: told what begins.
         record: receives the proof and the answers; what it already holds is not measured again. None: kept in memory.
 
@@ -94,7 +92,6 @@ def bench(
         raise ValueError(f"contexts: {wrong[0]} must lie in 1..{positions}, the target's positions")
     run = _Bench(target, builders, asked, settings, transformers_model, log, record or Record({}))
     run.prove()
-    target.model.to(settings.dtype)
     forget_peak_memory(run.device)
     return run.measure()
 
@@ -123,13 +120,12 @@ class _Bench:
         if self.record.proof is not None:
             return
         form, params = self.settings.proof, SamplingParams(seed=self.settings.seed, ignore_eos=True)
-        with fp32_layer_by_layer(self.target.model) if form == "layerwise" else nullcontext():
-            prompts = self._prompts(PROMPTS)
-            proof = prove(self.target, self.builders, prompts, params, form, self.settings.dtype, self.log)
+        with in_fp32(self.target.model) if form == "fp32" else nullcontext():
+            proof = prove(self.target, self.builders, self._prompts(PROMPTS), params, form, self.log)
         self.record.add("proof", proof)
 
     def measure(self) -> dict:
-        """Measure in the dtype that was asked for, and return all figures."""
+        """Measure, and return all figures."""
         settings = self.settings
         curves: dict[str, dict[str, float]] = {}
         for context in (settings.contexts or (self.asked[0].tokens,)) if settings.passes else ():

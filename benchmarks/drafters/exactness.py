@@ -1,17 +1,16 @@
-"""Proves that a drafter's tokens are plain decoding's before a benchmark times anything, in fp32 wherever that fits.
+"""Proves that a drafter's tokens are plain decoding's before a benchmark times anything.
 
 In fp32, passes of different widths agree to within the last bits, so a single token that differs is a bug. The forms of
 the proof, the strongest first:
 
-  fp32       the whole target is loaded in fp32
-  layerwise  all layers are computed in fp32, but converted one at a time: little more memory than serving takes
-  serving    in the dtype of the speeds; tokens may differ only at near-ties, and those that differ are counted
-  off        nothing is proved, and the result says so
+  fp32     the target's own weights, computed in fp32 one layer at a time: little more memory than serving takes
+  serving  in the dtype of the speeds; tokens may differ only at near-ties, and those that differ are counted
+  off      nothing is proved, and the result says so
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -25,20 +24,14 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.decoder import Decoder
-from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.footprint import cache_rows, layer_weights, pass_bytes, size, size_of
 from longdraft.models.layer import Layer
 from longdraft.models.passes import Pass, prompt_rows
 from longdraft.models.target import Target
 
-FORMS = ("fp32", "layerwise", "serving", "off")
+FORMS = ("fp32", "serving", "off")
 PROMPTS, TOKENS = 2, 24
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# Builds a drafter for a target that has its final dtype.
+# Builds a drafter for a target as it is now.
 Builder = Callable[[Target], Drafter]
-# The memory estimate allows for this many rows of a prefill pass, this many rows after a text for a tree and for steps
-# not read yet, and this factor for what PyTorch keeps between allocations.
-PREFILL_ROWS, SLACK_ROWS, MARGIN = 2048, 256, 1.1
 # Two passes with an error each can flip a gap of twice the error. The error is measured at the few positions of the
 # proof only and may be larger elsewhere: twice again.
 NEAR_TIE = 4
@@ -48,98 +41,31 @@ class NotExact(RuntimeError):
     """A drafter's tokens are not plain decoding's."""
 
 
-@dataclass(frozen=True)
-class Room:
-    """The memory of the device, and what determines how much of it a benchmark needs.
-
-    Attributes:
-        free: free bytes; None if unknown.
-        prompt_tokens: tokens of the longest prompt. longest: positions of the longest text that is timed.
-        beside: bytes on the device other than target and cache: drafts, other models.
-    """
-
-    free: int | None
-    prompt_tokens: int
-    longest: int
-    beside: int = 0
-
-
-def choose_form(asked: str | None, config: DecoderConfig, dtype: torch.dtype, room: Room) -> tuple[str, str]:
-    """Return the form that was asked for, or else the strongest that fits, and what is loaded in words.
-
-    Args:
-        dtype: that of the speeds.
-
-    Raises: ValueError if it does not fit, with the forms that would, or if not even the dtype of the speeds fits.
-    """
-    possible = ("fp32", "off") if dtype == torch.float32 else FORMS
-    if asked is not None and asked not in possible:
-        raise ValueError(f"--exactness: {asked}, but --dtype fp32 holds the whole target in fp32; leave it out")
-    needed = {form: needed_bytes(form, config, dtype, room) for form in possible}
-    fitting = [form for form in possible if room.free is None or needed[form] <= room.free]
-    form = asked or next(iter(fitting), "off")
-    if form not in fitting or (form == "off" and asked is None):
-        ways = ", ".join(f"{one} takes {size(count)}" for one, count in needed.items() if one != "off")
-        raise ValueError(
-            f"{'--exactness' if fitting else '--target'}: {form} does not fit with a cache of {room.longest} "
-            f"positions: {ways}, and {size(room.free or 0)} is free; give another --exactness, a smaller target or "
-            "fewer tokens"
-        )
-    loaded = f"Loading in {NAMES[first_dtype(form, dtype)]}, to show exactness in {describe_form(form, dtype)}"
-    return form, f"{loaded}: takes {size(needed[form])}"
-
-
-def needed_bytes(form: str, config: DecoderConfig, dtype: torch.dtype, room: Room) -> int:
-    """Bytes of target, caches and passes at the peak, in the proof or while speeds are measured."""
-    layer, outside = layer_weights(config)
-    whole = config.n_layers * layer + outside
-    weights = {"fp32": 4 * whole, "layerwise": dtype.itemsize * config.n_layers * layer + 4 * (layer + outside)}
-    speeds = dtype.itemsize * whole
-
-    def decoding(slots: int, positions: int, computed: torch.dtype) -> int:
-        cache = cache_rows(config, slots * (positions + SLACK_ROWS), computed)
-        logits = (2 * slots * SLACK_ROWS, config.vocab_size), computed
-        return size_of([*cache, logits]) + pass_bytes(config, PREFILL_ROWS, computed)
-
-    in_proof = torch.float32 if form in weights else dtype
-    proof = weights.get(form, speeds) + decoding(PROMPTS, room.prompt_tokens + TOKENS, in_proof)
-    return int(MARGIN * max(proof, speeds + decoding(1, room.longest, dtype))) + room.beside
-
-
-def describe_form(form: str, dtype: torch.dtype) -> str:
-    """The form in words: in which precision the target is, and which part of it."""
-    return {
-        "fp32": "fp32, all layers",
-        "layerwise": "fp32, all layers, one at a time",
-        "serving": f"{NAMES[dtype]} alone",
-        "off": "nothing: --exactness off",
-    }[form]
-
-
-def first_dtype(form: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the target is loaded for a proof of this form. dtype: that of the speeds."""
-    return torch.float32 if form == "fp32" else dtype
-
-
 @contextmanager
-def fp32_layer_by_layer(model: Decoder) -> Iterator[None]:
+def in_fp32(model: Decoder) -> Iterator[None]:
     """Compute the whole model in fp32 inside this context, with its own weights. Embedding, norm and head are converted
-    once, each layer around its work. No step is recorded meanwhile (infer/graphs.py)."""
-    outer, outside = model.around_layer, (model.embed_tokens, model.norm, model.lm_head)
-    dtype = model.embed_tokens.weight.dtype
-    for module in outside:
+    once, each layer around its work; a model of transformers is converted as a whole. Nothing is recorded meanwhile
+    (infer/graphs.py)."""
+    dtype, outer = model.embed_tokens.weight.dtype, model.around_layer
+    if dtype == torch.float32:
+        yield
+        return
+    by_layer = type(model) is Decoder
+    modules = (model.embed_tokens, model.norm, model.lm_head) if by_layer else (model,)
+    for module in modules:
         module.to(torch.float32)
-    model.around_layer = _in_fp32
+    if by_layer:
+        model.around_layer = _layer_in_fp32
     try:
         yield
     finally:
         model.around_layer = outer
-        for module in outside:
+        for module in modules:
             module.to(dtype)
 
 
 @contextmanager
-def _in_fp32(layer: Layer) -> Iterator[None]:
+def _layer_in_fp32(layer: Layer) -> Iterator[None]:
     weights = [(weight, weight.data) for weight in layer.parameters()]
     for weight, data in weights:
         weight.data = data.float()
@@ -156,16 +82,14 @@ def prove(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     form: str,
-    dtype: torch.dtype,
     log: Log = quiet,
 ) -> dict:
     """Show that each drafter's tokens are plain decoding's, greedy and sampled with a seed, every proposed node
     verified. In the serving dtype they may differ at near-ties.
 
     Args:
-        target: loaded as `first_dtype` says; inside `fp32_layer_by_layer` for the form "layerwise".
+        target: in the dtype of the speeds, and inside `in_fp32` for the form "fp32".
         params: seed and end tokens of the requests.
-        dtype: that of the speeds.
 
     Returns: `exact` (None if it was not proved in fp32), `exact_checked` (what was compared, in words) and `proof`: the
         form, and for "serving" the `count_flips` of each drafter. Nothing if there is no drafter.
@@ -174,20 +98,20 @@ def prove(
     """
     if not builders:
         return {}
-    words = describe_form(form, dtype)
     if form == "off":
-        return {"exact": None, "exact_checked": words, "proof": {"form": form}}
+        return {"exact": None, "exact_checked": "--exactness off", "proof": {"form": form}}
     serving, some, plain = form == "serving", prompts[:PROMPTS], Engine(target)
     # Where the gap of a flip is measured, no filter may cut off one of its two tokens.
     greedy = replace(params, max_new_tokens=TOKENS)
     both = greedy, replace(greedy, temperature=1.0, top_p=1.0 if serving else 0.95)
+    dtype = str(target.model.embed_tokens.weight.dtype).removeprefix("torch.") if serving else "fp32"
     found = {}
     for name, build in builders.items():
         engine = Engine(target, build(target), nodes=None)
-        log(f"proof in {NAMES[dtype] if serving else 'fp32'} that {name} is exact")
+        log(f"proof in {dtype} that {name} is exact")
         found[name] = count_flips(plain, engine, name, some, both, exactly=not serving)
     tokens = next(iter(found.values()))["tokens"]
-    how = f"{tokens} tokens a drafter in {words}, greedy and T 1{'' if serving else ' with top-p 0.95'}"
+    how = f"{tokens} tokens a drafter in {dtype}, greedy and T 1{'' if serving else ' with top-p 0.95'}"
     proof = {"form": form} | ({"flips": found} if serving else {})
     return {"exact": None if serving else True, "exact_checked": how, "proof": proof}
 
@@ -260,7 +184,7 @@ def _flips(
 
 @torch.no_grad()
 def choice_logits(target: Target, tokens: Sequence[int], start: int, width: int) -> Tensor:
-    """Logits [T - start, V] behind each of the T tokens from `start` on, from passes of `width` rows on a cache of
+    """Logits [T - start, V] after each of the T tokens from `start` on, from passes of `width` rows on a cache of
     those before."""
     model, rows = target.model, torch.tensor([list(tokens)], device=target.model.embed_tokens.weight.device)
     cache, logits = model.new_cache(1, len(tokens) + width), []

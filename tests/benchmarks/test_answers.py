@@ -164,7 +164,7 @@ def test_nothing_of_transformers_own_generation_config_changes_the_tokens(tiny):
 def test_a_better_proof_than_the_records_is_refused(tiny, suite, tmp_path, capsys):
     command = f"--target {tiny} --suite spec-bench --data {suite} --drafter prompt_lookup --prompts 1 --new-tokens 4"
     command += f" --dtype bf16 --out {tmp_path / 'out'}"
-    for form, status in (("serving", 0), ("fp32", 2), ("layerwise", 2)):
+    for form, status in (("serving", 0), ("fp32", 2)):
         assert bench.main([*command.split(), "--exactness", form]) == status
         assert (f"--exactness: {form}, but" in capsys.readouterr().err) == (status == 2)
 
