@@ -47,8 +47,6 @@ class Engine:
             alike, by whole passes, so that they have the bits that they would have anew. Changed weights are noticed
             where PyTorch counts the writes, which `weight.data` and fused optimizers evade, and through `refresh`;
             nothing is kept while weights require gradients.
-        noise_in_ranking: whether drafters rank candidates with the noise that the target's choices will use; False
-            shows what that is worth.
         log: called with a line about what will be allocated; None is the logger "longdraft", level INFO.
     """
 
@@ -66,7 +64,6 @@ class Engine:
         options: Mapping[Str, Any] | None = None,
         graphs: Bool | None = None,
         keep_prompts: Bool = True,
-        noise_in_ranking: Bool = True,
         log: Callable[[str], object] | None = None,
     ):
         limit = target.model.config.max_positions
@@ -79,7 +76,7 @@ class Engine:
         self.target, self.slots, self.drafter = target, slots, drafter
         self.max_length = max_length or limit
         self.runner = Runner(target.model, drafter, nodes, graphs)
-        self.pool = SlotPool(self.runner, prefill_chunk, noise_in_ranking, keep_prompts)
+        self.pool = SlotPool(self.runner, prefill_chunk, keep_prompts)
         self._log = log or logging.getLogger("longdraft").info
         self._cancelled: set[int] = set()
 

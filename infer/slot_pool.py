@@ -44,21 +44,16 @@ class SlotPool:
 
     Args:
         prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
-        noise_in_ranking: whether drafters rank candidates with the noise that the target's choices will use.
         keep_prompts: whether a prompt reuses the keys and values of an earlier one that began alike.
 
     Attributes:
         sequences: of each slot; None for a free one, and where a prompt is still read.
         reading: by slot, the sequences whose prompts are being read. With steps between the passes it is one.
-        make_sampling: makes the slots' sampling; benchmarks/drafters/rejection_sampling.py puts one here that records
-            what it sees.
     """
 
-    def __init__(self, runner: Runner, prefill_chunk: int | None, noise_in_ranking: bool, keep_prompts: bool):
+    def __init__(self, runner: Runner, prefill_chunk: int | None, keep_prompts: bool):
         self.runner, self.model, self.drafter, self.device = runner, runner.model, runner.drafter, runner.device
         self.prefill_chunk = prefill_chunk or prompt_rows(self.device.type)
-        self.make_sampling: Callable[..., SlotSampling] = SlotSampling
-        self._noise_in_ranking = noise_in_ranking
         # Some kinds of RoPE rotate a prompt by its length; weights that are gathered for each pass cannot be watched.
         length_dependent = self.model.config.rope.type in LENGTH_DEPENDENT
         self._keeps = keep_prompts and not length_dependent and self.model.weights_stay
@@ -264,7 +259,7 @@ class SlotPool:
         with on_device(self.device):
             # Where steps are recorded, a free slot has the parameters of another one: one kind of sampling less.
             idle = next(one for one in given if one) if recording else IDLE
-            sampling = self.make_sampling([one or idle for one in given], self.device, self._noise_in_ranking)
+            sampling = SlotSampling([one or idle for one in given], self.device)
             state.sampling = self._recorded_sampling(sampling) if recording else sampling
             state.active.copy_(from_host(torch.tensor([one is not None for one in given]), self.device))
         state.committed = [sequence.committed if sequence else [] for sequence in self.sequences]

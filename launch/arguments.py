@@ -113,11 +113,8 @@ def add_drafters(add: Callable[..., Any], several: bool) -> None:
 
 
 def add_drafting(parser: ArgumentParser, several: bool) -> None:
-    """Add the drafters, their options and how they rank candidates."""
-    add = parser.add_argument_group("drafting (affects speed, never the text)").add_argument
-    add_drafters(add, several)
-    help = "at a temperature above 0, rank candidates without the noise that will decide the target's choice, as other "
-    add("--no-noise", action="store_true", help=help + "programs do")
+    """Add the drafters and their options."""
+    add_drafters(parser.add_argument_group("drafting (affects speed, never the text)").add_argument, several)
 
 
 def add_numbers(add: Callable[..., Any], helps: Mapping[str, str], **defaults: float) -> None:
@@ -235,8 +232,6 @@ def bench() -> ArgumentParser:
     )
     help = "context lengths at which to time passes of different numbers of query tokens (default: the prompts' length)"
     add("--contexts", nargs="+", type=at_least(1), metavar="N", help=help)
-    help = "also measure acceptance with and without noise in the drafters' ranking, and under classical rejection"
-    add("--noise", action="store_true", help=help)
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
     help = "measure only the peak memory of the heads' training loss, at two lengths"
     add("--loss-memory", action="store_true", help=help)

@@ -170,8 +170,6 @@ def _take_paper(args: argparse.Namespace, suite: Suite) -> None:
 def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
     """What is measured and how. Values that were not given come from the paper or the suite."""
     args = drafting.args
-    if args.noise and drafting.names == ["plain"]:
-        raise ValueError("--noise: it is about drafters' rankings, and plain decoding has none; name a --drafter")
     published = {} if suite is None else suite.sampling
     published = published if args.paper is None else PAPERS[args.paper].sampling(drafting.source[0])
     sampling = {**published, **given_sampling(args)}
@@ -189,9 +187,6 @@ def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
         ignore_eos=ignore_eos,
         passes=suite is None or args.contexts is not None,
         contexts=None if args.contexts is None else tuple(args.contexts),
-        noise=args.noise,
-        # The papers' programs rank without noise.
-        noise_in_ranking=not args.no_noise and (args.paper is None or max(temperatures) == 0),
     )
     for temperature in temperatures:
         settings.params(temperature)  # raises ValueError for invalid values
@@ -261,7 +256,7 @@ def texts_for(target: Target, args: argparse.Namespace, texts: list[list[int]] |
 def asked_for(drafting: Drafting, settings: BenchSettings, prompts: object) -> dict[str, Any]:
     """All that the answers depend on. A record continues only where this is the same."""
     args, source, options = drafting.args, drafting.source, drafting.options
-    names = ("nodes", "temperatures", "seed", "new_tokens", "sampling", "ignore_eos", "noise_in_ranking")
+    names = ("nodes", "temperatures", "seed", "new_tokens", "sampling", "ignore_eos")
     of_drafters = {name: options_for(name, options) for name in drafting.names}
     return {
         "suite": args.suite,

@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=at_least(1), metavar="N", help="conversations decoded together (default: 8)")
     add_drafters(add, several=False)
     # `Drafting` reads these too. The answers are always our own decoder's, however the draft was trained.
-    parser.set_defaults(loader="longdraft", prefill_chunk=None, no_noise=False)
+    parser.set_defaults(loader="longdraft", prefill_chunk=None)
     return parser
 
 

@@ -65,8 +65,8 @@ class Drafting:
             raise ValueError(
                 f"--draft: {unused.pop()} is for none of the drafters {', '.join(self.names)}; leave it out"
             )
-        if self.names == ["plain"] and (args.nodes is not None or args.no_noise):
-            raise ValueError("--nodes, --no-noise: plain decoding drafts nothing; leave them out, or name a --drafter")
+        if self.names == ["plain"] and args.nodes is not None:
+            raise ValueError("--nodes: plain decoding drafts nothing; omit it, or name a --drafter")
         self.nodes = {None: "auto", "all": None}.get(args.nodes, args.nodes)
         said = (read_info(args.draft[0]).train_config.get("target") if args.draft else None) or {}
         trained = validate(TrainedTarget, said, "--draft: target")
@@ -124,7 +124,7 @@ class Drafting:
         """An engine for each drafter, by name."""
         args = self.args
         settings = {"max_length": args.max_length, "prefill_chunk": args.prefill_chunk, "slots": slots, "log": note}
-        settings |= {"nodes": self.nodes, "noise_in_ranking": not args.no_noise}
+        settings["nodes"] = self.nodes
         return {name: Engine(target, name, **self.of(name), **settings) for name in self.names}
 
     def open_engine(self, positions: int, slots: int) -> Engine:

@@ -12,16 +12,14 @@ import torch
 
 from longdraft.benchmarks.drafters.answering import Answerer, EngineAnswers, TransformersAnswers, ask
 from longdraft.benchmarks.drafters.exactness import PROMPTS, Builder, in_fp32, prove
-from longdraft.benchmarks.drafters.metrics import rounded, run_figures, totals
+from longdraft.benchmarks.drafters.metrics import run_figures
 from longdraft.benchmarks.drafters.prompts import Asked
 from longdraft.benchmarks.drafters.record import Record
-from longdraft.benchmarks.drafters.rejection_sampling import first_places, shares
 from longdraft.benchmarks.drafters.timing import Log, forget_peak_memory, peak_memory_mib, quiet, width_curve
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.target import Target
 
-NOISE_TEMPERATURES, NOISE_PROMPTS, NOISE_TOKENS = (0.7, 1.0), 3, 64
 PEER = "transformers"
 
 
@@ -34,10 +32,8 @@ class BenchSettings:
         temperatures: measured one after the other; 0 is greedy.
         sampling: further keywords for the answers' SamplingParams. ignore_eos: whether answers continue after an end
             token.
-        nodes, noise_in_ranking: passed to the Engine.
+        nodes: passed to the Engine.
         passes: also measure the cost of a pass by its width, at `contexts` (None: the first prompt's length).
-        noise: also measure acceptance with and without the noise in the ranking, and what classical rejection would
-            accept.
     """
 
     new_tokens: int = 128
@@ -49,12 +45,10 @@ class BenchSettings:
     ignore_eos: bool = True
     passes: bool = True
     contexts: tuple[int, ...] | None = None
-    noise: bool = False
-    noise_in_ranking: bool = True
 
-    def params(self, temperature: float, new_tokens: int | None = None) -> SamplingParams:
+    def params(self, temperature: float) -> SamplingParams:
         options = {**self.sampling, "temperature": temperature, "ignore_eos": self.ignore_eos}
-        return SamplingParams(seed=self.seed, max_new_tokens=new_tokens or self.new_tokens, **options)
+        return SamplingParams(seed=self.seed, max_new_tokens=self.new_tokens, **options)
 
 
 def bench(
@@ -143,13 +137,8 @@ class _Bench:
                     "tokens_equal_to_transformers": theirs["same_tokens"],
                 }
             found["runs"].append({"temperature": temperature, "drafters": figures})
-        if settings.noise:
-            found["noise"] = {
-                name: {str(temperature): self._noise(name, temperature) for temperature in NOISE_TEMPERATURES}
-                for name in self.builders
-            }
         lengths = [one.tokens for one in self.asked]
-        names = ("new_tokens", "seed", "nodes", "sampling", "ignore_eos", "noise_in_ranking")
+        names = ("new_tokens", "seed", "nodes", "sampling", "ignore_eos")
         used = {"prompts": len(self.asked), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
         used |= {name: getattr(settings, name) for name in names}
         found |= {**(self.record.proof or {}), "left_out": self.record.left_out, "settings": used}
@@ -171,19 +160,5 @@ class _Bench:
             return TransformersAnswers(self.transformers_model, self.target.eos_token_ids)
         if name == "plain":
             return EngineAnswers(Engine(self.target, keep_prompts=False))
-        settings, drafter = self.settings, self.builders[name](self.target)
-        options = {"nodes": settings.nodes, "noise_in_ranking": settings.noise_in_ranking}
-        return EngineAnswers(Engine(self.target, drafter, keep_prompts=False, **options))
-
-    def _noise(self, name: str, temperature: float) -> dict:
-        """Tokens a step and acceptance with the noise in the ranking and without it, every proposed node verified; with
-        the noise also what classical rejection would accept at the first place (rejection_sampling.py)."""
-        self.log(f"{name} at T {temperature}, with and without the noise")
-        prompts, params = self._prompts(NOISE_PROMPTS), self.settings.params(temperature, NOISE_TOKENS)
-        build, found = self.builders[name], {}
-        for noisy, side in ((True, "with"), (False, "without")):
-            answers = EngineAnswers(Engine(self.target, build(self.target), nodes=None, noise_in_ranking=noisy))
-            figures = totals([answers.answer(prompt, params) for prompt in prompts])
-            found[side] = rounded({key: figures[key] for key in ("tokens_per_step", "acceptance")})
-        watched = Engine(self.target, build(self.target), nodes=None, graphs=False)
-        return found | {"first_place": rounded(shares(first_places(watched, prompts, params)))}
+        drafter = self.builders[name](self.target)
+        return EngineAnswers(Engine(self.target, drafter, nodes=self.settings.nodes, keep_prompts=False))

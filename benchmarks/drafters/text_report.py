@@ -29,13 +29,12 @@ def table(result: dict, metrics: list[dict]) -> str:
         names, *rest = ("  ".join(cells) for cells in lay_out(rows(title, run["drafters"], on_gpu)))
         lines += ["", names, "-" * len(names), *rest]
     lines += papers.table(result["paper"]) if "paper" in result else []
-    return "\n".join([*lines, *_noise(result), "", *_verdicts(result), *_training(metrics)])
+    return "\n".join([*lines, "", *_verdicts(result), *_training(metrics)])
 
 
 def _sampling(settings: dict) -> str:
     words = [f"{name} {value}" for name, value in settings["sampling"].items()]
     words += [] if settings["ignore_eos"] else ["stop at end tokens"]
-    words += [] if settings["noise_in_ranking"] else ["ranked without the noise"]
     return "".join(f", {one}" for one in words)
 
 
@@ -79,23 +78,6 @@ def _speed(group: Figures | None) -> str:
 def _milliseconds(one: Figures) -> float:
     """Milliseconds of a step."""
     return 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
-
-
-def _noise(result: dict) -> list[str]:
-    if "noise" not in result:
-        return []
-    lines = ["", "tokens/step (acceptance), all nodes verified: ranked with the noise, and without"]
-    for name, temperatures in result["noise"].items():
-        for temperature, found in temperatures.items():
-            sides = (found[side] for side in ("with", "without"))
-            shown = ", ".join(f"{side['tokens_per_step']:.3f} ({side['acceptance']:.3f})" for side in sides)
-            lines.append(f"  {name}, T {temperature}: {shown}")
-            if first := found["first_place"]:
-                lines.append(
-                    f"    its best token alone at the first place: accepted in {first['with']:.3f} of the steps with "
-                    f"the noise, {first['without']:.3f} without; by classical rejection {first['classical']:.3f}"
-                )
-    return lines
 
 
 def _verdicts(result: dict) -> list[str]:

@@ -44,8 +44,8 @@ class SlotSampling:
         greedy: whether all slots are greedy.
     """
 
-    def __init__(self, params: list[SamplingParams], device: torch.device, noise_in_ranking: bool = True):
-        self.params, self.device, self.noise_in_ranking = params, device, noise_in_ranking
+    def __init__(self, params: list[SamplingParams], device: torch.device):
+        self.params, self.device = params, device
         signed = [(p.seed or 0) - 2**64 if (p.seed or 0) >= 2**63 else (p.seed or 0) for p in params]
         self.seeds = integers(signed, device)
         self.greedy = all(p.temperature == 0 for p in params)
@@ -63,7 +63,7 @@ class SlotSampling:
         """The sampling of these slots alone, which shares their kept rows of noise."""
         key = slots.start, slots.stop
         if key not in self._of_slots:
-            self._of_slots[key] = type(self)(self.params[slots], self.device, self.noise_in_ranking)
+            self._of_slots[key] = SlotSampling(self.params[slots], self.device)
             self._of_slots[key]._noise_rows = self._noise_rows[slots]
         return self._of_slots[key]
 
@@ -95,7 +95,7 @@ class SlotSampling:
         absent = tuple(column is None for column in self._columns)
         penalties = self.penalties.widest, self.penalties.biases, self.penalties.held_back
         limits = *self.filters.limits, *penalties
-        return len(self.params), self.greedy, self._mixed, self.noise_in_ranking, *limits, absent
+        return len(self.params), self.greedy, self._mixed, *limits, absent
 
     def noise(self, positions_B: Tensor, vocab_size: int) -> Tensor:
         """The noise g(seed, t, v) of the token at absolute position t = positions_B[b] of each slot: fp32 [B, V].
@@ -132,7 +132,7 @@ class SlotSampling:
             token_ids: int64 [V], the target's ids of a restricted vocabulary; None: all, in order.
         """
         logits = self.penalties.apply(logits, history, positions_B, token_ids)
-        if self.greedy or not self.noise_in_ranking:
+        if self.greedy:
             return logits
         noise_BV = self._noise_of(positions_B + offset, logits.shape[-1], token_ids)
         noise_BV = noise_BV if token_ids is None else noise_BV[:, token_ids]
@@ -159,7 +159,7 @@ class SlotSampling:
             ranked_BTV = self.ranking(logits_BTV, history, positions_B, offset, token_ids)
             return best_tokens(ranked_BTV, count)
         logits_BTV = self.penalties.apply(logits_BTV, history, positions_B, token_ids)
-        if self.greedy or not self.noise_in_ranking:
+        if self.greedy:
             return best_tokens(logits_BTV, count)
         noise_BV = self._noise_of(positions_B + offset, logits_BTV.shape[-1], token_ids)
         return best_tokens(logits_BTV, count, self._divisors[:, 0], noise_BV, token_ids)

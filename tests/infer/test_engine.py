@@ -122,7 +122,7 @@ def test_engine_arguments_that_cannot_be(target):
         ({"drafter": "token_recycling+prompt_lookup", "options": {"nodes": 8}}, "'s, as in token_recycling.nodes"),
         ({"options": 5}, r"^options: 5"),
         ({"drafter": "prompt_lookup", "options": {1: 2}}, r"^options\b"),
-        ({"noise_in_ranking": "no"}, "^noise_in_ranking: 'no'"),
+        ({"noise_in_ranking": True}, "noise_in_ranking"),
         ({"graphs": "no"}, "^graphs: 'no'"),
         ({"log": "x"}, "^log: 'x'"),
         ({"nodes": 0}, r"^nodes\b"),

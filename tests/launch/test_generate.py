@@ -122,15 +122,6 @@ def test_presets_by_the_target_s_name():
     assert {name: preset_for(name) for name in names} == names
 
 
-def test_ranking_without_the_noise(run):
-    """The text stays the same, and fewer candidates are accepted."""
-    asked = ["--prompt", PROMPT, "--temperature", 1, "--seed", 5, "--json", "--drafter", "small_model"]
-    asked += ["--option", f"small={run.folder}", "--nodes", "all", "--max-new-tokens", 48]
-    known, unknown = (json.loads(run(*asked, *more).out) for more in ([], ["--no-noise"]))
-    assert known["tokens"] == unknown["tokens"]
-    assert known["statistics"]["tokens_per_step"] > 1.5 * unknown["statistics"]["tokens_per_step"]
-
-
 def test_half_precision(run, folder):
     """In fp16, as LongSpec's authors decode."""
     half = load_target(folder, torch.float16)
@@ -222,7 +213,6 @@ def test_options_are_read_by_their_kind():
         ("--prompt x --row 0", "--row"),
         ("--prompt x --system y", "--system"),
         ("--prompt x --nodes 3", "--nodes"),
-        ("--prompt x --no-noise", "--no-noise"),
         ("--prompt x --drafter eagle", "--drafter"),
         ("--prompt x --drafter plain plain", "--drafter"),
         ("--prompt x --drafter token_recycling --nodes none", "--nodes"),

@@ -1,0 +1,21 @@
+"""What `longdraft bench` says about the options that it was given."""
+
+import json
+
+from longdraft.launch import bench
+
+
+def test_bench_says_what_was_asked_for(tiny, tmp_path, capsys):
+    """Exactness that was not looked at, half precision, penalties, end tokens."""
+    (tmp_path / "a.txt").write_text("the cat sat on the mat and the dog sat on the log. " * 4)
+    asked = f"--target {tiny} --text-file {tmp_path}/a.txt --prompt-tokens 24 --new-tokens 6 --drafter small_model "
+    asked += f"--option small={tiny} --temperature 1 --seed 3 "
+    more = "--exactness off --dtype fp16 --min-p 0.05 --contextual-penalty 1.2 --eos stop"
+    assert bench.main((asked + more).split()) == 0
+    shown = capsys.readouterr().out
+    result = json.loads(shown.splitlines()[-1])
+    assert result["exact"] is None and result["proof"]["form"] == "off" and result["dtype"] == "float16"
+    assert "exact: not shown (nothing: --exactness off)" in shown
+    assert "min_p 0.05, contextual_penalty 1.2, stop at end tokens" in shown
+    assert bench.main((asked + "--transformers --ban 3").split()) == 2
+    assert "--transformers: " in capsys.readouterr().err
