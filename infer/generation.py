@@ -52,8 +52,7 @@ class Generation:
         seed: the seed they were chosen with.
         finish_reason: "stop" (an end token or stop string), "length" (max_new_tokens), "capacity" (no positions left)
             or "cancelled".
-        logprobs, prompt_logprobs: of each new token, and of each of the prompt's tokens but the first; None if the
-            request did not ask for them.
+        logprobs: of each new token; None if the request did not ask for them.
     """
 
     index: int
@@ -64,7 +63,6 @@ class Generation:
     finish_reason: str
     stats: Statistics
     logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
 
     @property
     def tokens_per_step(self) -> float:
@@ -144,7 +142,6 @@ class ActiveSequence:
         self.committed, self._stop_ids = list(request.prompt), frozenset(sampling.stop_token_ids)
         self.result = Generation(request.index, request.prompt, [], None, sampling.seed, "", Statistics())
         self.result.logprobs = None if sampling.logprobs is None else []
-        self.result.prompt_logprobs = None if sampling.prompt_logprobs is None else []
         self._text = None
         if target.tokenizer is not None:
             continued = request.continued_tokens

@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longdraft.infer.sampling import MOST_LOGPROBS
-
-# Rows of a prompt whose logits are alive at once.
-PROMPT_ROWS = 64
 
 
 class TokenLogprob(NamedTuple):
@@ -43,14 +40,6 @@ def path_logprobs(logits_BNV: Tensor, nodes_BP: Tensor, tokens_BP: Tensor) -> tu
     found = [logprobs_of(logits_BNV[slots_B, nodes_B], tokens_B) for nodes_B, tokens_B in places]
     chosen, values, ids = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
     return chosen, values, ids
-
-
-def prompt_logprobs(lm_head: nn.Module, states_RD: Tensor, tokens_R: Tensor, k: int) -> list[TokenLogprob]:
-    """Those of a prompt's tokens, each from the post-norm state of the token before it, with k alternatives."""
-    parts = zip(states_RD.split(PROMPT_ROWS), tokens_R.split(PROMPT_ROWS), strict=True)
-    found = [logprobs_of(lm_head(states), tokens) for states, tokens in parts]
-    lists = (torch.cat(parts).tolist() for parts in zip(*found, strict=True))
-    return [one._replace(top=one.top[:k]) for one in read_logprobs(tokens_R.tolist(), *lists)]
 
 
 def read_logprobs(

@@ -79,7 +79,6 @@ class SamplingParams:
         stop_strings: texts that end the sequence, also across the borders of tokens.
         logprobs: the result has the log-probability of every new token under the target's own distribution, the softmax
             of its logits, and of this many most probable tokens in its place. None is off.
-        prompt_logprobs: the same for the prompt's tokens.
     """
 
     temperature: Annotated[Number, AfterValidator(_warm_or_greedy)] = 0.0
@@ -102,7 +101,6 @@ class SamplingParams:
     min_new_tokens: AtLeast0 = 0
     logit_bias: dict[AtLeast0, Shift] = field(default_factory=dict, hash=False)
     logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
 
 
 def draw_seed() -> int:

@@ -16,7 +16,6 @@ from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.generation import ActiveSequence
 from longdraft.infer.history import History
 from longdraft.infer.kept_prompts import KeptPrompts, Place
-from longdraft.infer.logprobs import prompt_logprobs
 from longdraft.infer.requests import Request
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
@@ -153,9 +152,7 @@ class SlotPool:
 
     def _place(self, request: Request, free: Sequence[int]) -> Place:
         """Choose a free slot for this prompt, and how much of an earlier prompt's keys and values it can reuse."""
-        place = Place(free[0]) if self._kept is None else self._kept.place(request.prompt, free)
-        # Log-probabilities of the prompt need all of its passes.
-        return place if request.sampling.prompt_logprobs is None else Place(place.slot)
+        return Place(free[0]) if self._kept is None else self._kept.place(request.prompt, free)
 
     def _prefill(self, place: Place) -> Iterator[None]:
         """Read the prompts of `reading`: all tokens but the last, which becomes the root. Then put them on their slots.
@@ -168,8 +165,6 @@ class SlotPool:
         # Asked once, because steps between two passes change it. Where nobody reads hidden states, the last layer's
         # keys and values end the pass.
         needs = self.drafter.needs or frozenset({"last_kv"})
-        if any(sequence.result.prompt_logprobs is not None for sequence in sequences):
-            needs |= {"post_norm"}
         for sequence in sequences:
             sequence.began = begin
         for start in range(place.count, max(longest, 1), self.prefill_chunk):
@@ -218,8 +213,7 @@ class SlotPool:
         end: int,
         needs: frozenset[str],
     ) -> None:
-        """One pass over the tokens [start:end] of each prompt but its last one, padded to the longest. The sequences
-        that ask for log-probabilities get those of the tokens behind them.
+        """One pass over the tokens [start:end] of each prompt but its last one, padded to the longest.
 
         cache: of these slots alone. first: the first one.
         """
@@ -237,14 +231,10 @@ class SlotPool:
                 given = Pass(tokens_BT, cache=cache, needs=needs)
             output = self.model(given)
             cache.commit(None, counts_B)
-            for row, (sequence, prompt, count) in enumerate(zip(sequences, prompts, counts, strict=True)):
+            for row, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
                 if count:
                     of_slot = output.of_slot(row, count) if only_pass else output
                     self.drafter.on_prefill(first + row, prompt, start, start + count, of_slot)
-                    k, found = sequence.request.sampling.prompt_logprobs, sequence.result.prompt_logprobs
-                    if k is not None and found is not None and of_slot.post_norm is not None:
-                        tokens = integers(prompt[start + 1 : start + count + 1], self.device)
-                        found += prompt_logprobs(self.model.lm_head, of_slot.post_norm[0], tokens, k)
 
     def _prefill_threads(self, n_tokens: int) -> AbstractContextManager[None]:
         """The threads of a prefill pass of `n_tokens` tokens a slot: the C kernels', or PyTorch's."""

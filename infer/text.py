@@ -19,13 +19,6 @@ BYTE_OF = {chr(byte): byte for byte in VISIBLE}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*VISIBLE}))}
 
 
-def text_behind(tokenizer, prompt: Sequence[int], tokens: Sequence[int], skip_special: bool = True) -> str:
-    """The text that tokens add to a prompt's text, with a mark for the bytes at its end that are no character."""
-    reader = TextReader(tokenizer, prompt, skip_special)
-    reader.push(tokens)
-    return reader.finish()
-
-
 @lru_cache(maxsize=1 << 18)
 def token_bytes(tokenizer, token: int) -> bytes:
     """The bytes that a token adds behind another one, here itself; a special token's are those of its spelling."""

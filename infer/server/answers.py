@@ -5,7 +5,6 @@ Source: OpenAI's API reference, "Chat" and "Completions"; the object `metrics.sp
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +12,7 @@ from longdraft.infer.generation import Generation, Piece
 from longdraft.infer.logprobs import TokenLogprob
 from longdraft.infer.requests import Request
 from longdraft.infer.server.protocol import Body
-from longdraft.infer.text import TextReader, text_behind, token_bytes
+from longdraft.infer.text import TextReader, token_bytes
 from longdraft.models.target import Target
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", "cancelled": "stop"}
@@ -34,29 +33,23 @@ class Answers:
         self._requests, self._tokenizer, asked = requests, target.tokenizer, self._asked
         self._new = [0] * len(requests)  # tokens of each choice so far
         self.tells_tokens = self._options.include_accepted or asked.alternatives is not None
-        befores = [() if asked.echo else one.continued_tokens for one in requests]
-        self._readers = [TextReader(target.tokenizer, before, asked.skip_special) for before in befores]
+        self._readers = [TextReader(target.tokenizer, one.continued_tokens, asked.skip_special) for one in requests]
         name, prefix = ("chat.completion", "chatcmpl") if asked.is_chat else ("text_completion", "cmpl")
         self._head = {"object": name, "id": f"{prefix}-{identity}", "created": int(time.time()), "model": model}
         self._chunk_head = self._head | ({"object": f"{name}.chunk"} if asked.is_chat else {})
 
     def response(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The answer that is not streamed."""
-        if self._asked.limit == 0:  # only the prompt was asked for
-            generations = [replace(one, tokens=[], text="", logprobs=one.logprobs and []) for one in generations]
         choices = []
         for index, one in enumerate(generations):
-            text = self._echo(index) + (one.text or "")
+            text = one.text or ""
             content = {"message": {"role": "assistant", "content": text}} if self._asked.is_chat else {"text": text}
-            entries = None if one.logprobs is None else [*(one.prompt_logprobs or ()), *one.logprobs]
-            choices.append(self._choice(index, content, one.finish_reason, entries))
+            choices.append(self._choice(index, content, one.finish_reason, one.logprobs))
         return {**self._head, "choices": choices, **self._figures(generations)}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """The chunk that begins a choice; None for a completion without echo, which has none."""
-        if self._asked.is_chat:
-            return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
-        return self._chunk(index, {"text": self._echo(index)}) if self._asked.echo else None
+        """The chunk that begins a choice; None for a completion, which has none."""
+        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}) if self._asked.is_chat else None
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """The next text of a choice, and what else the body asks for."""
@@ -94,19 +87,9 @@ class Answers:
         if entries is not None and self._asked.is_chat:
             logprobs = chat_logprobs(self._tokenizer, entries)
         elif entries is not None:
-            first = self._requests[index].prompt[:1] if self._asked.echo else []
-            logprobs = completion_logprobs(self._tokenizer, entries, self._readers[index], first)
+            logprobs = completion_logprobs(self._tokenizer, entries, self._readers[index])
         reason = reason and FINISH_REASONS[reason]
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
-
-    def _echo(self, index: int) -> str:
-        """The prompt's text, if the choice is to begin with it."""
-        if not self._asked.echo:
-            return ""
-        prompt = self._asked.prompts[index // self._n]
-        if isinstance(prompt, str):
-            return prompt
-        return text_behind(self._tokenizer, (), prompt, self._asked.skip_special)
 
     def _usage(self) -> dict[str, Any]:
         """The tokens so far. A prompt counts once, however many choices it has."""
@@ -132,26 +115,18 @@ def chat_logprobs(tokenizer: Any, entries: Sequence[TokenLogprob]) -> dict[str, 
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
-    tokenizer: Any, entries: Sequence[TokenLogprob], reader: TextReader, first: Sequence[int] = ()
-) -> dict[str, Any]:
-    """Lists with an entry for each token, as in a completion.
-
-    reader: reads the text, for the tokens' places in it. first: tokens before them, which have no log-probability.
-    """
-    tokens, offsets = [*first, *(one.token for one in entries)], []
-    for token in tokens:
-        offsets.append(len(reader.text))
-        reader.push([token])
-    tops = []
+def completion_logprobs(tokenizer: Any, entries: Sequence[TokenLogprob], reader: TextReader) -> dict[str, Any]:
+    """Lists with an entry for each token, as in a completion. reader: reads the text, for the tokens' places in it."""
+    offsets, tops = [], []
     for one in entries:
+        offsets.append(len(reader.text))
+        reader.push([one.token])
         pairs = [*one.top, (one.token, one.logprob)]
         tops.append({_spelled(token_bytes(tokenizer, token)): max(logprob, LEAST) for token, logprob in pairs})
-    unknown = [None] * len(first)
     return {
-        "tokens": [_spelled(token_bytes(tokenizer, token)) for token in tokens],
-        "token_logprobs": [*unknown, *(max(one.logprob, LEAST) for one in entries)],
-        "top_logprobs": [*unknown, *tops],
+        "tokens": [_spelled(token_bytes(tokenizer, one.token)) for one in entries],
+        "token_logprobs": [max(one.logprob, LEAST) for one in entries],
+        "top_logprobs": tops,
         "text_offset": offsets,
     }
 

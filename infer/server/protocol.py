@@ -100,7 +100,7 @@ class Asked:
         limit, limit_field: the most new tokens (None: as many as fit), and the name of the field that says so.
         alternatives: how many of the most probable tokens are wanted with each token's log-probability; None if no
             log-probabilities are wanted.
-        echo: whether an answer begins with its prompt. skip_special: as in Request.
+        skip_special: as in Request.
     """
 
     is_chat: bool
@@ -109,7 +109,6 @@ class Asked:
     limit: int | None
     limit_field: str
     alternatives: int | None
-    echo: bool = False
     skip_special: bool = True
 
 
@@ -177,7 +176,6 @@ class Completion(Body):
 
     prompt: Any
     max_tokens: Int = COMPLETION_TOKENS
-    echo: Bool = False
     logprobs: Any = None
     skip_special_tokens: Bool = True
     add_special_tokens: Bool = True
@@ -189,14 +187,7 @@ class Completion(Body):
         prompts = self.prompt if listed else [self.prompt]
         options = {} if self.add_special_tokens else {"add_special_tokens": False}
         alternatives = None if self.logprobs is False else self.logprobs
-        own = self.echo, self.skip_special_tokens
-        return Asked(False, prompts, options, self.max_tokens, "max_tokens", alternatives, *own)
-
-    @model_validator(mode="after")
-    def _can_be_streamed(self) -> Self:
-        if self.echo and self.stream and (self.max_tokens == 0 or self.logprobs not in (None, False)):
-            raise ValueError("echo: in a stream it does not go with logprobs or max_tokens: 0; leave one of them out")
-        return self
+        return Asked(False, prompts, options, self.max_tokens, "max_tokens", alternatives, self.skip_special_tokens)
 
 
 B = TypeVar("B", bound=Body)
@@ -268,8 +259,7 @@ def _new_tokens(asked: Asked, prompt_tokens: int, max_length: int) -> int:
             f"at most {max_length}; ask for at most {room}, or shorten the prompt"
         )
         raise ApiError(400, text, field, "context_length_exceeded")
-    # Where only the prompt is asked for, the engine's one token is left out of the answer.
-    return room if asked.limit is None else asked.limit or int(asked.echo)
+    return room if asked.limit is None else asked.limit
 
 
 def _sampling(body: Body, asked: Asked, max_new_tokens: int) -> SamplingParams:
@@ -286,5 +276,4 @@ def _sampling(body: Body, asked: Asked, max_new_tokens: int) -> SamplingParams:
         banned_token_ids=tuple(token for token, bias in body.logit_bias.items() if bias == BAN),
         logit_bias={token: bias for token, bias in body.logit_bias.items() if bias != BAN},
         logprobs=asked.alternatives,
-        prompt_logprobs=asked.alternatives if asked.echo else None,
     )

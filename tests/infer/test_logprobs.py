@@ -15,12 +15,12 @@ TEXT = "the cat sat on the mat and the dog sat on the log. "
 NEW = 14
 # Beside each other in a batch: some ask, some do not, and none sees what penalties and filters do.
 PARAMS = [
-    SamplingParams(logprobs=3, prompt_logprobs=2, max_new_tokens=NEW),
+    SamplingParams(logprobs=3, max_new_tokens=NEW),
     SamplingParams(temperature=1.0, seed=3, max_new_tokens=NEW),
     SamplingParams(temperature=0.8, top_k=5, seed=4, logprobs=0, max_new_tokens=NEW),
     SamplingParams(
         temperature=1.0, seed=5, repetition_penalty=1.3, logit_bias={7: 4.0, 9: -4.0}, banned_token_ids=(1, 2),
-        logprobs=20, prompt_logprobs=0, max_new_tokens=NEW,
+        logprobs=20, max_new_tokens=NEW,
     ),
 ]  # fmt: skip
 
@@ -71,10 +71,6 @@ def test_they_are_those_of_transformers(folder, prompts, references, drafter, sl
                 assert one.logprobs is None
             else:
                 check(one.logprobs, one.tokens, rows[len(prompt) - 1 : -1], asked.logprobs)
-            if asked.prompt_logprobs is None:
-                assert one.prompt_logprobs is None
-            else:
-                check(one.prompt_logprobs, prompt[1:], rows[: len(prompt) - 1], asked.prompt_logprobs)
 
 
 def test_a_stream_has_them_with_its_tokens(folder, prompts):
@@ -96,26 +92,26 @@ def test_every_drafter_has_the_same(shared, tiny_target, dtype, c_kernels):
     target = tiny_target(vocab_size=exactness.VOCAB, n_kv_heads=2, max_positions=90, dtype=dtype)
     small = tiny_target(vocab_size=exactness.VOCAB, n_layers=1, n_kv_heads=1, seed=5, max_positions=90, dtype=dtype)
     asked = exactness.prompts("gqa", "overflow")
-    params = [replace(PARAMS[i % 4], max_new_tokens=8, logprobs=2, prompt_logprobs=2) for i in range(len(asked))]
+    params = [replace(PARAMS[i % 4], max_new_tokens=8, logprobs=2) for i in range(len(asked))]
     want = Engine(target).generate(asked, params)
     for name, make in exactness.DRAFTERS.items():
         for one, plain in zip(Engine(target, make(target, small), slots=3).generate(asked, params), want, strict=True):
             assert one.tokens == plain.tokens
-            for found, expected in ((one.logprobs, plain.logprobs), (one.prompt_logprobs, plain.prompt_logprobs)):
-                if dtype == torch.bfloat16:
-                    assert found == expected, name
-                else:
-                    assert [x.logprob for x in found] == pytest.approx([x.logprob for x in expected], abs=1e-4), name
+            if dtype == torch.bfloat16:
+                assert one.logprobs == plain.logprobs, name
+            else:
+                found, expected = ([x.logprob for x in of.logprobs] for of in (one, plain))
+                assert found == pytest.approx(expected, abs=1e-4), name
 
 
 def test_what_one_asks_for_does_not_change_anothers(folder, prompts):
     """In bf16 many tokens are equally probable: the lowest id comes first, however many are asked for beside."""
     engine = Engine(load_target(folder, torch.bfloat16), slots=2)
     for k in (1, 2, 5):
-        asked = SamplingParams(logprobs=k, prompt_logprobs=k, max_new_tokens=NEW)
+        asked = SamplingParams(logprobs=k, max_new_tokens=NEW)
         (alone,) = engine.generate([prompts[0]], asked)
-        beside = engine.generate(prompts[:2], [asked, replace(asked, logprobs=20, prompt_logprobs=20)])[0]
-        assert (beside.logprobs, beside.prompt_logprobs) == (alone.logprobs, alone.prompt_logprobs)
+        beside = engine.generate(prompts[:2], [asked, replace(asked, logprobs=20)])[0]
+        assert beside.logprobs == alone.logprobs
         assert all(one.top[0][0] == one.token for one in alone.logprobs)  # greedy
         assert all([*one.top] == sorted(one.top, key=lambda pair: (-pair[1], pair[0])) for one in alone.logprobs)
     engine.generate([prompts[0]], SamplingParams(max_new_tokens=2))

@@ -199,7 +199,7 @@ def test_a_completion_goes_on_from_its_prompt_with_special_tokens_where_asked(ti
         answers = [alone(target, [0, 3], temperature=1, seed=1 + i, max_new_tokens=5).tokens for i in range(9)]
         with httpx.stream("POST", f"{service.url}/v1/completions", json=asked | {"n": 1, "stream": True}) as stream:
             events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
-        echo = post(service, "completions", prompt=[0, 3, 4], max_tokens=3, seed=1, echo=True, logprobs=1).json()
+        (scored,) = post(service, "completions", prompt=[0, 3, 4], max_tokens=3, seed=1, logprobs=1).json()["choices"]
     for one, whole, tokens in zip(plain, shown, answers, strict=True):
         assert "the" + one["text"] == target.tokenizer.decode([3, *tokens], skip_special_tokens=True)
         ended = whole["finish_reason"] == "stop"
@@ -207,11 +207,10 @@ def test_a_completion_goes_on_from_its_prompt_with_special_tokens_where_asked(ti
     assert {whole["finish_reason"] for whole in shown} == {"stop", "length"}
     assert any("<x>" in whole["text"] for whole in shown) and any(one["text"].startswith(" cat") for one in plain)
     assert "".join(event["choices"][0]["text"] for event in events) == plain[0]["text"]
-    (one,) = echo["choices"]
     ids = [0, 3, 4, *alone(target, [0, 3, 4], temperature=1, seed=1, max_new_tokens=3).tokens]
-    texts = [target.tokenizer.decode(ids[:i], skip_special_tokens=True) for i in range(len(ids) + 1)]
-    assert one["text"] == texts[-1] and one["logprobs"]["text_offset"] == [len(text) for text in texts[:-1]]
-    assert one["logprobs"]["tokens"][:3] == ["<s>", " the", " cat"]
+    texts = [target.tokenizer.decode(ids[:i], skip_special_tokens=True) for i in range(3, len(ids) + 1)]
+    assert texts[0] + scored["text"] == texts[-1]
+    assert scored["logprobs"]["text_offset"] == [len(text) - len(texts[0]) for text in texts[:-1]]
 
 
 def test_a_chat_without_a_limit_fills_its_positions(client, target):
@@ -259,7 +258,8 @@ def test_models_health_metrics_and_the_page(client, service):
         ("logprobs", {"logprobs": 3}),
         ("logprobs", {"prompt": "the", "logprobs": True}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
-        ("echo", {"prompt": "the", "echo": True, "logprobs": 1, "stream": True}),
+        ("max_tokens", {"prompt": "the", "max_tokens": 0}),
+        ("echo", {"prompt": "the", "echo": True}),
         ("best_of", {"prompt": "a", "best_of": 3}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "x"}}),
         ("min_tokens", {"min_tokens": -1}),
@@ -437,32 +437,6 @@ def test_log_probabilities_of_a_chat_are_the_engines_whole_and_streamed(client, 
     text = b"".join(bytes(one.bytes) for one in whole).decode(errors="replace")
     assert text == alone(target, CHAT, temperature=1, seed=9, max_new_tokens=20).text
     assert client.chat.completions.create(**asked | {"logprobs": False, "top_logprobs": 0}).choices[0].logprobs is None
-
-
-def test_log_probabilities_of_a_prompt_are_echoed_as_evaluations_ask(service, client, target):
-    """As lm-evaluation-harness asks for the likelihood of a continuation, with token ids, and reads the answer."""
-    ids = target.tokenizer(TEXT).input_ids
-    want = alone(target, ids, max_new_tokens=1, logprobs=1, prompt_logprobs=1)
-    for limit in (1, 0):
-        body = {"prompt": [ids], "temperature": 0, "max_tokens": limit, "logprobs": 1, "seed": 1234, "echo": True}
-        (choice,) = (answer := post(service, "completions", **body).json())["choices"]
-        entries = [*want.prompt_logprobs, *want.logprobs[:limit]]
-        assert choice["logprobs"]["token_logprobs"][0] is choice["logprobs"]["top_logprobs"][0] is None
-        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx([one.logprob for one in entries], abs=1e-4)
-        greedy = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1:]]
-        assert greedy == pytest.approx([one.top[0][1] for one in entries], abs=1e-4)
-        for found, likeliest, one in zip(choice["logprobs"]["token_logprobs"][1:], greedy, entries, strict=True):
-            assert (found == likeliest) == (one.token == one.top[0][0])  # this is how it reads "greedy"
-        assert choice["text"] == TEXT + want.text[: 99 * limit]
-        for token, offset in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
-            assert choice["text"].startswith(token, offset)
-        assert answer["usage"]["completion_tokens"] == limit
-    echoed = client.completions.create(model="tiny", prompt=[TEXT, "the dog"], n=2, echo=True, max_tokens=5, seed=3)
-    plain = client.completions.create(model="tiny", prompt=[TEXT, "the dog"], n=2, max_tokens=5, seed=3)
-    for i, (one, other) in enumerate(zip(echoed.choices, plain.choices, strict=True)):
-        assert one.text == (TEXT, TEXT, "the dog", "the dog")[i] + other.text and one.logprobs is None
-    stream = client.completions.create(model="tiny", prompt=TEXT, echo=True, max_tokens=5, seed=3, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in stream) == echoed.choices[0].text
 
 
 def test_biases_and_the_least_number_of_tokens_are_the_engines(client, target):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from longdraft.infer.generation import ActiveSequence
 from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.text import BYTE_OF, UNFINISHED, ShownText, TextReader, text_behind
+from longdraft.infer.text import BYTE_OF, UNFINISHED, ShownText, TextReader
 from longdraft.models.hf import load_tokenizer
 
 TEXTS = [
@@ -90,6 +90,12 @@ def ids_of(tokenizer, *parts: str | bytes) -> list[int]:
     """The tokens with these spellings, and those of these bytes."""
     convert = tokenizer.convert_tokens_to_ids
     return [i for part in parts for i in ([convert(part)] if isinstance(part, str) else byte_tokens(tokenizer, part))]
+
+
+def text_behind(tokenizer, prompt, tokens, skip_special=True) -> str:
+    reader = TextReader(tokenizer, prompt, skip_special)
+    reader.push(tokens)
+    return reader.finish()
 
 
 def whole(tokenizer, tokens) -> str:
