@@ -17,7 +17,7 @@ CODE = [
 ]  # fmt: skip
 # Needed for training but not for decoding, so that serving a draft, for example in vLLM, does not require it.
 TRAIN = ["deepspeed>=0.19,<0.20", "datasets>=4", "wandb>=0.30", "omegaconf>=2.3"]
-SERVE = ["starlette>=0.41", "uvicorn>=0.34", "prometheus_client>=0.21", "pydantic>=2.9"]
+SERVE = ["starlette>=0.41", "uvicorn>=0.34", "pydantic>=2.9"]
 packages = {f"longdraft.{folder.replace('/', '.')}": folder for folder in CODE}
 config_folders = ["configs", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "configs").rglob("*")) if p.is_dir())]
 packages |= {f"longdraft.{folder.replace('/', '.')}": folder for folder in config_folders}

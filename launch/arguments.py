@@ -188,10 +188,6 @@ def serve() -> ArgumentParser:
     add("--model-name", help="the model's name in requests (default: the target's name)")
     help = "requests that may wait for a slot (default: 256); more are answered with 429"
     add("--queue", type=at_least(0), default=256, help=help)
-    help = "time that running answers have to finish when the server is to end (default: 300)"
-    add("--drain", type=at_least(0), default=300, metavar="SECONDS", help=help)
-    help = "origins of web pages that may use the server, such as http://localhost:3000; '*' for all (default: none)"
-    add("--cors", nargs="+", default=[], metavar="ORIGIN", help=help)
     return parser
 
 

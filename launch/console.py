@@ -17,7 +17,7 @@ FAILED, NOT_WRITTEN, INTERRUPTED = 2, 1, 130
 # The packages that setup.py installs only with an extra.
 EXTRAS = {
     "train": ("deepspeed", "datasets", "wandb", "omegaconf"),
-    "serve": ("starlette", "uvicorn", "prometheus_client"),
+    "serve": ("starlette", "uvicorn"),
 }
 
 

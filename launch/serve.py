@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from longdraft.infer.server.app import Settings, serve
+from longdraft.infer.server.app import Server, Service
 from longdraft.launch import cli
 from longdraft.launch.arguments import API_KEY
 from longdraft.launch.console import note
@@ -30,12 +30,13 @@ def run(args: argparse.Namespace) -> int:
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer files, so no text can be served; add them")
     model = args.model_name or Path(target.name).name
-    settings = Settings(model, os.environ.get(API_KEY, ""), args.queue, cors=args.cors)
-    listening = _listen(args.host, args.port)
-    place, key = f"http://{args.host}:{listening.getsockname()[1]}", ", with a key" if settings.api_key else ""
+    api_key, listening = os.environ.get(API_KEY, ""), _listen(args.host, args.port)
+    service = Service(engine, model, api_key, args.queue)
+    place, key = f"http://{args.host}:{listening.getsockname()[1]}", ", with a key" if api_key else ""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it runs, the server handles signals itself
-    note(f"Serving {settings.model} on {place} with {args.slots} slots of {engine.max_length} positions{key}")
-    return 0 if serve(engine, settings, listening, args.drain) else ENGINE_FAILED
+    note(f"Serving {model} on {place} with {args.slots} slots of {engine.max_length} positions{key}")
+    Server(service).run([listening])
+    return ENGINE_FAILED if service.thread.failed else 0
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -3,17 +3,14 @@
 import asyncio
 import itertools
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from longdraft.infer.engine import MOST_SLOTS, Engine
 from longdraft.infer.generation import Generation, Piece
 from longdraft.infer.requests import Request
 from longdraft.infer.server.protocol import ApiError
-
-RETRY_SECONDS = 5  # what a client is told to wait while the queue is full
 
 
 @dataclass
@@ -21,23 +18,15 @@ class Job:
     """The requests of one caller, whose pieces come as they are decoded.
 
     Attributes:
-        streamed: whether the caller wants every piece, or only the last one of each request.
-        submitted: when it was submitted, by `time.perf_counter`.
-        inbox: its pieces, and None if no more will come.
-        silent: indices of the requests without a token yet.
+        inbox: its pieces, and None after the engine has failed.
     """
 
     requests: list[Request]
-    streamed: bool
-    submitted: float = field(default_factory=time.perf_counter)
     inbox: asyncio.Queue[Piece | None] = field(default_factory=asyncio.Queue)
-
-    def __post_init__(self):
-        self.silent = {one.index for one in self.requests}
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yield (place of the request in the job, its next piece) until all requests are finished. Raises ApiError if
-        the engine fails or the server gives up."""
+        the engine fails."""
         places = {one.index: place for place, one in enumerate(self.requests)}
         left = len(places)
         while left:
@@ -61,25 +50,14 @@ class EngineThread:
     Args:
         engine: from `start` on, nobody else may use it.
         queue: the number of requests that may wait for a slot.
-        on_first_token: called once for each request, with the seconds since its submission.
-        on_finish: called with each generation and the seconds since its submission.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        queue: int,
-        on_first_token: Callable[[float], None],
-        on_finish: Callable[[Generation, float], None],
-    ):
-        self.engine, self.slots = engine, engine.slots or MOST_SLOTS
-        self._capacity = self.slots + queue
-        self._on_first_token, self._on_finish = on_first_token, on_finish
-        self._inbox = SimpleQueue[Request | int | None]()  # a request, an index to cancel, or None for the end
+    def __init__(self, engine: Engine, queue: int):
+        self.engine, self._capacity = engine, (engine.slots or MOST_SLOTS) + queue
+        self._inbox = SimpleQueue[Request | int | None]()  # a request, an index to cancel, or None to wake it
         self._jobs: dict[int, Job] = {}
         self._indices = itertools.count()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._ending = False  # used only by the thread
         self.failed = self._closed = False
 
     def start(self) -> None:
@@ -97,12 +75,7 @@ class EngineThread:
         """The number of requests that are being decoded or wait for a slot."""
         return len(self._jobs)
 
-    @property
-    def waiting(self) -> int:
-        """The number of requests that wait for a slot."""
-        return max(0, self.in_flight - self.slots)
-
-    def submit(self, requests: Sequence[Request], streamed: bool) -> Job:
+    def submit(self, requests: Sequence[Request]) -> Job:
         """Submit all of these requests, or none; they get new indices. Raises ApiError: a full queue, a server that is
         ending, or more requests than an empty queue holds."""
         if not self.alive:
@@ -111,9 +84,8 @@ class EngineThread:
         if count > self._capacity:
             raise ApiError(400, f"n: {count} answers in one request, and this server holds {self._capacity}", "n")
         if self.in_flight + count > self._capacity:
-            headers = {"Retry-After": str(RETRY_SECONDS)}
-            raise ApiError(429, "all slots and the queue are full; try again", code="queue_full", headers=headers)
-        job = Job([replace(one, index=next(self._indices)) for one in requests], streamed)
+            raise ApiError(429, "all slots and the queue are full; try again", code="queue_full")
+        job = Job([replace(one, index=next(self._indices)) for one in requests])
         for request in job.requests:
             self._jobs[request.index] = job
             self._inbox.put(request)
@@ -124,13 +96,6 @@ class EngineThread:
         for request in job.requests:
             if request.index in self._jobs:
                 self._inbox.put(request.index)
-
-    def give_up(self) -> None:
-        """Accept nothing more, and cancel what is not done. Whoever waits for it gets an ApiError."""
-        self._closed = True
-        for index, job in self._jobs.items():
-            self._inbox.put(index)
-            job.inbox.put_nowait(None)
 
     async def close(self) -> None:
         """Finish what was submitted, and stop."""
@@ -151,18 +116,13 @@ class EngineThread:
     def _arrivals(self, idle: bool) -> list[Request] | None:
         """The requests that arrived since the last step, as `Engine.serve` asks for them; None ends it."""
         arrived: list[Request] = []
-        while True:
-            idle = idle and not arrived
-            try:
-                item = self._inbox.get(block=idle and not self._ending)
-            except Empty:
-                return None if idle and self._ending else arrived
-            if item is None:
-                self._ending = True
-            elif isinstance(item, Request):
+        while not self._inbox.empty() or (idle and not arrived and not self._closed):
+            item = self._inbox.get()
+            if isinstance(item, Request):
                 arrived.append(item)
-            else:
+            elif item is not None:
                 self.engine.cancel(item)
+        return None if idle and self._closed and not arrived else arrived
 
     def _call(self, function: Callable, *arguments: object) -> None:
         if not self._loop.is_closed():
@@ -172,15 +132,9 @@ class EngineThread:
 
     def _deliver(self, piece: Piece) -> None:
         job = self._jobs[piece.index]
-        seconds = time.perf_counter() - job.submitted
-        if piece.tokens and piece.index in job.silent:
-            job.silent.discard(piece.index)
-            self._on_first_token(seconds)
         if piece.generation is not None:
             del self._jobs[piece.index]
-            self._on_finish(piece.generation, seconds)
-        if job.streamed or piece.generation is not None:
-            job.inbox.put_nowait(piece)
+        job.inbox.put_nowait(piece)
 
     def _fail(self) -> None:
         self.failed = True

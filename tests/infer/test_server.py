@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import socket
 import threading
 import time
@@ -18,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.server.app import UNREAD_SECONDS, Server, Service, Settings
-from longdraft.infer.server.protocol import Completion, parse, requests_of
+from longdraft.infer.server.app import Server, Service
 from longdraft.infer.text import token_bytes
 from longdraft.models.hf import load_target
 
@@ -37,11 +35,11 @@ def target(shared, tmp_path_factory):
 
 
 @contextmanager
-def served(target, queue=64, slots=3, drafter="token_recycling+prompt_lookup", drain=30, **settings):
+def served(target, queue=64, slots=3, drafter="token_recycling+prompt_lookup", **settings):
     """Run a server on a free port of this machine; yields its service."""
     engine = Engine(target, drafter, slots=slots, max_length=200, prefill_chunk=16, nodes=None)
-    service = Service(engine, Settings("tiny", queue=queue, **settings))
-    service.server = server = Server(service, drain)
+    service = Service(engine, "tiny", queue=queue, **settings)
+    service.server = server = Server(service)
     listening = socket.create_server(("127.0.0.1", 0))
     service.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
@@ -102,32 +100,13 @@ def test_a_streamed_chat_is_the_whole_one(client, target):
     want = alone(target, CHAT, temperature=0.8, seed=8, max_new_tokens=40)
     stream = client.chat.completions.create(
         model="tiny", messages=CHAT, temperature=0.8, seed=8, max_completion_tokens=40, stream=True,
-        stream_options={"include_usage": True, "include_accepted": True},
+        stream_options={"include_usage": True},
     )  # fmt: skip
     *chunks, last = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == want.text
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert last.choices == [] and last.usage.total_tokens == len(want.prompt) + 40
-    told = [chunk.accepted for chunk in chunks[1:]]
-    assert sum(one["tokens"] for one in told) == 40
-    figures = last.metrics["speculative_decoding"]
-    assert sum(one["accepted"] for one in told) == figures["num_accepted_draft_tokens"]
-    for chunk, one in zip(chunks[1:], told, strict=True):
-        assert one["characters"] <= len(chunk.choices[0].delta.content or "")
-
-
-def test_speculative_figures_agree_with_each_other(client):
-    for _ in range(2):  # the second time, the drafter knows the tokens
-        found = client.completions.create(model="tiny", prompt=TEXT * 3, max_tokens=60, temperature=0)
-    figures = found.metrics["speculative_decoding"]
-    histogram = figures["acceptance_histogram"]
-    accepted = sum(count * times for count, times in enumerate(histogram))
-    assert sum(histogram) == figures["num_spec_steps"] > 0
-    assert accepted == figures["num_accepted_draft_tokens"] > 0
-    assert figures["mean_acceptance_length"] == pytest.approx(1 + accepted / figures["num_spec_steps"])
-    assert figures["draft_acceptance_rate"] == pytest.approx(accepted / figures["num_draft_tokens"])
-    assert len(histogram) == figures["num_spec_tokens"] + 1 == 25
 
 
 def test_completions_of_texts_and_tokens_with_several_choices(client, target):
@@ -144,13 +123,6 @@ def test_completions_of_texts_and_tokens_with_several_choices(client, target):
         assert [choice.text for choice in found.choices] == want
         assert [choice.index for choice in found.choices] == list(range(len(want)))
         assert found.usage.prompt_tokens == sum(len(alone(target, one, max_new_tokens=1).prompt) for one in plain)
-
-
-@pytest.mark.parametrize("seed", [-5, 2**63 - 1, 2**64 - 1])
-def test_every_choice_has_the_next_seed(target, seed):
-    body = parse(Completion, json.dumps({"prompt": "the cat", "n": 3, "seed": seed}).encode())
-    seeds = [one.sampling.seed for one in requests_of(body, target, 200)]
-    assert seeds == [seed, *((seed + i if seed + i < 2**64 else i - 1) for i in (1, 2))]
 
 
 def test_choices_of_a_stream_keep_apart(client, target):
@@ -199,7 +171,6 @@ def test_a_completion_goes_on_from_its_prompt_with_special_tokens_where_asked(ti
         answers = [alone(target, [0, 3], temperature=1, seed=1 + i, max_new_tokens=5).tokens for i in range(9)]
         with httpx.stream("POST", f"{service.url}/v1/completions", json=asked | {"n": 1, "stream": True}) as stream:
             events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
-        (scored,) = post(service, "completions", prompt=[0, 3, 4], max_tokens=3, seed=1, logprobs=1).json()["choices"]
     for one, whole, tokens in zip(plain, shown, answers, strict=True):
         assert "the" + one["text"] == target.tokenizer.decode([3, *tokens], skip_special_tokens=True)
         ended = whole["finish_reason"] == "stop"
@@ -207,10 +178,6 @@ def test_a_completion_goes_on_from_its_prompt_with_special_tokens_where_asked(ti
     assert {whole["finish_reason"] for whole in shown} == {"stop", "length"}
     assert any("<x>" in whole["text"] for whole in shown) and any(one["text"].startswith(" cat") for one in plain)
     assert "".join(event["choices"][0]["text"] for event in events) == plain[0]["text"]
-    ids = [0, 3, 4, *alone(target, [0, 3, 4], temperature=1, seed=1, max_new_tokens=3).tokens]
-    texts = [target.tokenizer.decode(ids[:i], skip_special_tokens=True) for i in range(3, len(ids) + 1)]
-    assert texts[0] + scored["text"] == texts[-1]
-    assert scored["logprobs"]["text_offset"] == [len(text) - len(texts[0]) for text in texts[:-1]]
 
 
 def test_a_chat_without_a_limit_fills_its_positions(client, target):
@@ -218,19 +185,12 @@ def test_a_chat_without_a_limit_fills_its_positions(client, target):
     assert found.usage.total_tokens == 200 and found.choices[0].finish_reason == "length"
 
 
-def test_models_health_metrics_and_the_page(client, service):
+def test_models_health_and_the_page(client, service):
     (model,) = client.models.list()
-    assert client.models.retrieve("tiny") == model
-    with pytest.raises(openai.NotFoundError, match="huge"):
-        client.models.retrieve("huge")
     assert (model.id, model.max_model_len) == ("tiny", 200)
     assert httpx.get(f"{service.url}/health").status_code == 200
-    text = httpx.get(f"{service.url}/metrics").text
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(values["longdraft_generation_tokens_total"]) > 0 and values["longdraft_requests_running"] == "0.0"
-    assert values["longdraft_time_to_first_token_seconds_count"] == values["longdraft_request_seconds_count"]
     page = httpx.get(service.url)
-    assert page.headers["content-type"].startswith("text/html") and "//" not in page.text.replace("// Char", "")
+    assert page.headers["content-type"].startswith("text/html") and "//" not in page.text
 
 
 @pytest.mark.parametrize(
@@ -239,15 +199,13 @@ def test_models_health_metrics_and_the_page(client, service):
         ("messages", {"messages": []}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}),
         ("messages", {"messages": [{"content": "x"}]}),
-        ("messages", {"messages": [*CHAT, CHAT[0] | {"audio": {"id": "a"}}]}),
         ("messages", {"messages": [{"role": "user", "content": "x " * 300}]}),
         ("max_tokens", {"max_tokens": 0}),
         ("max_tokens", {"max_tokens": 2000}),
         ("max_tokens", {"max_tokens": "4"}),
         ("max_tokens", {"prompt": "the", "max_tokens": 300}),
         ("max_tokens", {"prompt": "x " * 95}),
-        ("max_completion_tokens", {"max_tokens": None, "max_completion_tokens": 999}),
-        ("max_completion_tokens", {"prompt": "the", "max_completion_tokens": 30}),
+        ("max_tokens", {"max_tokens": None, "max_completion_tokens": 999}),
         ("temperature", {"temperature": -1}),
         ("top_p", {"top_p": 0}),
         ("n", {"n": 1000}),
@@ -258,7 +216,6 @@ def test_models_health_metrics_and_the_page(client, service):
         ("logprobs", {"logprobs": 3}),
         ("logprobs", {"prompt": "the", "logprobs": True}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
-        ("max_tokens", {"prompt": "the", "max_tokens": 0}),
         ("echo", {"prompt": "the", "echo": True}),
         ("best_of", {"prompt": "a", "best_of": 3}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "x"}}),
@@ -272,9 +229,8 @@ def test_models_health_metrics_and_the_page(client, service):
         ("prompt", {"prompt": ["the", "x " * 300]}),
         *((next(iter(body)), body) for body in (  # not served
             {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}},
-            {"modalities": ["text", "audio"]}, {"guided_choice": ["a", "b"]}, {"no_repeat_ngram_size": 3},
-            {"add_special_tokens": True}, {"suffix": "b", "prompt": "a"},
-            {"chat_template": "/etc/passwd"},
+            {"modalities": ["text", "audio"]}, {"guided_choice": ["a", "b"]},
+            {"suffix": "b", "prompt": "a"},
         )),
     ],
 )  # fmt: skip
@@ -317,20 +273,12 @@ ASKED = {
             "parallel_tool_calls": True, "user": "u",
             "response_format": {"type": "text"}, "modalities": ["text"], "audio": None,
             "metadata": {"a": "b"}, "service_tier": "auto", "logprobs": False, "top_logprobs": None, "seed": None,
-            "stop": None, "prediction": None, "stream_options": None, "logit_bias": None, "web_search_options": None,
+            "stop": None, "prediction": None, "stream_options": None, "logit_bias": None, "best_of": 1, "echo": False,
         },
         {"messages": CHAT, "max_tokens": 9},
     ),
     "openai, its own answers in the history": (
         {"messages": [CHAT[0], GIVEN_BACK, CHAT[0]], "max_tokens": 9}, {"messages": TURNS, "max_tokens": 9}
-    ),
-    "openai, a refusal in the history": (
-        {"messages": [CHAT[0], {"role": "assistant", "content": None, "refusal": "No."}, CHAT[0]], "max_tokens": 9},
-        {"messages": [CHAT[0], {"role": "assistant", "content": "No."}, CHAT[0]], "max_tokens": 9},
-    ),
-    "llama.cpp": (
-        {"prompt": TEXT, "max_tokens": 9, "repeat_penalty": 1.3, "mirostat": 0, "tfs_z": 1.0, "cache_prompt": True},
-        {"prompt": TEXT, "max_tokens": 9, "repetition_penalty": 1.3},
     ),
     "nobody's": ({"prompt": TEXT, "max_tokens": 9, "foo": {"bar": 1}}, {"prompt": TEXT, "max_tokens": 9}),
     "guidellm, chat": (
@@ -370,22 +318,6 @@ def test_a_clients_body_is_answered_like_the_simple_one(service, asked, simply):
     assert answer(asked) == answer(simply) != ""
 
 
-def test_what_is_not_read_is_counted(target):
-    with served(target) as service:
-        body = {"prompt": TEXT, "max_tokens": 2, "user": "u", "x" * 99: 1, "store": None}
-        for _ in range(2):
-            assert post(service, "completions", headers={}, **body).status_code == 200
-        options = {"stream": True, "stream_options": {"include_obfuscation": False}}
-        assert post(service, headers={}, **options).status_code == 200
-        many = {f"f{i}": 1 for i in range(120)}  # their number is bounded
-        assert post(service, "completions", headers={}, prompt="a", max_tokens=1, **many).status_code == 200
-        text = httpx.get(f"{service.url}/metrics").text
-    counts = dict(re.findall(r'longdraft_ignored_fields_total\{field="(.+)"\} (\S+)', text))
-    assert counts["user"] == counts["x" * 64] == "2.0" and "store" not in counts
-    assert counts["stream_options.include_obfuscation"] == "1.0"
-    assert len(counts) == 101 and float(counts["others"]) == 120 - 97
-
-
 @pytest.mark.parametrize(
     ("path", "words", "limit", "stream", "status"),
     [
@@ -400,25 +332,6 @@ def test_a_prompt_that_is_too_long_is_known_by_its_code(service, path, words, li
     body = {"messages": [{"role": "user", "content": text}]} if path.startswith("chat") else {"prompt": text}
     answer = post(service, path, **body | {"max_tokens": limit, "stream": stream})
     assert answer.status_code == status and answer.json()["error"]["code"] == "context_length_exceeded"
-
-
-def test_usage_runs_along(client, target):
-    counted = client.completions.create(
-        model="tiny", prompt=[TEXT, "the dog"], n=2, max_tokens=9, stream=True, temperature=1, seed=2,
-        stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
-    )  # fmt: skip
-    assert {chunk.usage is None for chunk in [*counted][:-1]} == {True}
-    options = {"include_usage": True, "continuous_usage_stats": True, "include_accepted": True}
-    chunks = list(client.completions.create(
-        model="tiny", prompt=[TEXT, "the dog"], n=2, max_tokens=9, stream=True, temperature=1, seed=2,
-        stream_options=options, extra_body={"ignore_eos": True},
-    ))  # fmt: skip
-    prompts = sum(len(target.tokenizer(text).input_ids) for text in (TEXT, "the dog"))
-    so_far = 0
-    for chunk in chunks:
-        so_far += chunk.accepted["tokens"] if chunk.choices else 0
-        assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (prompts, so_far)
-    assert so_far == 4 * 9
 
 
 def test_log_probabilities_of_a_chat_are_the_engines_whole_and_streamed(client, target):
@@ -461,28 +374,26 @@ def test_biases_and_the_least_number_of_tokens_are_the_engines(client, target):
     assert "".join(chunks) == whole and whole.startswith(plain.text[:6]) and sum(map(bool, chunks)) > 4
 
 
+def test_log_probabilities_of_a_completion_are_the_engines(client, target):
+    want = alone(target, TEXT, temperature=1, seed=9, max_new_tokens=9, logprobs=2)
+    found = client.completions.create(model="tiny", prompt=TEXT, temperature=1, seed=9, max_tokens=9, logprobs=2)
+    shown = found.choices[0].logprobs
+    assert shown.token_logprobs == pytest.approx([one.logprob for one in want.logprobs], abs=1e-4)
+    for token, logprob, top, one in zip(
+        shown.tokens, shown.token_logprobs, shown.top_logprobs, want.logprobs, strict=True
+    ):
+        assert top[token] == logprob and max(top.values()) == pytest.approx(one.top[0][1], abs=1e-4)
+
+
 def test_a_chats_template_gets_its_variables(client, target, monkeypatch):
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ reasoning_effort }}{{ style }}"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ style }}"
     monkeypatch.setattr(target.tokenizer, "chat_template", template)
     found = client.chat.completions.create(
-        model="tiny", messages=CHAT, max_tokens=4, temperature=0, reasoning_effort="low",
+        model="tiny", messages=CHAT, max_tokens=4, temperature=0,
         extra_body={"chat_template_kwargs": {"style": " the dog"}},
     )  # fmt: skip
-    want = target.tokenizer(CHAT[0]["content"] + "low the dog").input_ids
+    want = target.tokenizer(CHAT[0]["content"] + " the dog").input_ids
     assert found.usage.prompt_tokens == len(want)
-
-
-def test_pages_of_named_origins_may_ask(target):
-    headers = {"Origin": "http://page", "Access-Control-Request-Method": "POST",
-               "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
-    for cors, status in ((("http://page",), 200), (("http://other",), 400), ((), 405)):
-        with served(target, cors=cors, api_key=KEY) as service:
-            answer = httpx.options(f"{service.url}/v1/chat/completions", headers=headers)
-            assert answer.status_code == status
-            assert ("access-control-allow-origin" in answer.headers) == (status == 200)
-            refused = post(service, headers={"Origin": "http://page"})  # an error can be read by the page too
-            assert refused.status_code == 401
-            assert refused.headers.get("access-control-allow-origin") == ("http://page" if status == 200 else None)
 
 
 def test_a_chat_template_that_fails_is_the_messages_fault(target, service, monkeypatch):
@@ -520,7 +431,6 @@ def test_a_full_queue_says_when_to_come_again(target, monkeypatch):
                 assert two.status_code == 200
                 refused = post(service, headers={})
                 assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
-                assert int(refused.headers["retry-after"]) > 0
                 go_on.set()
                 assert [line for line in first if line][-1] == "data: [DONE]"
                 assert [line for line in two.iter_lines() if line][-1] == "data: [DONE]"
@@ -583,17 +493,6 @@ def test_clients_that_misbehave_take_nothing_from_the_others(target):
             time.sleep(0.02)
         assert service.thread.in_flight == 0
         assert post(service, headers={}).status_code == 200
-        assert 'longdraft_requests_total{finish_reason="cancelled"}' in httpx.get(f"{service.url}/metrics").text
-
-
-def test_a_body_that_does_not_come_is_given_up(target, monkeypatch):
-    monkeypatch.setattr("longdraft.infer.server.app.BODY_SECONDS", 0.2)
-    with served(target) as service, socket.socket() as connection:
-        connection.settimeout(20)
-        connection.connect(("127.0.0.1", int(service.url.rsplit(":", 1)[1])))
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
-        connection.sendall(b'Content-Length: 100\r\n\r\n{"prompt": "the c')
-        assert connection.recv(200).startswith(b"HTTP/1.1 408 ")
 
 
 def test_an_engine_that_fails_ends_every_answer_and_the_server(target, monkeypatch):
@@ -609,11 +508,12 @@ def test_an_engine_that_fails_ends_every_answer_and_the_server(target, monkeypat
         assert service.thread.failed
 
 
-def test_what_is_not_done_when_the_server_must_end_gets_an_error(target, monkeypatch, capfd):
-    with served(target, drain=0) as service, httpx.Client(timeout=60) as client, ThreadPoolExecutor(1) as pool:
-        go_on, step = threading.Event(), service.engine.runner.step
-        monkeypatch.setattr(service.engine.runner, "step", lambda: go_on.wait(30) and step())
+def test_what_is_not_done_in_time_is_cut_off_when_the_server_ends(target, monkeypatch):
+    monkeypatch.setattr("longdraft.infer.server.app.DRAIN_SECONDS", 0)
+    with served(target) as service, httpx.Client(timeout=60) as client, ThreadPoolExecutor(1) as pool:
         body = {"messages": CHAT, "max_tokens": 150, "ignore_eos": True}
+        step = service.engine.runner.step
+        monkeypatch.setattr(service.engine.runner, "step", lambda: time.sleep(0.1) or step())
         with client.stream("POST", f"{service.url}/v1/chat/completions", json=body | {"stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
@@ -621,10 +521,6 @@ def test_what_is_not_done_when_the_server_must_end_gets_an_error(target, monkeyp
             while service.thread.in_flight < 2:
                 time.sleep(0.01)
             service.server.should_exit = True
-            assert service.server.config.timeout_graceful_shutdown == UNREAD_SECONDS
-            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        errors = events[-1]["error"], whole.result().json()["error"]
-        assert whole.result().status_code == 503
-        assert {error["message"] for error in errors} == {"the server stopped before this was done"}
-        go_on.set()
-    assert capfd.readouterr().err == ""
+            with pytest.raises(httpx.HTTPError):
+                list(lines)
+        assert isinstance(whole.exception(30), httpx.HTTPError) or whole.result().status_code == 500

@@ -26,7 +26,7 @@ from longdraft.data_prep.response_generation import answer_seed
 from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.server.app import Service, Settings, create_app
+from longdraft.infer.server.app import Service, create_app
 from longdraft.launch import regenerate as module
 from longdraft.launch.prepare import main as prepare
 from longdraft.launch.regenerate import main
@@ -175,7 +175,7 @@ def test_servers_of_the_target_give_the_same_answers(arguments, asked, answered,
     """Two `longdraft serve` with other drafters and slots replace the engine, also where positions run out."""
     servers = []
     for drafter, slots in (("prompt_lookup", 3), ("token_recycling", 2)):
-        service = Service(Engine(target, drafter, slots=slots, max_length=400), Settings("tiny", queue=64))
+        service = Service(Engine(target, drafter, slots=slots, max_length=400), "tiny", queue=64)
         service.server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning"))
         listening = socket.create_server(("127.0.0.1", 0))
         thread = threading.Thread(target=service.server.run, args=([listening],), daemon=True)
