@@ -8,14 +8,13 @@ Shapes: N query rows, M key rows, S segments, P queries in segments, H query hea
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longdraft.kernels import backend
-from longdraft.kernels.attention import attention_weights, attention_with_sinks, masked_attention, where_read
+from longdraft.kernels.attention import attention_with_sinks, masked_attention
 from longdraft.kernels.chain_attention import causal_attention
 from longdraft.kernels.transfer import from_host
 
@@ -42,7 +41,6 @@ class Layout(NamedTuple):
     k_borders: Tensor
     most_queries: int  # of the longest segment
     most_keys: int
-    spans: Tensor  # int32 [S, 4], the segments
 
 
 def segment_attention(
@@ -55,10 +53,8 @@ def segment_attention(
 ) -> Tensor:
     """Attention in which query i of a segment of n queries and m keys reads its keys 0 .. m - n + i.
 
-    On a GPU in half precision all segments go through one kernel, flash-attn's or PyTorch's (kernels/backend.py). Its
-    backward always computes the gradients of keys and values too. If they are frozen, as the target's are, ours in
-    Triton computes the gradient of the queries alone (triton/segment_attention.py). Elsewhere PyTorch takes one
-    segment after the other (`causal_attention`).
+    On a GPU in half precision all segments go through one kernel, flash-attn's or PyTorch's (kernels/backend.py).
+    Elsewhere PyTorch takes one segment after the other (`causal_attention`).
 
     Args:
         q_NHd: queries after RoPE.
@@ -79,13 +75,8 @@ def segment_attention(
         return _blind(q_NHd)
     copies = sum(segment.k_stop - segment.k_start for segment in segments)
     attention = backend.varlen_attention_for(q_NHd) if copies <= MOST_COPIES * len(k_MKd) else None
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_NHd, k_MKd, v_MKd))
     if attention is None:
         return _one_by_one(q_NHd, k_MKd, v_MKd, segments, window, sinks_H)
-    kernels = backend.triton_kernels("segment_attention", q_NHd.device.type)
-    frozen_keys = not (k_MKd.requires_grad or v_MKd.requires_grad)
-    if kernels is not None and trains and frozen_keys and sinks_H is None:
-        return with_frozen_keys(attention, kernels.query_gradient, q_NHd, k_MKd, v_MKd, segments, window)
     return in_one_call(attention_with_sinks(attention, sinks_H), q_NHd, k_MKd, v_MKd, segments, window)
 
 
@@ -110,57 +101,8 @@ def in_one_call(
 ) -> Tensor:
     """`segment_attention` by one call of a function like `backend.varlen_attention`; every segment has queries."""
     layout = lay_end_to_end(segments, q_NHd.device)
-    return _put_back(attention(*_laid(layout, q_NHd, k_MKd, v_MKd), window), q_NHd, layout)
-
-
-def with_frozen_keys(
-    attention: Callable[..., tuple[Tensor, Tensor]],
-    query_gradient: Callable[..., Tensor],
-    q_NHd: Tensor,
-    k_MKd: Tensor,
-    v_MKd: Tensor,
-    segments: tuple[Segment, ...],
-    window: int | None,
-) -> Tensor:
-    """`in_one_call` with a gradient of the queries alone.
-
-    Args:
-        attention: a function like `backend.varlen_attention`; it is called with `with_lse=True`.
-        query_gradient: a function like the one of this name in triton/segment_attention.py.
-    """
-    layout = lay_end_to_end(segments, q_NHd.device)
-    out_NHd: Any = _FrozenKeys.apply(attention, query_gradient, q_NHd, k_MKd, v_MKd, layout, window)
-    return out_NHd
-
-
-class _FrozenKeys(torch.autograd.Function):
-    """Does not keep the copies that lay segments end to end: the gradient is computed from the rows in place."""
-
-    @staticmethod
-    def forward(ctx, attention, query_gradient, q_NHd, k_MKd, v_MKd, layout, window):  # pyright: ignore[reportIncompatibleMethodOverride]
-        out, lse_HP = attention(*_laid(layout, q_NHd, k_MKd, v_MKd), window, with_lse=True)
-        assert lse_HP.shape == (q_NHd.shape[1], len(out)) and lse_HP.dtype == torch.float32, "not fp32 [H, P]"
-        out_NHd = _put_back(out, q_NHd, layout)
-        ctx.save_for_backward(q_NHd, k_MKd, v_MKd, out_NHd, lse_HP)
-        ctx.query_gradient, ctx.layout, ctx.window = query_gradient, layout, window
-        return out_NHd
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_NHd):  # pyright: ignore[reportIncompatibleMethodOverride]
-        layout = ctx.layout
-        segments = layout.spans, layout.q_borders, layout.most_queries
-        dq_NHd = ctx.query_gradient(*ctx.saved_tensors, grad_NHd, *segments, ctx.window)
-        return None, None, dq_NHd, None, None, None, None
-
-
-def _laid(layout: Layout, q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor) -> tuple[Any, ...]:
-    """The arguments of a function like `backend.varlen_attention`, but for the window."""
     rows = q_NHd[layout.q_rows], k_MKd[layout.k_rows], v_MKd[layout.k_rows]
-    return *rows, layout.q_borders, layout.k_borders, layout.most_queries, layout.most_keys
-
-
-def _put_back(out_PHd: Tensor, q_NHd: Tensor, layout: Layout) -> Tensor:
+    out_PHd = attention(*rows, layout.q_borders, layout.k_borders, layout.most_queries, layout.most_keys, window)
     if len(out_PHd) == len(q_NHd):
         return out_PHd
     out_NHd = torch.zeros_like(q_NHd)
@@ -186,7 +128,7 @@ def _one_by_one(
 
 
 def _cut(x: Tensor, spans: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
-    """The rows before the first span, those of the first span, those between it and the second, ..., those behind the
+    """The rows before the first span, those of the first span, those between it and the second, ..., those after the
     last. Spans that overlap have nothing between them.
 
     Spans in order are cut by one `split`, whose gradient is one tensor; slices have one gradient of x's size each.
@@ -211,8 +153,7 @@ def lay_end_to_end(segments: tuple[Segment, ...], device: torch.device) -> Layou
     """
     q_rows, q_borders, most_queries = _end_to_end([(s.q_start, s.q_stop) for s in segments], device)
     k_rows, k_borders, most_keys = _end_to_end([(s.k_start, s.k_stop) for s in segments], device)
-    spans = from_host(torch.tensor(segments, dtype=torch.int32), device)
-    return Layout(q_rows, k_rows, q_borders, k_borders, most_queries, most_keys, spans)
+    return Layout(q_rows, k_rows, q_borders, k_borders, most_queries, most_keys)
 
 
 def _end_to_end(spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[slice | Tensor, Tensor, int]:
@@ -247,28 +188,3 @@ def segment_attention_reference(
     mask_NM = read_keys(len(q_NHd), len(k_MKd), segments, window).to(q_NHd.device)
     out_1NHd, lse_1NH = masked_attention(q_NHd[None], k_MKd[None], v_MKd[None], mask_NM[None])
     return out_1NHd[0], lse_1NH[0]
-
-
-def query_gradient_reference(
-    q_NHd: Tensor,
-    k_MKd: Tensor,
-    v_MKd: Tensor,
-    grad_NHd: Tensor,
-    segments: Sequence[tuple[int, int, int, int]],
-    window: int | None = None,
-) -> Tensor:
-    """The gradient of `segment_attention`'s queries, [N, H, d] in q's dtype, by the formula.
-
-    With P the weights and dP the output's gradient times the values, it is
-    d ** -0.5 * sum over keys of P * (dP - sum of P * dP) * K.
-
-    grad_NHd: the output's gradient; rows in no segment are not read.
-    """
-    mask_1NM = read_keys(len(q_NHd), len(k_MKd), segments, window).to(q_NHd.device)[None]
-    weights_KGNM = attention_weights(q_NHd[None], k_MKd[None], mask_1NM)[0][0]
-    (keys_MKd,), (values_MKd,) = where_read(k_MKd[None], mask_1NM), where_read(v_MKd[None], mask_1NM)
-    grad_NKGd = where_read(grad_NHd[None], mask_1NM.transpose(1, 2))[0].unflatten(1, (k_MKd.shape[1], -1))
-    d_weights_KGNM = torch.einsum("nkgd,mkd->kgnm", grad_NKGd, values_MKd)
-    delta_KGN1 = (weights_KGNM * d_weights_KGNM).sum(-1, keepdim=True)
-    d_scores_KGNM = weights_KGNM * (d_weights_KGNM - delta_KGN1) * q_NHd.shape[2] ** -0.5
-    return torch.einsum("kgnm,mkd->nkgd", d_scores_KGNM, keys_MKd).flatten(1, 2).to(q_NHd.dtype)

@@ -1,14 +1,11 @@
 """Select rows of one slot's cache: scores of keys, the best keys, means of chunks, and copies of rows.
 
-On a GPU each function is one Triton launch for all layers, which reads keys once in their own dtype, with nothing read
-on the host. Elsewhere PyTorch goes layer by layer, which bounds the fp32 copies.
+PyTorch goes layer by layer, which bounds the fp32 copies. Nothing is read on the host.
 Shapes: L layers, S rows of the slot, H query heads, K key/value heads, d head width, R rows picked, C chunks.
 """
 
 import torch
 from torch import Tensor
-
-from longdraft.kernels import backend
 
 # Keys scored at once, which bounds their fp32 copy.
 BLOCK = 8192
@@ -21,17 +18,10 @@ def key_scores(queries_LHd: Tensor, keys_LSKd: Tensor) -> Tensor:
 
     Args:
         queries_LHd: queries of one token after RoPE; head h belongs to key head h // (H / K).
-        keys_LSKd: keys to be scored, S >= 1, of any strides but the last, which is 1.
+        keys_LSKd: keys to be scored, S >= 1.
 
     Source: TokenSwift (arXiv 2502.18890), section 3.2.
     """
-    triton = backend.triton_kernels("selection", keys_LSKd.device.type)
-    score = key_scores_reference if triton is None else triton.key_scores
-    return score(queries_LHd, keys_LSKd)
-
-
-def key_scores_reference(queries_LHd: Tensor, keys_LSKd: Tensor) -> Tensor:
-    """`key_scores` in plain PyTorch."""
     layers, n_kv_heads = [], keys_LSKd.shape[2]
     for query_Hd, keys_SKd in zip(queries_LHd, keys_LSKd, strict=True):
         query_Kd = query_Hd.float().unflatten(0, (n_kv_heads, -1)).sum(1)
@@ -49,19 +39,12 @@ def chunk_means(keys_LSKd: Tensor, chunk: int, out_LCKd: Tensor) -> None:
     """Write the mean of every `chunk` consecutive keys. Sums are in fp32, in the order of rows.
 
     Args:
-        keys_LSKd: S = C * chunk rows, at least one chunk, of any strides but the last, which is 1.
+        keys_LSKd: S = C * chunk rows, at least one chunk.
         chunk: keys per chunk.
-        out_LCKd: written, in any dtype, of any strides but the last, which is 1.
+        out_LCKd: written, in any dtype.
 
     Source: TriForce (arXiv 2404.11912), section 4.1.
     """
-    triton = backend.triton_kernels("selection", keys_LSKd.device.type)
-    mean = chunk_means_reference if triton is None else triton.chunk_means
-    mean(keys_LSKd, chunk, out_LCKd)
-
-
-def chunk_means_reference(keys_LSKd: Tensor, chunk: int, out_LCKd: Tensor) -> None:
-    """`chunk_means` in plain PyTorch."""
     for keys_SKd, out_CKd in zip(keys_LSKd, out_LCKd, strict=True):
         out_CKd.copy_(keys_SKd.unflatten(0, (-1, chunk)).mean(1, dtype=torch.float32))
 
@@ -72,19 +55,10 @@ def gather_rows(
     """Copy row index[l, r, k] of keys and values of layer l and key head k to row r of the outputs.
 
     Args:
-        keys_LSKd, values_LSKd: of any strides but the last, which is 1.
+        keys_LSKd, values_LSKd: of any strides.
         index_LRK: int64 in [0, S), of any strides.
         keys_out_LRKd, values_out_LRKd: written; they must share no memory with keys and values.
     """
-    triton = backend.triton_kernels("selection", keys_LSKd.device.type)
-    gather = gather_rows_reference if triton is None else triton.gather_rows
-    gather(keys_LSKd, values_LSKd, index_LRK, keys_out_LRKd, values_out_LRKd)
-
-
-def gather_rows_reference(
-    keys_LSKd: Tensor, values_LSKd: Tensor, index_LRK: Tensor, keys_out_LRKd: Tensor, values_out_LRKd: Tensor
-) -> None:
-    """`gather_rows` in plain PyTorch."""
     for source_LSKd, out_LRKd in ((keys_LSKd, keys_out_LRKd), (values_LSKd, values_out_LRKd)):
         for source_SKd, index_RK, out_RKd in zip(source_LSKd, index_LRK, out_LRKd, strict=True):
             out_RKd.copy_(source_SKd.gather(0, index_RK[..., None].expand(-1, -1, source_SKd.shape[-1])))

@@ -54,39 +54,29 @@ def accepted_path(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Follow each tree from its root: at a node, go to the child that carries the node's choice, or stop.
 
-    On a GPU this is one Triton launch, elsewhere PyTorch.
+    Reads nothing on the host.
 
     Args:
         tokens_BN, parents_BN: int64, one trie per slot. Node 0 is the root. A parent is -1 for the root, -2 for
             padding, and otherwise an index smaller than the node's. Siblings carry different tokens.
-        choices_BN: int64, the target's token behind each node.
+        choices_BN: int64, the target's token after each node.
         active_B: bool; the other slots get a count of 0.
         max_depth: limit on the path's nodes below the root, however deep the tree is.
     Returns:
         Nodes [B, P], tokens [B, P] and counts [B], all int64: the path's nodes (the root first), the choice at each,
-        and how many nodes there are. Places behind a path repeat its last node and choice, so every place is the index
-        of a node. An inactive slot has the path that it would take if it were active.
+        and how many nodes there are. Places after a path's end repeat its last node and choice, so every place is a
+        node's index. An inactive slot has the path that it would take if it were active.
     """
-    triton = backend.triton_kernels("tree", tokens_BN.device.type)
-    follow = accepted_path_reference if triton is None else triton.accepted_path
-    return follow(tokens_BN, parents_BN, choices_BN, active_B, max_depth)
-
-
-def accepted_path_reference(
-    tokens_BN: Tensor, parents_BN: Tensor, choices_BN: Tensor, active_B: Tensor, max_depth: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`accepted_path` in plain PyTorch. Reads nothing on the host."""
-    nodes_B, alive_B = torch.zeros_like(tokens_BN[:, 0]), active_B
-    path, tokens, counts_B = [], [], torch.zeros_like(nodes_B)
-    for _ in range(max_depth + 1):
-        chosen_B = choices_BN.gather(1, nodes_B[:, None])[:, 0]
-        path.append(nodes_B)
-        tokens.append(chosen_B)
-        counts_B = counts_B + alive_B
-        found_B, child_B = ((parents_BN == nodes_B[:, None]) & (tokens_BN == chosen_B[:, None])).max(dim=1)
-        alive_B = alive_B & found_B
-        nodes_B = torch.where(found_B, child_B, nodes_B)
-    return torch.stack(path, 1), torch.stack(tokens, 1), counts_B
+    node_N = torch.arange(tokens_BN.shape[1], device=tokens_BN.device)
+    leads_BNN = (parents_BN[:, None] == node_N[:, None]) & (tokens_BN[:, None] == choices_BN[:, :, None])
+    found_BN, child_BN = leads_BNN.max(dim=2)
+    next_BN = torch.where(found_BN, child_BN, node_N)  # the end of a path leads to itself
+    path = [torch.zeros_like(tokens_BN[:, :1])]
+    for _ in range(max_depth):
+        path.append(next_BN.gather(1, path[-1]))
+    nodes_BP = torch.cat(path, 1)
+    n_steps_B = (nodes_BP[:, 1:] > nodes_BP[:, :-1]).sum(1)
+    return nodes_BP, choices_BN.gather(1, nodes_BP), (1 + n_steps_B) * active_B
 
 
 def keep_rows(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor) -> None:
@@ -96,8 +86,7 @@ def keep_rows(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_
     overwrites no row that a later place still reads, as those lie above i. Moving in the order i = 0, 1, ... is
     therefore enough, for each column by itself.
 
-    On a GPU this is one Triton launch, whose grid depends on shapes alone. Elsewhere PyTorch does it: on a CPU slot by
-    slot and only where rows move, on other devices by one indexed copy.
+    On a CPU this goes slot by slot and only where rows move, on other devices by one indexed copy for all slots.
 
     Args:
         keys_LBSKd, values_LBSKd: of any strides but the last, which is 1. Only rows lengths[b] and above change.
@@ -107,9 +96,7 @@ def keep_rows(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_
     """
     if rows_BR.shape[1] == 0:
         return
-    if (triton := backend.triton_kernels("tree", keys_LBSKd.device.type)) is not None:
-        triton.keep_rows(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
-    elif backend.is_host(keys_LBSKd.device):
+    if backend.is_host(keys_LBSKd.device):
         _by_slot(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
     else:
         keep_rows_reference(keys_LBSKd, values_LBSKd, lengths_B, rows_BR, counts_B)
@@ -131,9 +118,9 @@ def _by_slot(keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_B
 def keep_rows_reference(
     keys_LBSKd: Tensor, values_LBSKd: Tensor, lengths_B: Tensor, rows_BR: Tensor, counts_B: Tensor
 ) -> None:
-    """`keep_rows` in plain PyTorch: one indexed copy for all slots, without a read on the host.
+    """`keep_rows` by one indexed copy for all slots, without a read on the host.
 
-    Places behind a slot's count repeat its last move, or copy a row onto itself if it has none.
+    Places after a slot's count repeat its last move, or copy a row onto itself if it has none.
     """
     slots_B1 = torch.arange(len(lengths_B), device=rows_BR.device)[:, None]
     places_BR = torch.arange(rows_BR.shape[1], device=rows_BR.device).minimum((counts_B[:, None] - 1).clamp(min=0))

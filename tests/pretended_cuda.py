@@ -522,12 +522,7 @@ def _cross(q, keys, values, lengths, n_splits=None) -> tuple[Tensor, Tensor]:
     return tree_attention.cross_attention_reference(q, keys, values, lengths)
 
 
-def _query_gradient(q, k, v, out, lse, grad, spans, borders, most_queries, window) -> Tensor:
-    return segment_attention.query_gradient_reference(q, k, v, grad, [tuple(span) for span in spans.tolist()], window)
-
-
 OTHERWISE: dict[str, dict[str, Callable[..., Any]]] = {
     "tree_attention": {"tree_attention": _dense, "cross_attention": _cross},
-    "segment_attention": {"query_gradient": _query_gradient},
     "linear_cross_entropy": {"chunk_losses": linear_cross_entropy.chunk_losses},
 }

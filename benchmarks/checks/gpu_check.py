@@ -43,7 +43,7 @@ LIMITS = {
 # If only the script is checked, on a CPU: which tests run, and the shapes of the kernel benchmarks.
 FEW = {
     "kernel tests": "noise or linear_and",
-    "Triton tests": "keep_rows or gumbel",
+    "Triton tests": "gumbel",
     "runtime tests": "processor or rope or filled",
     "kernel benchmarks": "--profile tiny --contexts 100 --nodes 1 5 --rows 50",
 }

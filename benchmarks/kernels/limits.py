@@ -90,33 +90,18 @@ def call(v: Variant, module: ModuleType) -> None:
     elif v.file == "choice":
         module.gumbel_noise(one, nodes, VOCAB)
         module.choose(empty(1, v.rows, VOCAB), one, nodes, empty(1, dtype=torch.float32))
-    elif v.file == "tree":
-        module.accepted_path(nodes, nodes, nodes, empty(1, dtype=torch.bool), 8)
-        layers = empty(LAYERS, 1, CAPACITY, KV, v.width)
-        module.keep_rows(layers, layers, one, empty(1, 9, dtype=int64), one)
     elif v.file == "rotate":
         qkv = empty(1, v.rows, HEADS + 2 * KV, v.width)
         tables = empty(1, v.rows, 1, 1, v.width // 2), empty(1, v.rows, 1, 2, v.width // 2)
         norms = module.HeadNorms(empty(v.width), empty(v.width), HEADS, 1e-6)
         module.rotate(qkv[:, :, :-KV], *tables)
         module.rotate_append(qkv, *tables, kv, kv, one, norms)
-    elif v.file == "selection":
-        cache, picked = empty(LAYERS, 8192, KV, v.width), empty(LAYERS, 1024, KV, v.width)
-        module.key_scores(empty(LAYERS, HEADS, v.width), cache)
-        module.chunk_means(cache, 8, picked)
-        module.gather_rows(cache, cache, empty(LAYERS, 1024, KV, dtype=int64), picked, picked)
-    elif v.file == "linear_cross_entropy":
+    else:
         labels, scales, before = (empty(512, dtype=kind) for kind in (int64, torch.float32, int32))
         module.chunk_losses(empty(512, VOCAB), labels, scales, before, -100, 5, True)
-    else:
-        rows, keys, lse = empty(8192, HEADS, v.width), empty(8192, KV, v.width), empty(HEADS, 8192, dtype=torch.float32)
-        spans, borders = empty(3, 4, dtype=int32), empty(4, dtype=int32)
-        module.query_gradient(rows, keys, keys, rows, lse, rows, spans, borders, 4096, 513)
 
 
-FILES = (
-    "tree_attention", "choice", "tree", "rotate", "selection", "linear_cross_entropy", "segment_attention",
-)  # fmt: skip
+FILES = "tree_attention", "choice", "rotate", "linear_cross_entropy"
 
 
 def tree_shapes(module: ModuleType, dtype: str, width: int) -> list[int]:
@@ -140,10 +125,8 @@ def variants(module: ModuleType) -> Iterator[Variant]:
         (89, "fp32", 128), (100, "bf16", 128), (120, "bf16", 128), (120, "bf16", 256), (120, "fp32", 256),
     ):  # fmt: skip
         yield Variant("tree_attention", "tree, window", arch, dtype, 64, width)
-    for file in FILES[1:-1]:
+    for file in FILES[1:]:
         yield Variant(file)
-    for arch in (80, 120):
-        yield Variant("segment_attention", "window", arch, "bf16", 4096, 128)
 
 
 class Absent:

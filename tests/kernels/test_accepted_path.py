@@ -1,31 +1,11 @@
-"""kernels/tree.py: every implementation against a look-up of (parent, token) pairs, on random tries."""
-
-from importlib import import_module
+"""`accepted_path` of kernels/tree.py against a look-up of (parent, token) pairs, on random tries."""
 
 import pytest
 import torch
 
-from longdraft.kernels import backend
 from longdraft.kernels.tree import accepted_path
-from longdraft.kernels.tree import accepted_path_reference as reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 7
-
-
-@pytest.fixture(params=["reference", "triton"])
-def implementation(request, monkeypatch):
-    """The function under test; Triton's goes through the public function."""
-    if request.param == "reference":
-        return reference
-    found = import_module("longdraft.kernels.triton.tree")
-    monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: found)
-    return on_device
-
-
-def on_device(*given):
-    moved = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given]
-    return tuple(part.cpu() for part in accepted_path(*moved))
 
 
 def tries(n_slots, n_nodes, seed, chain=False):
@@ -68,10 +48,10 @@ def by_lookup(tokens, parents, choices, max_depth):
     (1, 0, False), (1, 3, False), (2, 1, True), (5, 4, False), (5, 9, True), (63, 2, False), (64, 9, False),
     (65, 20, True), (128, 6, False),
 ])  # fmt: skip
-def test_the_path_is_that_of_a_look_up(implementation, n_nodes, max_depth, chain):
+def test_the_path_is_that_of_a_look_up(n_nodes, max_depth, chain):
     given = tries(3, n_nodes, seed=n_nodes + chain, chain=chain)
     active = torch.tensor([True, False, True])
-    rows, chosen, counts = implementation(*given, active, max_depth)
+    rows, chosen, counts = accepted_path(*given, active, max_depth)
     assert rows.shape == chosen.shape == (3, max_depth + 1)
     assert rows.dtype == chosen.dtype == counts.dtype == torch.int64
     for slot, lists in enumerate(zip(*(part.tolist() for part in given), strict=True)):
@@ -79,25 +59,25 @@ def test_the_path_is_that_of_a_look_up(implementation, n_nodes, max_depth, chain
         assert rows[slot, : len(path)].tolist() == path
         assert chosen[slot, : len(path)].tolist() == [lists[2][node] for node in path]
         assert int(counts[slot]) == (len(path) if active[slot] else 0)
-        assert set(rows[slot, len(path) :].tolist()) <= {path[-1]}, "the last node repeats behind the path"
+        assert set(rows[slot, len(path) :].tolist()) <= {path[-1]}, "the last node repeats after the path"
         assert set(chosen[slot, len(path) :].tolist()) <= {lists[2][path[-1]]}
 
 
 def test_paths_of_every_length_occur():
     """The tries above are not easy: paths end at once, on the way and at the depth allowed."""
     tokens, parents, choices = tries(40, 30, seed=3)
-    counts = reference(tokens, parents, choices, torch.ones(40, dtype=torch.bool), 4)[2]
+    counts = accepted_path(tokens, parents, choices, torch.ones(40, dtype=torch.bool), 4)[2]
     assert set(counts.tolist()) == {1, 2, 3, 4, 5}
 
 
-def test_any_strides_and_large_tokens(implementation):
+def test_any_strides_and_large_tokens():
     tokens, parents, choices = tries(3, 20, seed=5)
     tokens, choices = tokens + 2**40, choices + 2**40
     active = torch.tensor([True, False, False, True, True, False])[::2]
-    wanted = reference(tokens, parents, choices, active, 6)
+    wanted = accepted_path(tokens, parents, choices, active, 6)
     wide = torch.stack([choices, torch.full_like(choices, -1)], -1)
-    found = implementation(tokens.T.contiguous().T, parents[:, None].expand(-1, 2, -1)[:, 1], wide[..., 0], active, 6)
+    found = accepted_path(tokens.T.contiguous().T, parents[:, None].expand(-1, 2, -1)[:, 1], wide[..., 0], active, 6)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     same = parents[:1].expand(3, -1), tokens[:1].expand(3, -1), choices[:1].expand(3, -1)
-    rows, _, counts = implementation(same[1], same[0], same[2], torch.ones(3, dtype=torch.bool), 6)
+    rows, _, counts = accepted_path(same[1], same[0], same[2], torch.ones(3, dtype=torch.bool), 6)
     assert len(set(counts.tolist())) == 1 and (rows == rows[0]).all()

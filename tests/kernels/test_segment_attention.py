@@ -174,8 +174,7 @@ def test_layout_says_which_rows_lie_where(case):
     n_queries, n_keys, segments = CASES[case]
     segments = tuple(Segment(*s) for s in segments if s[1] > s[0])
     layout = lay_end_to_end(segments, CPU)
-    assert layout.q_borders.dtype == layout.k_borders.dtype == layout.spans.dtype == torch.int32
-    assert layout.spans.tolist() == [list(segment) for segment in segments]
+    assert layout.q_borders.dtype == layout.k_borders.dtype == torch.int32
     for rows, borders, most, spans, count in (
         (layout.q_rows, layout.q_borders, layout.most_queries, [s[:2] for s in segments], n_queries),
         (layout.k_rows, layout.k_borders, layout.most_keys, [s[2:] for s in segments], n_keys),
