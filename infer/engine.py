@@ -183,9 +183,9 @@ class Engine:
             yield self._with_decisions(piece)
 
     def _with_decisions(self, piece: Piece) -> Piece:
-        """The piece; its generation, if it has one, tells what the drafter and the policy decided by themselves."""
+        """The piece; its generation, if it has one, tells what the policy decided by itself."""
         if piece.generation and self.drafter.max_nodes:
-            piece.generation.stats.decisions = {**self.drafter.decisions(), **self.runner.policy.decisions()}
+            piece.generation.stats.decisions = self.runner.policy.decisions()
         return piece
 
 

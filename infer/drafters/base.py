@@ -3,14 +3,12 @@
 Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 """
 
-import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import torch
 from pydantic import BeforeValidator, Field
-from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
@@ -30,7 +28,6 @@ CountOrZero = Annotated[Int, Field(ge=0)]
 Levels = Annotated[
     tuple[Count, ...], Field(min_length=1), BeforeValidator(lambda value: (value,) if type(value) is int else value)
 ]
-_CLAIM_LOCK = threading.Lock()
 
 
 class Drafter:
@@ -61,18 +58,13 @@ class Drafter:
 
     @contextmanager
     def used_by(self, engine: object) -> Iterator[None]:
-        """Reserve this drafter and its parts for `engine`. Raises RuntimeError if an engine is already decoding with
-        one of them."""
-        with _CLAIM_LOCK:
-            if self.user is not None:
-                what = "engine" if self.user is engine else "drafter"
-                raise RuntimeError(f"this {what} is decoding already; finish or close its stream, or give a second one")
-            self.user = engine
+        """Reserve this drafter for `engine`. Raises RuntimeError if an engine is already decoding with it."""
+        if self.user is not None:
+            what = "engine" if self.user is engine else "drafter"
+            raise RuntimeError(f"this {what} is decoding already; finish or close its stream, or give a second one")
+        self.user = engine
         try:
-            with ExitStack() as stack:
-                for part in self.parts:
-                    stack.enter_context(part.used_by(engine))
-                yield
+            yield
         finally:
             self.user = None
 
@@ -131,10 +123,6 @@ class Drafter:
                 named.setdefault(name, []).extend(buffers)
         return named
 
-    def decisions(self) -> Mapping[str, str]:
-        """What it decided by itself in the running call (an `auto`), in words; shown with the statistics."""
-        return {name: words for part in self.parts for name, words in part.decisions().items()}
-
 
 class DeviceDrafter(Drafter):
     """A drafter with networks or tables on the device. A subclass implements `plan`, `grow` and `update`.
@@ -146,7 +134,7 @@ class DeviceDrafter(Drafter):
             grow(state, budget, plan)   on the device: the tree
         the runner prunes the tree, the target verifies it, the accepted path is committed
         on_step(state, tree, accepted, output)
-            update(...)                 on the device: learns; left out if the output lacks a field of `learns_from`
+            update(...)                 on the device: learns; not called if the output lacks a field of `learns_from`
 
     On a GPU `grow` is recorded for each plan, and `update` too, and from then on they are replayed. So both queue work
     and read nothing on the host, and the memory that they use beside their arguments stays in place for as long as the
@@ -199,18 +187,10 @@ class DeviceDrafter(Drafter):
 
 
 def check_draft(target: Target, draft: DraftModule) -> None:
-    """Raise ValueError unless `draft` has valid token ids, and the target's dtype and device."""
+    """Raise ValueError unless `draft` has the target's dtype and device."""
     weight, ours = target.model.lm_head.weight, next(draft.parameters())
     if (ours.dtype, ours.device) != (weight.dtype, weight.device):
         raise ValueError(
             f"draft: {ours.dtype} on {ours.device}, but the target is {weight.dtype} on {weight.device}; "
             f"load it with load_draft(folder, target)"
         )
-    ids, vocab_size = draft.token_ids, target.model.config.vocab_size
-    if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids)):
-        raise ValueError(f"draft: its token_ids must be different and lie in 0..{vocab_size - 1}")
-
-
-def copied_head(draft: DraftModule, head_ED: Tensor) -> Allocations:
-    """The LM head's rows that a drafter copies for a restricted draft vocabulary, for `Drafter.allocations`."""
-    return {} if draft.token_ids is None else {"draft vocabulary": [(head_ED.shape, head_ED.dtype)]}

@@ -7,20 +7,17 @@ Shapes: B slots, T tokens of a chunk, N tree nodes, D hidden, E draft vocabulary
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
 
 import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
-from longdraft.infer.drafters.base import DeviceDrafter, Levels, Request, check_draft, copied_head
+from longdraft.infer.drafters.base import DeviceDrafter, Levels, Request, check_draft
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree, TreeShape
 from longdraft.kernels.linear import linear
 from longdraft.models.drafts.heads import Heads
-from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 from longdraft.models.schema import Instance, validated
@@ -29,8 +26,6 @@ from longdraft.models.target import Target
 NOWHERE = -2  # no root's predecessor: those are at -1 or later
 # The ranks on each level of a full tree, or the tree itself.
 Shape = Instance[TreeShape] | Levels
-# A larger static tree costs more than it brings on any machine.
-MOST_NODES = 4096
 
 
 class HeadsDrafter(DeviceDrafter):
@@ -53,13 +48,15 @@ class HeadsDrafter(DeviceDrafter):
     @validated
     def __init__(self, target: Instance[Target], draft: Instance[Heads], shape: Shape | None = None):
         check_draft(target, draft)
-        self.draft, self._head_ED, size = draft, draft.head(target.model.lm_head.weight), draft.config.hidden_size
-        if size != (target_size := self._head_ED.shape[1]):
-            raise ValueError(f"draft: made for a hidden size of {size}, and this target's is {target_size}")
-        self.shape = _tree_shape(shape, draft.config.n_heads, len(self._head_ED))
+        self.draft, self._head_ED = draft, draft.head(target.model.lm_head.weight)
+        self.shape = _tree_shape(shape, draft.config.n_heads)
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
-        self.needs = self.learns_from = draft.needs
+        self.learns_from = draft.needs
         self.at_B = torch.empty(0)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.draft.needs
 
     def state_of(self, output: TargetOutput) -> Tensor | None:
         """The target's state that the heads read, [B, T, D]; None if the output does not have it."""
@@ -74,9 +71,6 @@ class HeadsDrafter(DeviceDrafter):
 
     def buffers(self) -> tuple[object, ...]:
         return self.hidden_BD, self.at_B
-
-    def allocations(self, batch: int, capacity: int) -> Allocations:
-        return copied_head(self.draft, self._head_ED)
 
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         hidden_1TD = self.state_of(output)
@@ -111,19 +105,11 @@ class HeadsDrafter(DeviceDrafter):
         self.at_B.copy_(torch.where(took_part_B, state.positions - 1, self.at_B))
 
 
-def _tree_shape(value: Shape | None, n_heads: int, ranks: int) -> TreeShape:
-    """The tree that a drafter's `shape` option means: a TreeShape, or the widths of a full tree's levels, by default 3
-    for each head. Raises ValueError if it has more levels than heads, or wants more than `ranks` candidates a level."""
-    value = (3,) * n_heads if value is None else value
+def _tree_shape(value: Shape | None, n_heads: int) -> TreeShape:
+    """The tree that a drafter's `shape` option means: a TreeShape, or the ranks in each level of a full tree, by
+    default 3 for each head. Raises ValueError if it has more levels than heads."""
     if not isinstance(value, TreeShape):
-        nodes = sum(accumulate(value, mul))
-        if nodes > MOST_NODES:
-            raise ValueError(f"shape={value}: a tree of {nodes} nodes; give at most {MOST_NODES}")
-        value = TreeShape.cartesian(value)
-    if not value.nodes:
-        raise ValueError("shape: it needs at least one node below the root; for none, use the plain drafter")
-    if value.ranks > ranks:
-        raise ValueError(f"shape: {value.ranks} candidates a level, but the vocabulary has {ranks}; give fewer")
+        value = TreeShape.cartesian(value or (3,) * n_heads)
     if value.depth > n_heads:
         raise ValueError(f"shape: {value.depth} levels, but this draft has {n_heads} heads, one a level")
     return value

@@ -15,7 +15,7 @@ import torch
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.caches.longspec import DraftPasses, draft_passes, draft_rows
-from longdraft.infer.drafters.base import Count, DeviceDrafter, Levels, Request, check_draft, copied_head
+from longdraft.infer.drafters.base import Count, DeviceDrafter, Levels, Request, check_draft
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import ROOT, TokenTree
 from longdraft.kernels import backend
@@ -60,8 +60,12 @@ class LongSpecDrafter(DeviceDrafter):
         widths: Levels = WIDTHS,
         extended: Count | None = None,
     ):
+        check_draft(target, draft)
+        same_shape = all(getattr(draft.config, name) == value for name, value in shape_of(target.model.config).items())
+        assert same_shape, "draft: made for a target of another shape"
+        if len(widths) > draft.config.window:
+            raise ValueError(f"widths: {len(widths)} levels, more than the {draft.config.window} of the draft's window")
         self.widths = widths
-        _check(target, draft, self.widths)
         self.draft, self._target = draft, target.model
         self._head_ED = draft.head(target.model.lm_head.weight)
         self.max_nodes, self.max_depth = sum(self.widths), len(self.widths)
@@ -94,8 +98,7 @@ class LongSpecDrafter(DeviceDrafter):
         self._passes = None
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
-        window = draft_rows(self.draft, self._target, self._head_ED, batch, capacity, self._tree_rows)
-        return {"draft window": window, **copied_head(self.draft, self._head_ED)}
+        return {"draft window": draft_rows(self.draft, self._target, self._head_ED, batch, capacity, self._tree_rows)}
 
     def plan(self, state: SlotState, budget: Budget) -> tuple[int, ...]:
         """How many positions before the roots the draft must read, at most, and the widths of the levels."""
@@ -142,31 +145,7 @@ class LongSpecDrafter(DeviceDrafter):
 
 
 def _fit(widths: Sequence[int], max_nodes: int) -> list[int]:
-    """Narrow all levels alike until they have at most `max_nodes` nodes, at least one each. If there are fewer nodes
-    than levels, the deepest levels are dropped."""
-    if sum(widths) <= max_nodes:
-        return list(widths)
-    widths = list(widths)[:max_nodes]
-    if not widths:
-        return []
-    narrow = [max(1, width * max_nodes // sum(widths)) for width in widths]
-    while sum(narrow) > max_nodes:
-        narrow[narrow.index(max(narrow))] -= 1
-    for level, width in enumerate(widths):  # what rounding left over widens the first levels
-        narrow[level] += max(0, min(width - narrow[level], max_nodes - sum(narrow)))
-    return narrow
-
-
-def _check(target: Target, draft: LongSpec, widths: tuple[int, ...]) -> None:
-    """Raise ValueError unless draft, target and widths fit together."""
-    check_draft(target, draft)
-    config = draft.config
-    if len(widths) > config.window:
-        raise ValueError(f"widths: {len(widths)} levels, but the draft's window has {config.window} rows; give fewer")
-    different = [name for name, value in shape_of(target.model.config).items() if getattr(config, name) != value]
-    if different:
-        name = different[0]
-        raise ValueError(
-            f"draft: made for a target with {name} {getattr(config, name)}, and this one has "
-            f"{getattr(target.model.config, name)}; load the draft's own target"
-        )
+    """Narrow the widest levels until there are at most `max_nodes` nodes. If there are fewer nodes than levels, the
+    deepest levels are dropped."""
+    widest = max(widths) if sum(widths) <= max_nodes else max(1, max_nodes // len(widths))
+    return [min(width, widest) for width in widths][:max_nodes]

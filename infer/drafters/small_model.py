@@ -1,9 +1,10 @@
 """A small model of the same vocabulary drafts a chain: classic draft-model speculation, and TriForce's lowest tier
-(arXiv 2404.11912, section 4.2), on a cache of sinks and recent tokens, so that it drafts at any length.
+(arXiv 2404.11912, section 4.2).
 
-It chooses as the target would, with the noise that the target's choices will use (infer/choice/slots.py). Rows of its
-own passes stay as far as the committed tokens agree with them; other tokens are read when they are next needed. The
-cache is in infer/caches/ring.py. Shapes: B slots, T rows of a pass, V vocabulary.
+It reads the last tokens of the text only, so that it drafts at any length: its cache begins at some token, and when the
+cache is full, it is emptied and begins anew half a window before the root. What it has read stays as far as the text
+agrees with it. It chooses as the target would, with the noise of the target's choices (infer/choice/slots.py).
+Shapes: B slots, T tokens of a pass, C chain, W rows of the cache, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -13,20 +14,14 @@ from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
-from longdraft.infer.caches.ring import StreamingCache, check_streaming
-from longdraft.infer.drafters.base import Count, CountOrZero, DeviceDrafter, Request
+from longdraft.infer.drafters.base import Count, DeviceDrafter, Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.kernels.transfer import integers
-from longdraft.kernels.tree import MOST_ROWS
 from longdraft.models.footprint import Allocations, cache_rows
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
-
-# A position after every sequence's end.
-NOWHERE = 2**40
 
 
 class SmallModelDrafter(DeviceDrafter):
@@ -36,142 +31,104 @@ class SmallModelDrafter(DeviceDrafter):
         target: the loaded target.
         small: any loaded model with the target's vocabulary, on its device.
         gamma: tokens a step (TriForce: 2).
-        sinks: first tokens that always stay in its cache.
-        window: rows of its cache, sinks included.
-        taken_back: how many tokens an outer level may take back (`rewind`), beside those of a proposal.
 
-    Raises:
-        ValueError: vocabularies or tokenizers that differ, a RoPE type whose table depends on the length,
-            sliding windows, or numbers out of range.
+    Attributes:
+        window: rows of its cache.
+
+    Raises ValueError for vocabularies or tokenizers that differ, and if gamma exceeds half the window.
     """
 
+    window = 256
+
     @validated
-    def __init__(
-        self,
-        target: Instance[Target],
-        small: Instance[Target],
-        gamma: Count = 2,
-        sinks: CountOrZero = 16,
-        window: Count = 256,
-        taken_back: CountOrZero = 0,
-    ):
+    def __init__(self, target: Instance[Target], small: Instance[Target], gamma: Count = 2):
         check_vocabularies(target, small)
-        self.slack = gamma + taken_back
-        check_streaming(small.model, window, sinks, self.slack)
-        self.small, self.gamma, self._sinks, self._window = small, gamma, sinks, window
+        if 2 * gamma > self.window:
+            raise ValueError(f"gamma={gamma}: at most half of the small model's window of {self.window} tokens")
+        self.small, self.gamma = small, gamma
         self.max_nodes = self.max_depth = gamma
-        self._widest = min(max(window, 2), MOST_ROWS)
-        self._cache: StreamingCache | None = None
-        self._behind = 0  # the most tokens before its root that a slot lacks
+        self._cache: KVCache | None = None
+        # Of all slots at most: tokens between the first one of the cache and the root, and how many of these it lacks.
+        self._span = self._missing = 0
 
     @property
     def class_stages(self) -> Sequence[int]:
         return range(1 + self.gamma)
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
-        rows, model = batch * (self._window + self._tail + 1), self.small.model
-        return {"small model's cache": cache_rows(model.config, rows, model.embed_tokens.weight.dtype)}
-
-    @property
-    def _tail(self) -> int:
-        """Rows of a catch-up pass and of the drafted tokens after it."""
-        return self._widest + self.gamma
+        model = self.small.model
+        rows = cache_rows(model.config, batch * self.window, model.embed_tokens.weight.dtype)
+        return {"small model's cache": rows}
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._cache is None or self._cache.batch != cache.batch:
-            sizes = {"window": self._window, "sinks": self._sinks, "slack": self.slack, "widest": self._tail}
-            self._cache = StreamingCache(self.small.model, cache.batch, **sizes)
-            self._drafted = torch.full((cache.batch, self.gamma - 1), -1, device=cache.lengths.device)
-            self._drafted_at = torch.zeros_like(cache.lengths)  # position of the first of them
+            self._cache = self.small.model.new_cache(cache.batch, self.window)
+            self._read = torch.zeros(cache.batch, self.window, dtype=torch.int64, device=cache.lengths.device)
+            self._first = torch.zeros_like(cache.lengths)  # position in the text of the cache's first token
+        before = min(len(request.prompt) - 1, self.window // 2)
         self._cache.reset([slot])
-        self._drafted[slot].fill_(-1)
-        self._drafted_at[slot].fill_(NOWHERE)
+        self._first[slot].fill_(len(request.prompt) - 1 - before)
+        self._span, self._missing = max(self._span, before), max(self._missing, before)
 
     def buffers(self) -> tuple[object, ...]:
-        return self._cache, self._drafted, self._drafted_at
+        return self._cache, self._read, self._first
 
-    @torch.no_grad()
-    def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
+    def plan(self, state: SlotState, budget: Budget) -> tuple[int, int, bool]:
+        """How many tokens to draft, the most tokens that a slot must read before its root, and whether the caches of
+        all slots begin anew."""
+        count = min(self.gamma, budget.max_nodes, budget.stages)
+        missing = state.rounded(1 + max(0, self._missing)) - 1  # a few more rows before the root cost little
+        if begins_anew := self._span + missing + self.gamma > self.window:
+            self._span = missing = self.window // 2
+        self._missing, self.num_query_tokens = -1, 1 + missing  # the root is read
+        return count, missing, begins_anew
+
+    def grow(self, state: SlotState, budget: Budget, plan: tuple[int, int, bool]) -> TokenTree:
+        count, missing, begins_anew = plan
         cache = self._cache
         assert cache is not None
-        slot_cache = cache.slot(slot)
-        for tokens_T in integers(prompt[start:end], cache.lengths.device).split(self._widest):
-            cache.settle()
-            positions_1T = (cache.tokens[slot] + torch.arange(len(tokens_T), device=tokens_T.device))[None]
-            self.small.model(Pass(tokens_T[None], slot_cache, positions_1T, needs=frozenset({"last_kv"})))
-            slot_cache.commit(None, torch.full_like(slot_cache.lengths, len(tokens_T)))
-
-    def plan(self, state: SlotState, budget: Budget) -> tuple[int, int]:
-        """How many tokens to draft, and the most tokens that a slot must read before its root."""
-        count = min(self.gamma, budget.max_nodes, budget.stages)
-        behind, self._behind = max(0, self._behind), -1  # the root is read
-        if behind < self._widest:  # a few more rows before the root cost little
-            behind = min(state.rounded(behind + 1), self._widest) - 1
-        return count, behind
-
-    def grow(self, state: SlotState, budget: Budget, plan: tuple[int, int]) -> TokenTree:
-        count, behind = plan
-        self._drop_disagreeing(state)
-        logits_BV = self._catch_up(state, behind)
+        if begins_anew:
+            cache.lengths.zero_()
+            self._first.copy_((state.positions - self.window // 2).clamp(min=0))
+        self._keep_agreeing(state)
+        missing_B = state.positions - self._first - cache.lengths
+        tokens_BT = state.history.read(self._first + cache.lengths, 1 + missing)
+        logits_B1V = self._pass(tokens_BT, 1 + missing_B, missing_B)
         chain_BC = torch.full_like(state.roots, -1)[:, None].repeat(1, count)
         for i in range(count):
             if i > 0:
-                logits_BV = self._pass(chain_BC[:, i - 1 : i], state.positions + i, state.active.long())
-            chain_BC[:, i] = state.ranking(logits_BV, 1 + i).argmax(-1)
+                logits_B1V = self._pass(chain_BC[:, i - 1 : i], torch.ones_like(missing_B), torch.zeros_like(missing_B))
+            chain_BC[:, i] = state.best(logits_B1V, 1 + i, 1)[1][:, 0, 0]
             if 1 + i < count and not budget.goes_on(TokenTree.from_chain(state.roots, chain_BC[:, : 1 + i])):
                 break
-        self._drafted[:, : count - 1] = chain_BC[:, : count - 1]
-        self._drafted[:, count - 1 :] = -1
-        self._drafted_at.copy_(state.positions + 1)
         return TokenTree.from_chain(state.roots, chain_BC)
 
-    def _drop_disagreeing(self, state: SlotState) -> None:
-        """Keep the drafted rows whose tokens were committed, except the root's: its logits are still needed."""
+    def _keep_agreeing(self, state: SlotState) -> None:
+        """Drop the rows from the first one on whose token is not the text's, and the root's: its logits are needed."""
         assert self._cache is not None
-        committed_BG = state.history.read(self._drafted_at, self.gamma - 1)
-        agreeing_B = (committed_BG == self._drafted).cumprod(1).sum(1)
-        self._cache.rewind(torch.minimum(self._drafted_at + agreeing_B, state.positions))
+        text_BW = state.history.read(self._first, self.window)
+        there_BW = torch.arange(self.window, device=text_BW.device) < self._cache.lengths[:, None]
+        agreeing_B = ((text_BW == self._read) & there_BW).cumprod(1).sum(1)
+        self._cache.rewind(torch.minimum(agreeing_B, state.positions - self._first))
 
-    def _catch_up(self, state: SlotState, behind: int) -> Tensor:
-        """Run the model over the tokens committed since its last pass, and over the root: the root's logits [B, V].
-
-        behind: the most tokens before the root that an active slot lacks.
-        """
+    def _pass(self, tokens_BT: Tensor, counts_B: Tensor, at_B: Tensor) -> Tensor:
+        """Run the model over these tokens and commit the first counts_B of them. Returns the logits [B, 1, V] of the
+        tokens at index at_B."""
         cache = self._cache
         assert cache is not None
-        behind_B = torch.where(state.active, state.positions - cache.tokens, 0).clamp(min=0)
-        while behind >= self._widest:
-            counts_B = behind_B.clamp(max=self._widest)
-            cache.settle()
-            self._pass(state.history.read(cache.tokens, self._widest), cache.tokens, counts_B)
-            behind_B, behind = behind_B - counts_B, behind - self._widest
-        cache.settle()
-        tokens_BT, counts_B = state.history.read(cache.tokens, behind + 1), behind_B + state.active
-        return self._pass(tokens_BT, cache.tokens, counts_B, behind_B[:, None])
-
-    def _pass(self, tokens_BT: Tensor, first_B: Tensor, counts_B: Tensor, at_B1: Tensor | None = None) -> Tensor:
-        """Run the model over tokens at positions first_B, first_B + 1, ... and commit the first counts_B of them.
-        Returns the logits [B, V] of one token of each slot, at index at_B1 (None: the last)."""
-        width = tokens_BT.shape[1]
-        at_B1 = torch.full_like(first_B, width - 1)[:, None] if at_B1 is None else at_B1
-        positions_BT = first_B[:, None] + torch.arange(width, device=first_B.device)
-        output = self.small.model(Pass(tokens_BT, self._cache, positions_BT, logits_at_BR=at_B1))
-        assert output.logits is not None and self._cache is not None
-        self._cache.commit(None, counts_B)
-        return output.logits[:, 0]
+        rows_BT = cache.lengths[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        self._read.scatter_(1, rows_BT, tokens_BT)
+        output = self.small.model(Pass(tokens_BT, cache, logits_at_BR=at_B[:, None]))
+        cache.commit(None, counts_B)
+        assert output.logits is not None
+        return output.logits
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        self._behind += accepted.nodes.shape[1]
+        most = accepted.nodes.shape[1]
+        self._span, self._missing = self._span + most, self._missing + most
 
     def release(self) -> None:
         self._cache = None
-
-    def rewind(self, lengths_B: Tensor, most: int) -> None:
-        """An outer level took back the tokens of the last proposals at positions >= lengths_B[b] (int64), and committed
-        at most `most` tokens behind the root of the first of these proposals."""
-        assert self._cache is not None
-        self._cache.rewind(lengths_B)
-        self._behind = most - 1
 
 
 def check_vocabularies(target: Target, small: Target) -> None:

@@ -8,15 +8,14 @@ models/drafts/tokenswift.py, the n-grams that join them in infer/drafters/ngrams
 Shapes: B slots, D hidden, I levels, K ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
-from longdraft.infer.caches.partial import SelectedCache, TopTokens, selected_rows
-from longdraft.infer.caches.ring import refuse_windows
+from longdraft.infer.caches.partial import SelectedCache, Selection, refuse_windows
 from longdraft.infer.drafters.base import Count, CountOrZero, Drafter, Request
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.heads import HeadsDrafter, Shape
@@ -30,6 +29,9 @@ from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
+# First tokens that always stay in the selected cache.
+SINKS = 16
+
 
 @validated
 def tokenswift(
@@ -39,7 +41,6 @@ def tokenswift(
     *,
     draft_pass: Literal["auto", "always", "never"] = "auto",
     budget: Count = 4096,
-    sinks: CountOrZero = 16,
     ngrams: CountOrZero = 20,
 ) -> Drafter:
     """TokenSwift as published: its heads, and in the same tree the text's most frequent n-grams.
@@ -50,13 +51,12 @@ def tokenswift(
             proposal, between the root and this tree.
         draft_pass: "always", "never", or "auto", which measures.
         budget: rows of the selected cache, for each layer and KV head.
-        sinks: first tokens that always stay in it.
         ngrams: how many 4-grams join the tree; 0 for none.
 
     Raises:
         ValueError: a draft that does not fit the target, a tree that does not fit the draft, or options out of range.
     """
-    heads = TokenSwiftDrafter(target, draft, shape, draft_pass, budget, sinks)
+    heads = TokenSwiftDrafter(target, draft, shape, draft_pass, budget)
     return Combined([heads, Ngrams(ngrams, trunk=heads.max_depth - heads.shape.depth)]) if ngrams else heads
 
 
@@ -70,10 +70,9 @@ class TokenSwiftDrafter(HeadsDrafter):
         shape: Shape | None = None,
         draft_pass: str = "auto",
         budget: int = 4096,
-        sinks: int = 16,
     ):
         super().__init__(target, draft, shape)
-        self.target, self._draft_pass, self._selection = target, draft_pass, TopTokens(budget, sinks)
+        self.target, self._draft_pass, self._selection = target, draft_pass, Selection(budget, fixed=SINKS)
         if draft_pass == "always":
             refuse_windows(target.model.config, "draft_pass='always'")
         self._pass_allowed = draft_pass != "never" and not any(target.model.config.sliding_windows or ())
@@ -88,20 +87,18 @@ class TokenSwiftDrafter(HeadsDrafter):
     def n_classes(self) -> int:
         return self._pass_shape.first_class + len(self._pass_shape.nodes)
 
-    def decisions(self) -> Mapping[str, str]:
-        left_out = self._draft_pass == "auto" and not self._pass_allowed
-        return {"draft_pass": "never: the target has sliding windows"} if left_out else {}
+    @property
+    def needs(self) -> frozenset[str]:
+        return super().needs if self._selected is None else super().needs | self._selected.needs
 
     def _may_pass(self, capacity: int) -> bool:
         """Whether the draft pass may ever be taken on a full cache of this capacity."""
         return self._pass_allowed and (self._draft_pass == "always" or capacity > self._selection.budget)
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
-        head, model = super().allocations(batch, capacity), self.target.model
-        if not self._may_pass(capacity):
-            return head
-        dtype = model.embed_tokens.weight.dtype
-        return {**head, **selected_rows(self._selection, model.config, dtype, batch, capacity, tail=1)}
+        like, dtype = self.target.model.config, self.target.model.embed_tokens.weight.dtype
+        selected = self._selection.allocations(like, dtype, batch, capacity, tail=1)
+        return selected if self._may_pass(capacity) else {}
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         super().on_start(slot, request, cache)
@@ -111,8 +108,7 @@ class TokenSwiftDrafter(HeadsDrafter):
             like = self.target.model.config
             self._selected = SelectedCache(cache, self._selection, like, tail=1, depth=self.max_depth)
         if self._selected is not None:
-            self._selected.reset([slot])
-        self._ask_for_queries(self._selected is not None)
+            self._selected.start(slot)
 
     def buffers(self) -> tuple[object, ...]:
         return *super().buffers(), self._selected
@@ -120,11 +116,7 @@ class TokenSwiftDrafter(HeadsDrafter):
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         super().on_prefill(slot, prompt, start, end, output)
         if self._selected is not None and end == len(prompt) - 1:
-            self._selected.build_from_prompt(slot, output.queries, end)
-            self._ask_for_queries(self._selected.needs_queries)
-
-    def _ask_for_queries(self, wanted: bool) -> None:
-        self.needs = self.draft.needs | {"queries"} if wanted else self.draft.needs
+            self._selected.on_prefill(slot, output.queries, end)
 
     def plan(self, state: SlotState, budget: Budget) -> tuple[int, bool]:
         """The number of nodes, and whether the proposal has a draft pass."""
@@ -151,7 +143,6 @@ class TokenSwiftDrafter(HeadsDrafter):
         super().on_step(state, tree, accepted, output)
         if self._selected is not None:
             self._selected.on_step(state.positions, accepted, output.queries)
-            self._ask_for_queries(self._selected.needs_queries)
 
     def release(self) -> None:
         self._selected = None

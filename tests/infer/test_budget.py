@@ -412,7 +412,7 @@ def test_a_small_model_stops_where_it_does_not_pay(tiny_target, plain_tokens, mo
         return plain(self, *given)
 
     monkeypatch.setattr(SmallModelDrafter, "_pass", counting)
-    drafter = SmallModelDrafter(target, small, gamma=5, sinks=4, window=32)
+    drafter = SmallModelDrafter(target, small, gamma=5)
     engine, params = timed(Engine(target, drafter), passes), SamplingParams(max_new_tokens=150)
     (one,) = engine.generate([PROMPT], params)
     assert [one.tokens] == plain_tokens(target, [PROMPT], [params])

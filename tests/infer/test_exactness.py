@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
+from longdraft.infer.drafters import triforce
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.heads import HeadsDrafter
 from longdraft.infer.drafters.longspec import LongSpecDrafter
@@ -120,10 +121,9 @@ DRAFTERS = {
     "few_words": lambda target, small: tokenswift(target, few_words(target), draft_pass="always", budget=24),
     "longspec": lambda target, small: LongSpecDrafter(target, block(target, noise=5)),
     "longspec_chain": lambda target, small: LongSpecDrafter(target, block(target, noise=4), widths=(1, 1, 1, 1)),
-    "triforce": lambda target, small: TriForceDrafter(target, small, budget=24, stride=10),
-    "triforce_self": lambda target, small: TriForceDrafter(target, budget=24, stride=10),
-    "triforce_streaming": lambda target, small: TriForceDrafter(target, budget=24, policy="streaming"),
-    "small_model": lambda target, small: SmallModelDrafter(target, small, gamma=3, sinks=2, window=12),
+    "triforce": lambda target, small: TriForceDrafter(target, small, budget=24),
+    "triforce_self": lambda target, small: TriForceDrafter(target, budget=24),
+    "small_model": lambda target, small: SmallModelDrafter(target, small, gamma=3),
     "token_recycling": lambda target, small: TokenRecycling(target),
     "token_recycling_12": lambda target, small: TokenRecycling(target, nodes=12),
     "prompt_lookup": lambda target, small: PromptLookup(),
@@ -152,6 +152,13 @@ PAIRS = [
     ("tokenswift_draft_pass", "longspec"),
     ("small_model", "triforce_self"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def overflowing(monkeypatch):
+    """Windows and strides that overflow within these short texts."""
+    monkeypatch.setattr(SmallModelDrafter, "window", 12)
+    monkeypatch.setattr(triforce, "STRIDE", 10)
 
 
 @pytest.fixture
@@ -392,11 +399,11 @@ def test_what_prompts_take_over_of_earlier_ones_changes_no_token(models, alike, 
 ANYTHING = {
     **DRAFTERS,
     **{"+".join(names): combined(names) for names in PAIRS},
-    "small_model_1": lambda target, small: SmallModelDrafter(target, small, gamma=1, sinks=1, window=4),
-    "triforce_1": lambda target, small: TriForceDrafter(target, small, chain=1, budget=2, chunk=1, stride=1),
-    "triforce_12": lambda target, small: TriForceDrafter(target, small, gamma=5, chain=12, budget=6, chunk=2, stride=3),
+    "small_model_1": lambda target, small: SmallModelDrafter(target, small, gamma=1),
+    "triforce_1": lambda target, small: TriForceDrafter(target, small, chain=1, budget=2, chunk=1),
+    "triforce_12": lambda target, small: TriForceDrafter(target, small, gamma=5, chain=12, budget=6, chunk=2),
     "tokenswift_all": lambda target, small: tokenswift(
-        target, heads(target), (2, 1, 1), draft_pass="always", budget=2, sinks=1, ngrams=3
+        target, heads(target), (2, 1, 1), draft_pass="always", budget=17, ngrams=3
     ),
     "longspec_2": lambda target, small: LongSpecDrafter(target, block(target, noise=2), widths=(3, 2)),
     "token_recycling_1": lambda target, small: TokenRecycling(target, nodes=1),

@@ -46,7 +46,6 @@ BUDGETS = {
     "prompt_lookup": 1,
     "small_model": 0,
     "triforce": 1,
-    "triforce_streaming": 0,
     "token_recycling+prompt_lookup": 1,
     "tokenswift_5+prompt_lookup": 1,
     "triforce+prompt_lookup": 2,
@@ -64,7 +63,7 @@ def made(shared):
     exactness, make_target = shared("infer/test_exactness.py"), shared("tiny_target.py").make_tiny_target
 
     def without_ngrams(target, _, **options):
-        return TokenSwiftDrafter(target, exactness.heads(target), (1,), sinks=4, budget=16, **options)
+        return TokenSwiftDrafter(target, exactness.heads(target), (1,), budget=20, **options)
 
     others = {
         # As many extended on a CPU as on a device.

@@ -86,9 +86,8 @@ DRAFTERS = {
         t, Medusa(MedusaConfig(t.model.config.hidden_size)).to(t.model.norm.weight.dtype).requires_grad_(False)
     ),
     "longspec": lambda t: LongSpecDrafter(t, block(t), widths=(3, 4, 4)),
-    "triforce": lambda t: TriForceDrafter(t, first_layers(t, 2), budget=64, sinks=4, window=48),
-    "triforce_streaming": lambda t: TriForceDrafter(t, budget=64, chain=4, policy="streaming"),
-    "small_model": lambda t: SmallModelDrafter(t, first_layers(t, 2), gamma=3, sinks=4, window=64),
+    "triforce": lambda t: TriForceDrafter(t, first_layers(t, 2), budget=64),
+    "small_model": lambda t: SmallModelDrafter(t, first_layers(t, 2), gamma=3),
     "token_recycling": lambda t: TokenRecycling(t, nodes=20),
     "prompt_lookup": lambda t: PromptLookup(),
     "both": lambda t: Combined([TokenRecycling(t, nodes=12), PromptLookup()]),

@@ -49,6 +49,11 @@ def target(tiny_target):
     return tiny_target(vocab_size=VOCAB)
 
 
+@pytest.fixture(autouse=True)
+def few_sinks(monkeypatch):
+    monkeypatch.setattr("longdraft.infer.drafters.tokenswift.SINKS", 4)
+
+
 @pytest.fixture
 def watched(monkeypatch):
     """(drafter) -> a list that fills with (tree, committed tokens, root positions, max_nodes) of every proposal."""
@@ -139,10 +144,10 @@ def test_the_draft_pass_proposes_the_next_token_and_its_heads_the_ones_behind(ta
 
 def test_queries_are_asked_for_only_where_a_rebuild_is_due(target, monkeypatch):
     """One pass with queries for each rebuild, which happens outside the pass; between them the ring is written."""
-    drafter = drafter_for(target, draft_pass="always", budget=30, sinks=4, ngrams=0)
+    drafter = drafter_for(target, draft_pass="always", budget=30, ngrams=0)
     builds, asked = [], []
-    build = SelectedCache._build
-    monkeypatch.setattr(SelectedCache, "_build", lambda self, *a: builds.append(a[0]) or build(self, *a))
+    build = SelectedCache.build
+    monkeypatch.setattr(SelectedCache, "build", lambda self, *a: builds.append(a[0]) or build(self, *a))
     handle = target.model.register_forward_pre_hook(lambda module, args: asked.append("queries" in args[0].needs))
     (result,) = Engine(target, drafter, nodes=None).generate(prompts(40), SamplingParams(max_new_tokens=150))
     handle.remove()
@@ -154,7 +159,7 @@ def test_queries_are_asked_for_only_where_a_rebuild_is_due(target, monkeypatch):
 def test_the_selected_cache_holds_the_rows_of_a_fresh_prefill(tiny_target, heads_of_keys):
     """After many steps with random acceptance, in all layers, for slots of unequal lengths, one of them restarted."""
     target = tiny_target(vocab_size=VOCAB, n_kv_heads=heads_of_keys, n_layers=3)
-    drafter = drafter_for(target, draft_pass="always", budget=30, sinks=4)
+    drafter = drafter_for(target, draft_pass="always", budget=30)
     params = [SamplingParams(temperature=0.7, seed=i, max_new_tokens=count) for i, count in enumerate((90, 20, 69))]
     engine = Engine(target, drafter, slots=2)
     engine.pool._empty = lambda slot: None  # a slot is looked at as its request leaves it
@@ -256,16 +261,14 @@ def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, see
         drafter_for(target, draft_pass="always")
     params = seeded(SamplingParams(), 1, 20)
     want = plain_tokens(target, prompts(30), params)
-    drafter = drafter_for(target, budget=20, sinks=4)
+    drafter = drafter_for(target, budget=20)
     (result,) = Engine(target, drafter).generate(prompts(30), params)
     assert result.tokens == want[0]
-    assert list(sizes(drafter.allocations(1, 100))) == ["n-grams of the text (host)"]
-    assert sizes(drafter_for(target, budget=20, sinks=4, ngrams=0).allocations(1, 100)) == {}
-    assert result.stats.decisions["draft_pass"] == "never: the target has sliding windows"
+    assert "selected cache" not in drafter.allocations(1, 100)
 
 
 def test_whether_the_pass_pays_is_found_beside_heads_that_never_take_it(target):
-    drafters = [drafter_for(target, draft_pass=mode, budget=20, sinks=4, ngrams=0) for mode in ("auto", "never")]
+    drafters = [drafter_for(target, draft_pass=mode, budget=20, ngrams=0) for mode in ("auto", "never")]
     engine = Engine(target, Combined(drafters), nodes=None)
     (result,) = engine.generate(prompts(30), SamplingParams(max_new_tokens=120))
     assert engine.runner.policy.draft_pass.decided
@@ -274,7 +277,7 @@ def test_whether_the_pass_pays_is_found_beside_heads_that_never_take_it(target):
 
 def test_auto_goes_by_the_slots_that_are_at_work(target):
     """Once the long text is done, the short one's length counts; the host knows without asking the device."""
-    drafter, longest = drafter_for(target, budget=20, sinks=4), []
+    drafter, longest = drafter_for(target, budget=20), []
     engine = Engine(target, drafter, nodes=None)
     choice = engine.runner.policy.draft_pass
     start_step = choice.start_step
