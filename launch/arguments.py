@@ -18,7 +18,6 @@ LOADERS = ("longdraft", "transformers")
 FORMS = ("fp32", "serving", "off")
 SUITES = ("longbench", "aime24", "pg19", "spec-bench", "speed-bench", "mrcr", "mt-bench")
 PAPERS = ("longspec", "tokenswift", "triforce", "token-recycling")
-KINDS = ("continue", "summarise", "edit")
 # Defaults of `longdraft bench`.
 PROMPTS, TEXT_TOKENS, NEW_TOKENS = 4, 256, 128
 API_KEY = "LONGDRAFT_API_KEY"  # the environment variable of `longdraft serve`
@@ -47,7 +46,7 @@ WITHOUT_EFFECT = {
     "generate": ((("heldout",), False, ("row",)), (("chat",), False, ("system",))),
     "bench": (
         (("suite", "paper"), False, ("only",)),
-        (("suite", "paper"), True, ("tasks", "text_file")),
+        (("suite", "paper"), True, ("text_file",)),
         (("text_file",), True, ("prompts",)),
     ),
 }
@@ -207,8 +206,6 @@ def bench() -> ArgumentParser:
     add("--data", help=help + "data set on the hub")
     help = "instead of --data: the texts are the beginnings of these files"
     add("--text-file", nargs="+", type=Path, help=help)
-    help = "what to do with the texts, in turn (default: continue)"
-    add("--tasks", nargs="+", choices=KINDS, help=help)
     help = f"with --data: number of prompts, evenly spaced (default: {PROMPTS}, or all of a suite)"
     add("--prompts", type=at_least(1), metavar="N", help=help)
     help = f"tokens of a text (default: {TEXT_TOKENS}, or the suite's)"
@@ -234,10 +231,8 @@ def bench() -> ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     help = "keep a record of every answer here; a run that was stopped continues from it"
     add("--out", type=Path, metavar="FOLDER", help=help)
-    help = "with --out: also show the record as a page (.html) or a picture (.svg)"
+    help = "with --out: also show the record as an HTML page"
     add("--report", type=Path, metavar="FILE", help=help)
-    help = "a training run's folder: bench.json, report.txt and report.png are written there"
-    add("--run", type=Path, metavar="RUN", help=help)
     return parser
 
 
@@ -245,8 +240,7 @@ def report() -> ArgumentParser:
     parser = ArgumentParser(prog="longdraft report", description="Show the records of benches side by side.")
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folders that `longdraft bench --out` wrote")
-    help = "a page (.html) or a picture of the speeds (.svg); default: report.html"
-    add("--out", type=Path, default=Path("report.html"), help=help)
+    add("--out", type=Path, default=Path("report.html"), help="the HTML page (default: report.html)")
     return parser
 
 

@@ -1,6 +1,6 @@
 """Measure drafters against plain decoding: `longdraft bench --draft FOLDER --data DATA [--suite SUITE] [--out FOLDER]`.
 
-This file turns the arguments into a bench; benchmarks/drafters/ measures and makes the table, the page and the picture.
+This file turns the arguments into a bench; benchmarks/drafters/ measures and makes the table and the page.
 The last line of the output is a JSON object.
 """
 
@@ -18,21 +18,20 @@ import torch
 from longdraft.benchmarks.drafters.bench import BenchSettings, bench
 from longdraft.benchmarks.drafters.exactness import FORMS, NotExact
 from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
-from longdraft.benchmarks.drafters.other_formats import write_files
 from longdraft.benchmarks.drafters.papers import PAPERS, PROMPT, beside
-from longdraft.benchmarks.drafters.pictures import draw_report
-from longdraft.benchmarks.drafters.prompts import Asked, Reader, make_tasks, named_with_tokens
-from longdraft.benchmarks.drafters.record import Record, checkpoint_digest, digest, draft_digest, recorded
+from longdraft.benchmarks.drafters.prompts import Asked, Reader, named_with_tokens, questions_of
+from longdraft.benchmarks.drafters.record import Record, checkpoint_digest, digest, recorded
+from longdraft.benchmarks.drafters.spec_bench import write_spec_bench
 from longdraft.benchmarks.drafters.suites import SUITES, Suite
 from longdraft.benchmarks.drafters.text_report import table
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.launch import cli
 from longdraft.launch.arguments import NEW_TOKENS, PROMPTS, TEXT_TOKENS, given_sampling
 from longdraft.launch.console import note, read_text, show
-from longdraft.launch.report import check_name, write_report
+from longdraft.launch.report import write_report
 from longdraft.launch.runtime import DTYPES, Drafting, check_rows, heldout_rows, options_for, read_options, used_tokens
 from longdraft.models.device import on_device
-from longdraft.models.files import write_atomically
+from longdraft.models.draft_folder import local_folder
 from longdraft.models.hf import load_tokenizer, load_transformers, read_target_config
 from longdraft.models.target import Target
 
@@ -42,16 +41,9 @@ main = partial(cli.run, "bench")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the bench, show its result and write it to --run. Returns the exit status: 1 if a drafter is not exact."""
+    """Run the bench and show its result. Returns the exit status: 1 if a drafter is not exact."""
     if args.loss_memory:
         return _loss_memory()
-    metrics = []
-    if args.run is not None:
-        from longdraft.train.tracking import read_metrics  # needs the packages of training
-
-        if not args.run.is_dir():
-            raise ValueError(f"--run: {args.run} is no folder; name a training run's (train.run_dir), or leave it out")
-        metrics = read_metrics(args.run)
     try:
         result = run_bench(args)
     except NotExact as error:
@@ -60,16 +52,7 @@ def run(args: argparse.Namespace) -> int:
     except torch.OutOfMemoryError as error:
         first = str(error).splitlines()[0]
         raise ValueError(f"--device: {first} Take a smaller target or fewer --prompt-tokens or --new-tokens") from error
-    text = table(result, metrics)
-    show(f"{text}\n{json.dumps(result)}\n")
-    if args.run is not None:
-        try:
-            write_atomically(args.run / "bench.json", lambda path: path.write_text(json.dumps(result, indent=1) + "\n"))
-            write_atomically(args.run / "report.png", lambda path: draw_report(result, metrics, path))
-            write_atomically(args.run / "report.txt", lambda path: path.write_text(text + "\n"))
-        except OSError as error:
-            raise ValueError(f"--run: {args.run} cannot be written: {error.strerror}") from error
-        note(f"Written to {args.run}: report.txt, report.png, bench.json")
+    show(f"{table(result)}\n{json.dumps(result)}\n")
     return 0
 
 
@@ -79,17 +62,14 @@ def run_bench(args: argparse.Namespace) -> dict:
     Arguments are checked before the target is loaded. Raises ValueError for those that do not fit, and what `bench`
     raises.
     """
-    if args.report is not None:
-        check_name(args.report, "--report")
-        if args.out is None:
-            raise ValueError(f"--report: {args.report} is made of a record; give --out too")
+    if args.report is not None and args.out is None:
+        raise ValueError(f"--report: {args.report} is made of a record; give --out too")
     if (args.data is None) == (args.text_file is None):
         raise ValueError("--data, --text-file: give either a prepared folder or files")
     args.suite, suite = suite_of(args)
     if args.paper is not None and suite is not None:
         _take_paper(args, suite)
     args.dtype, args.prompt_tokens = args.dtype or "bf16", args.prompt_tokens or TEXT_TOKENS
-    args.tasks = args.tasks or ["continue"]
     drafting = Drafting(args)
     settings = settings_of(drafting, suite)
     asked, left_out = ([], []) if suite is None else suite_questions(drafting, suite, settings)
@@ -99,7 +79,7 @@ def run_bench(args: argparse.Namespace) -> dict:
         settings = replace(settings, proof=_proof(args.exactness, record, args.out))
         target = _open_target(drafting, asked, settings.new_tokens)
         if suite is None:
-            asked = make_tasks(target, texts_for(target, args, texts), args.tasks)
+            asked = questions_of(texts_for(target, args, texts))
         names = [name for name in drafting.names if name != "plain"]
         builders = {name: partial(build_drafter, name, **drafting.of(name)) for name in names}
         device, (path, gguf_file) = target.model.embed_tokens.weight.device, drafting.source
@@ -107,8 +87,7 @@ def run_bench(args: argparse.Namespace) -> dict:
         with on_device(device):
             result = bench(target, builders, asked, settings, theirs, note, record)
         if args.out is not None:
-            folders = ", ".join(folder.name for folder in write_files(record, args.out))
-            note(f"Written to {args.out}, for other programs: {folders}")
+            note(f"Written to {args.out}; as Spec-Bench's answers: {write_spec_bench(record, args.out)}")
         if args.paper is not None:
             paper = PAPERS[args.paper]
             compared = [name for name in builders if paper.drafter in name.split("+")]
@@ -225,8 +204,6 @@ def _evenly(items: Sequence[Any], count: int) -> list[Any]:
 def texts_of(args: argparse.Namespace) -> list[list[int]] | dict[Path, str]:
     """The prompts' texts: the tokens of held-out rows, evenly spaced among those long enough, or files' content."""
     count = args.prompts or (PROMPTS if args.text_file is None else len(args.text_file))
-    if count < len(args.tasks):
-        raise ValueError(f"--tasks: {len(args.tasks)} of them take turns, but there are {count} prompts; give more")
     if args.text_file is not None:
         return {file: read_text(file, "--text-file") for file in args.text_file}
     rows, length = heldout_rows(args.data), args.prompt_tokens
@@ -261,14 +238,13 @@ def asked_for(drafting: Drafting, settings: BenchSettings, prompts: object) -> d
     return {
         "suite": args.suite,
         "only": args.only,
-        "tasks": None if args.suite else args.tasks,
         "prompt_tokens": None if args.suite else args.prompt_tokens,
         "questions": digest(repr(prompts).encode()),
         "target": Path(source[0]).name,
         "gguf_file": source[1],
         "loader": drafting.loader,
         "checkpoint": checkpoint_digest(source[0]),
-        "draft": ",".join(map(draft_digest, args.draft)) or None,
+        "draft": [checkpoint_digest(local_folder(draft)) for draft in args.draft],
         "drafters": {name: {key: str(value) for key, value in of.items()} for name, of in of_drafters.items()},
         "small": [checkpoint_digest(small) for small in _small_models(drafting)],
         "dtype": args.dtype,

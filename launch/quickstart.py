@@ -4,7 +4,6 @@ Only the order of the commands is here. Each is printed, works alone, and says w
 """
 
 import argparse
-import json
 import shlex
 import subprocess
 import sys
@@ -31,9 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _quickstart(steps: int | None) -> int:
     begin = time.monotonic()
     run = f"runs/quickstart-{steps}" if steps else "runs/quickstart"
-    report = ROOT / run / "report.txt"
-    if report.exists() and json.loads((report.parent / "bench.json").read_text())["exact"]:
-        print(f"{report.read_text()}\nDone already: {run}/report.png, {run}/draft. Remove {run} to start over.")
+    if (ROOT / run / "report.html").exists():
+        print(f"Done already: {run}/report.html, the draft in {run}/draft. Remove {run} to start over.")
         return 0
     todo = commands(run, steps)
     print(f"{len(todo)} steps" + ("" if steps else ", from the start about 5 minutes on 2 quiet cores"), flush=True)
@@ -45,7 +43,7 @@ def _quickstart(steps: int | None) -> int:
         if status:
             note(f"\nStep {number} failed with status {status}; `make quickstart` continues from here.")
             return status
-    print(f"\nDone in {(time.monotonic() - begin) / 60:.1f} minutes: {run}/report.png, the draft in {run}/draft")
+    print(f"\nDone in {(time.monotonic() - begin) / 60:.1f} minutes: {run}/report.html, the draft in {run}/draft")
     return 0
 
 
@@ -67,8 +65,8 @@ def commands(run: str, steps: int | None) -> list[tuple[str, list[str]]]:
     overrides += [f"train.global_batch={ranks}"] if ranks > 2 else []
     decode = f"--draft {run}/draft --heldout {DATA} --prompt-tokens 64 --max-new-tokens 48 --drafter plain tokenswift"
     bench = (
-        f"--draft {run}/draft --drafter tokenswift token_recycling+prompt_lookup --data {DATA} --run {run} --prompts 3 "
-        "--prompt-tokens 192 --new-tokens 96 --transformers"
+        f"--draft {run}/draft --drafter tokenswift token_recycling+prompt_lookup --data {DATA} --prompts 3 "
+        f"--prompt-tokens 192 --new-tokens 96 --transformers --out {run}/bench --report {run}/report.html"
     )
     return [
         (f"Python's standard library to packed rows of tokens -> {DATA}", words("python launch/prepare.py", PREPARE)),
@@ -78,7 +76,7 @@ def commands(run: str, steps: int | None) -> list[tuple[str, list[str]]]:
         ),
         (f"export and reload the draft -> {run}/draft", words(f"python launch/export.py {run}")),
         ("decode a held-out prompt, plainly and with the draft", words("python launch/generate.py", decode)),
-        (f"verify and measure -> {run}/report.png", words("python launch/bench.py", bench)),
+        (f"verify and measure -> {run}/report.html", words("python launch/bench.py", bench)),
     ]
 
 

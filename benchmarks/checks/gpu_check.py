@@ -181,13 +181,13 @@ def benchmark(_: argparse.Namespace) -> dict:
     speed in bf16."""
     from longdraft.benchmarks.drafters.bench import BenchSettings, bench
     from longdraft.benchmarks.drafters.exactness import NotExact
-    from longdraft.benchmarks.drafters.prompts import make_tasks
+    from longdraft.benchmarks.drafters.prompts import questions_of
 
     with small_target() as path:
-        target = load(path)
+        target = load(path, torch.bfloat16)
     new_tokens, temperatures = (16, (0.0,)) if device() == "cpu" else (96, (0.0, 1.0))
     settings = BenchSettings(new_tokens, temperatures=temperatures)
-    asked = make_tasks(target, texts(target, 512, 256), ["continue"])
+    asked = questions_of(texts(target, 512, 256))
     try:
         return bench(target, _builders(dict.fromkeys(DRAFTERS)), asked, settings)
     except NotExact as error:
@@ -199,7 +199,7 @@ def training(args: argparse.Namespace) -> dict:
     does not depend on its speed; they are resumed one at a time, because that is timed."""
     deadline = time.monotonic() + args.budget
     with tempfile.TemporaryDirectory() as name, small_target() as path:
-        target = load(path)
+        target = load(path, torch.float32)
         _write_data(target, Path(name) / "data")
         runs = [Run(method, Path(name), path, deadline) for method in args.methods]
         try:
@@ -282,7 +282,7 @@ class Run:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         builders, params = _builders({self.method: str(export(self.run_dir))}), SamplingParams(seed=0, ignore_eos=True)
         try:
-            self.found |= prove(target, builders, texts(target, 48, 48), params, "fp32", torch.float32)
+            self.found |= prove(target, builders, texts(target, 48, 48), params, "fp32")
         except RuntimeError as error:  # not exact, out of memory, a recording that failed
             raise StageError(f"{self.method}: {error}") from error
 
@@ -313,11 +313,10 @@ def _builders(drafts: Mapping[str, str | None]) -> dict:
     return {name: lambda target, name=name: build_drafter(name, target, drafts[name]) for name in drafts}
 
 
-def load(path: str) -> "Target":
-    """The target in fp32."""
+def load(path: str, dtype: torch.dtype) -> "Target":
     from longdraft.models.hf import load_target
 
-    return load_target(path, torch.float32, device())
+    return load_target(path, dtype, device())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Shows one or several records of `longdraft bench` as one self-contained page, or the speeds as one picture."""
+"""Shows one or several records of `longdraft bench` as one self-contained page."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -22,7 +22,6 @@ td:first-child { text-align: left; } svg { max-width: 100%; height: auto; }
 """
 DEFINITIONS = {
     "tokens/step": "1 + accepted / steps, pooled over all steps: vLLM's and AIPerf's acceptance length, Spec-Bench's.",
-    "mean of requests": "of tokens / steps: specdec_bench's acceptance length.",
     "speed over plain": "tokens/s over plain decoding's on the same prompts, in the same process and turns.",
     "95 % of it": "the middle 95 % of 2000 bootstraps over prompts.",
 }
@@ -75,13 +74,6 @@ def page(records: Mapping[str, Record]) -> str:
 """
 
 
-def picture(records: Mapping[str, Record]) -> str:
-    """Speed over plain decoding by task, as the text of an SVG file."""
-    series = [one for one in collect(records) if not one.name.startswith("plain")]
-    title = f"{_title(next(iter(records.values())))}: tokens/s over plain decoding's"
-    return svg(bars(title, _groups(series, "tasks", _speed))) + "\n"
-
-
 def _title(record: Record) -> str:
     return f"{record.settings.get('suite') or 'texts'} on {record.machine.get('target', 'a target')}"
 
@@ -120,7 +112,7 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def _length(figures: Figures) -> tuple[float, float, float]:
-    return figures["tokens_per_step"], *figures["intervals"]["pooled"]
+    return figures["tokens_per_step"], *figures["intervals"]["per_step"]
 
 
 def _speed(figures: Figures) -> tuple[float, float, float]:

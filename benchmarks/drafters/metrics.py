@@ -4,14 +4,11 @@ S steps of the target, each of which commits one token of its own; A accepted to
 
 | figure | formula | as in |
 |---|---|---|
-| pooled | 1 + A / S | vLLM, AIPerf |
-| per_request | mean over requests of their tokens / steps | specdec_bench |
-| per_step | mean of the steps' accept_lengths | Spec-Bench ("mean accepted tokens") |
+| per_step | mean of the steps' accept_lengths, 1 + A / S | Spec-Bench ("mean accepted tokens"), vLLM |
 | alpha | A / (4 S), as a drafter of four tokens a step | TokenSwift: tokens/step = 4 alpha + 1 |
 | tau | (A + S + R) / (S + R): the prefill is a call that brings a token | LongSpec |
 
-In an engine that drops tokens accepted after an answer's end, as ours does, pooled = per_step. Intervals are 95 %
-percentile bootstraps over prompts.
+Tokens accepted after an answer's end are dropped. Intervals are 95 % percentile bootstraps over prompts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +28,9 @@ EVERY = 10240  # tokens between two figures of a long generation's ms/token (Tok
 def lengths(answers: Sequence[Answer]) -> dict[str, float]:
     """Acceptance length by all definitions in the table above."""
     steps, accepted = sum(a.steps for a in answers), sum(a.accepted for a in answers)
-    accept_lengths = [length for answer in answers for length in answer.accept_lengths]
     calls = steps + len(answers)
     return {
-        "pooled": 1 + accepted / steps,
-        "per_request": sum(len(a.tokens) / a.steps for a in answers) / len(answers),
-        "per_step": sum(accept_lengths) / len(accept_lengths),
+        "per_step": 1 + accepted / steps,
         "alpha": accepted / (TOKENSWIFT_GAMMA * steps),
         "tau": (accepted + calls) / calls,
     }
@@ -81,7 +75,7 @@ def compared(pairs: Sequence[Pair]) -> dict[str, Any]:
     found = totals([turn for entry, _ in pairs for turn in entry.turns])
     by_prompt = [_sums(*pair) for pair in pairs]
     sums = {name: np.array([one[name] for one in by_prompt]) for name in by_prompt[0]}
-    figures = {"pooled": lambda s: s["tokens"] / s["steps"], "speedup": _speedup}
+    figures = {"per_step": lambda s: s["tokens"] / s["steps"], "speedup": _speedup}
     intervals = {name: interval(sums, figure) for name, figure in figures.items()}
     whole = _speedup({name: values.sum() for name, values in sums.items()})
     return found | {"prompts": len(pairs), "speedup": float(whole), "intervals": intervals}

@@ -1,21 +1,14 @@
-"""Questions from a suite or from any text: what is sent, turn by turn.
+"""Questions from a suite or from any text: what is sent, turn by turn."""
 
-A text can be continued, summarised, or copied with edits, because speculation depends on how much the output repeats.
-"""
-
-import re
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from longdraft.infer.requests import prompt_tokens
 from longdraft.models.target import Target
 
-KINDS = ("continue", "summarise", "edit")
 Turn = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -67,34 +60,9 @@ def named_with_tokens(left_out: Iterable[Mapping[str, Any]]) -> str:
     return ", ".join(f"{one['id']} ({one['tokens']} tokens)" for one in left_out)
 
 
-def make_tasks(target: Target, texts: Sequence[list[int]], kinds: Sequence[str]) -> list[Asked]:
-    """Make a question of each text, with the kinds of task taking turns.
-
-    Args:
-        texts: token ids of the target's tokenizer.
-        kinds: from KINDS. All but "continue" need a tokenizer, and become chats if it has a chat template.
-
-    Raises: ValueError for a task that needs a tokenizer if the target has none.
-    """
-    asked = []
-    for number, (text, kind) in enumerate(zip(texts, cycle(kinds), strict=False), start=1):
-        question = Question(number, kind, (_turn(target, text, kind),))
-        asked.append(Asked(question, len(question.prompt(target))))
-    return asked
-
-
-def _turn(target: Target, text: list[int], kind: str) -> Turn:
-    """What asks for one kind of task on one text."""
-    if kind == "continue":
-        return text
-    if target.tokenizer is None:
-        raise ValueError(f"tasks: {kind} needs a tokenizer, and this target has none; use continue")
-    words = target.tokenizer.decode(text, skip_special_tokens=True)
-    ask = f"Summarise the following text in a few sentences.\n\n{words}"
-    if kind == "edit":  # of the most frequent identifier or word of at least four letters
-        ((old, _),) = Counter(re.findall(r"[A-Za-z_]{4,}", words)).most_common(1) or [("text", 0)]
-        ask = f"Repeat the following text word for word, but write new_{old} wherever it says {old}.\n\n{words}"
-    return [{"role": "user", "content": ask}] if target.tokenizer.chat_template else f"{ask}\n\n"
+def questions_of(texts: Sequence[list[int]]) -> list[Asked]:
+    """A question for each text, which asks to continue it. texts: token ids of the target's tokenizer."""
+    return [Asked(Question(number, "continue", (text,)), len(text)) for number, text in enumerate(texts, start=1)]
 
 
 def stdlib_prompts(encode: Callable[[str], list[int]], n_tokens: int, count: int) -> list[list[int]]:

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from longdraft.models.draft_folder import CONFIG, WEIGHTS, local_folder
-from longdraft.models.files import WorkFolder, file_digest, read_plan
+from longdraft.models.files import WorkFolder, read_plan
 from longdraft.models.schema import validate
 
 FORMAT = "longdraft bench 2"
@@ -156,17 +155,11 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def checkpoint_digest(path: str) -> str | None:
-    """Tells a local checkpoint from another one of its name, by its files' names, sizes and times of change. None if
-    `path` is not a local file or folder."""
+def checkpoint_digest(path: str | Path) -> str | None:
+    """Tells a local checkpoint or draft from another one of its name, by its files' names, sizes and times of change.
+    None if `path` is not a local file or folder."""
     place = Path(path).expanduser()
     if not place.exists():
         return None
     files = sorted(file for file in ([place] if place.is_file() else place.iterdir()) if file.is_file())
     return digest(repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]).encode())
-
-
-def draft_digest(draft: str) -> str:
-    """Covers a draft's weights and its config.json, which holds the tree."""
-    folder = local_folder(draft)
-    return digest("".join(file_digest(folder / name) for name in (WEIGHTS, CONFIG)).encode())

@@ -1,4 +1,4 @@
-"""Shows the result of `longdraft bench`, and its training run's metrics, as a text table."""
+"""Shows the result of `longdraft bench` as a text table."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from longdraft.benchmarks.drafters.prompts import named_with_tokens
 Figures = Mapping[str, Any]
 
 
-def table(result: dict, metrics: list[dict]) -> str:
+def table(result: dict) -> str:
     """Plain decoding beside the drafters at every temperature, with exactness, and why a speedup is below 1."""
     settings = result["settings"]
     shortest, longest = settings["prompt_tokens"]
@@ -29,7 +29,7 @@ def table(result: dict, metrics: list[dict]) -> str:
         names, *rest = ("  ".join(cells) for cells in lay_out(rows(title, run["drafters"], on_gpu)))
         lines += ["", names, "-" * len(names), *rest]
     lines += papers.table(result["paper"]) if "paper" in result else []
-    return "\n".join([*lines, "", *_verdicts(result), *_training(metrics)])
+    return "\n".join([*lines, "", *_verdicts(result)])
 
 
 def _sampling(settings: dict) -> str:
@@ -46,8 +46,7 @@ def rows(title: str, drafters: Mapping[str, Figures], on_gpu: bool) -> list[list
         found.append([f"{name}  ", *(write(one) for one in drafters.values())])
 
     row("tokens/step", lambda one: f"{one['tokens_per_step']:.3f}")
-    row("  95 % of it", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["pooled"]))
-    row("  mean of requests", lambda one: f"{one['lengths']['per_request']:.3f}")
+    row("  95 % of it", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["per_step"]))
     row("acceptance", lambda one: f"{one['acceptance']:.3f}")
     row("nodes/step", lambda one: f"{one['nodes_per_step']:.1f}")
     row("tokens/s, decoding", lambda one: f"{one['tokens_per_second']:.1f}")
@@ -115,18 +114,3 @@ def exactness(result: Mapping[str, Any]) -> str:
         if found["flips"]:
             parts[-1] += f", gap up to {found['largest_gap']:.3f} where {found['near_tie']:.3f} is a near-tie"
     return f"not proved in fp32 ({result['exact_checked']}): {'; '.join(parts)}"
-
-
-def validations(metrics: list[dict]) -> list[dict]:
-    """The records of a training run's validations that found labels in every part."""
-    return [record for record in metrics if record.get("heldout_rank_rates")]
-
-
-def _training(metrics: list[dict]) -> list[str]:
-    if not (validated := validations(metrics)):
-        return []
-    last = validated[-1]
-    shares = ", ".join(
-        f"head {i} {rates[0]:.1%} / {sum(rates):.1%}" for i, rates in enumerate(last["heldout_rank_rates"], start=1)
-    )
-    return [f"after {last['step']} steps, held-out: loss {last['heldout_loss']:.2f}; top-1 / top-3 {shares}"]

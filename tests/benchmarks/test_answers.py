@@ -73,7 +73,7 @@ def test_a_suite_is_asked_turn_by_turn_and_every_answer_recorded(whole, tiny):
             assert sum(turn.accept_lengths) == len(turn.tokens) <= 12 and len(turn.arrivals) == turn.steps
             assert turn.accepted <= turn.drafted and (name != "plain" or turn.drafted == 0)
     assert "yes (96 tokens" in (whole / "report.html").read_text()
-    assert {"spec_bench", "vllm"} < {path.name for path in whole.iterdir()}
+    assert (whole / "spec_bench").is_dir()
     first, second = record.entries[1, "plain", 0.0].turns
     assert second.prompt_tokens > first.prompt_tokens + len(first.tokens)
 
@@ -124,7 +124,7 @@ def test_a_record_knows_its_texts_and_its_checkpoint(tiny, tmp_path):
         drafting.args.draft = [] if draft is None else [str(draft)]
         return asked_for(drafting, BenchSettings(), [])
 
-    found = [of(), of("--tasks edit"), of("--prompt-tokens 9"), of("--loader transformers"), of("--gguf-file a.gguf")]
+    found = [of(), of("--prompt-tokens 9"), of("--loader transformers"), of("--gguf-file a.gguf")]
     assert all(one != other for i, one in enumerate(found) for other in found[:i])
     copy = shutil.copytree(tiny, tmp_path / tiny.name)
     assert of(target=copy) == found[0] and of("--loader longdraft") == found[0]

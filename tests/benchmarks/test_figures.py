@@ -33,13 +33,11 @@ def answer(*accept_lengths: int, seconds: float = 1.0, prompt: int = 100, drafte
 TWO = [answer(3, 1, 5, seconds=2.0), answer(2, 1, seconds=1.0)]
 
 
-def test_the_three_definitions_of_acceptance_length_and_the_papers_figures():
+def test_the_definitions_of_acceptance_length_and_the_papers_figures():
     found = lengths(TWO)
-    assert found["pooled"] == 1 + 7 / 5  # vLLM
-    assert found["per_request"] == (9 / 3 + 3 / 2) / 2  # specdec_bench
-    assert found["per_step"] == (3 + 1 + 5 + 2 + 1) / 5  # Spec-Bench
+    assert found["per_step"] == (3 + 1 + 5 + 2 + 1) / 5  # Spec-Bench, vLLM
     assert found["alpha"] == 7 / (4 * 5)  # TokenSwift
-    assert 4 * found["alpha"] + 1 == pytest.approx(found["pooled"])
+    assert 4 * found["alpha"] + 1 == pytest.approx(found["per_step"])
     assert found["tau"] == (7 + 5 + 2) / (5 + 2)  # LongSpec: two prefills are two calls of a token each
 
 
@@ -63,7 +61,7 @@ def test_speed_is_over_plain_decodings_on_the_same_prompts():
     found = compared(pairs)
     assert found["speedup"] == (12 / 2) / (12 / 6) and found["prompts"] == 2
     # Of two prompts one, the other or both are drawn: the middle 95 % reaches from the slower to the faster.
-    assert found["intervals"]["speedup"] == [2, 4] and found["intervals"]["pooled"] == [2, 4]
+    assert found["intervals"]["speedup"] == [2, 4] and found["intervals"]["per_step"] == [2, 4]
 
 
 def test_an_interval_is_the_means_of_prompts_drawn_with_replacement():

@@ -1,18 +1,12 @@
-"""The pages and pictures of a record: what they show, and that a page needs nothing from elsewhere."""
+"""The page of a record: what it shows, and that it needs nothing from elsewhere."""
 
 import re
 from html import unescape
-from xml.etree import ElementTree
 
-import pytest
-
-from longdraft.benchmarks.drafters.html_report import collect, page, picture
-from longdraft.benchmarks.drafters.pictures import agreements, bars, line_chart, losses
+from longdraft.benchmarks.drafters.html_report import collect, page
+from longdraft.benchmarks.drafters.pictures import bars, line_chart
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record, recorded
-from longdraft.benchmarks.drafters.text_report import _training, validations
 from longdraft.launch import report
-
-RATES = [[0.2, 0.1, 0.1], [0.1, 0.1, 0.0]]
 
 
 def made(drafters: dict[str, int], every: int = 5120, temperatures=(0.0,)) -> Record:
@@ -48,7 +42,7 @@ def test_a_page_has_what_was_asked_for_the_table_and_every_chart():
     rows = [cells(row, "td") for row in cells(text, "tr")]
     assert rows[0] == ["", "plain", "longspec", "a+b"]
     assert {row[0]: row[2] for row in rows}.items() >= {
-        "tokens/step": "4.000", "95 % of it": "4.00-4.00", "mean of requests": "4.000", "acceptance": "0.750",
+        "tokens/step": "4.000", "95 % of it": "4.00-4.00", "acceptance": "0.750",
         "nodes/step": "4.0", "tokens/s, decoding": "4000.0", "draft, ms/step": "0.25", "verify, ms/step": "0.50",
         "speed over plain": "4.00", "2needle": "4.00", "plain decoding's tokens": "107520 of 107520",
     }.items()  # fmt: skip
@@ -85,40 +79,10 @@ def test_numbers_stand_at_their_marks():
     assert axes.lines[0].get_ydata().tolist() == [0.8, 0.4] and axes.get_ylim()[0] == 0
 
 
-def test_a_picture_is_an_svg_file_and_always_the_same():
-    texts = [picture({"one": made({"longspec": 4, "a+b": 2}, 50)}) for _ in range(2)]
-    root = ElementTree.fromstring(texts[0])
-    assert root.tag == "{http://www.w3.org/2000/svg}svg" and texts[0] == texts[1]
-    assert {"longspec", "a+b", "2needle"} <= {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
-
-
 def test_the_command_names_what_is_wrong(tmp_path, capsys):
-    for arguments, message in (([str(tmp_path)], "plan.json"), ([str(tmp_path), "--out", "report.pdf"], "--out")):
-        assert report.main(arguments) == 2
-        assert message in capsys.readouterr().err
+    assert report.main([str(tmp_path)]) == 2
+    assert "plan.json" in capsys.readouterr().err
     with recorded(tmp_path, {"suite": None}):
         pass
     assert report.main([str(tmp_path), "--out", str(tmp_path / "r.html")]) == 2
     assert "no question has been answered yet" in capsys.readouterr().err
-
-
-def heldout(step: int, loss: float | None) -> dict:
-    return {"step": step, "heldout_loss": loss, "heldout_rank_rates": None if loss is None else RATES}
-
-
-@pytest.mark.parametrize("objectives", [["cross_entropy"] * 2, ["kl", "overlap"], [None], []])
-def test_what_is_minimised_has_its_name_and_the_held_out_loss_its_own(objectives):
-    training = [{"step": i, "loss": 3.0 - i} | ({"objective": one} if one else {}) for i, one in enumerate(objectives)]
-    found = losses([*training, heldout(1, 20.0), heldout(2, 19.0)])
-    assert found.pop((0, "held-out: cross_entropy")) == [(1, 20.0), (2, 19.0)]
-    assert {name for _, name in found} == {f"training: {one or 'as minimised'}" for one in objectives}
-    assert [point for of in found.values() for point in of] == [(i, 3.0 - i) for i in range(len(objectives))]
-
-
-def test_a_validation_without_labels_is_not_drawn():
-    metrics = [{"step": 1, "loss": None}, heldout(1, None), heldout(2, 19.0)]
-    assert [record["step"] for record in validations(metrics)] == [2]
-    assert "19.00" in _training(metrics)[0] and _training(metrics[:2]) == []
-    found = agreements(validations(metrics))
-    assert found[0, "head 1, top-1"] == [(2, 0.2)] and found[3, "head 2, top-3"] == [(2, pytest.approx(0.2))]
-    assert agreements([]) == {} and not line_chart("nothing", {}, "step", "share").axes[0].lines

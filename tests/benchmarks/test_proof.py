@@ -109,7 +109,7 @@ def test_on_a_gpu_memory_is_that_of_the_speeds_and_a_steps_time_is_its_wholes(ti
         gpu.put(target.model)
         result = bench(target, {"lookup": lambda _: PromptLookup()}, asked, settings, log=events.append)
     assert [event.partition(" ")[0] for event in events[:3]] == ["proof", "reset", "timing"]
-    shown = table(result, [])
+    shown = table(result)
     assert "peak memory 1 MiB\n" in shown and "step, ms " in shown and "verify" not in shown and "host" not in shown
 
 
@@ -120,7 +120,7 @@ def test_the_table_says_which_form_it_was(c_kernels, tiny_target, form):
     builders = {"token_recycling": lambda one: build_drafter("token_recycling", one)}
     result = bench(target, builders, asked, BenchSettings(new_tokens=4, proof=form))
     said = {"fp32": "yes (96 tokens a drafter in fp32, ", "serving": "not proved in fp32 (96 tokens a drafter in bf"}
-    assert f"exact: {said[form]}" in table(result, [])
+    assert f"exact: {said[form]}" in table(result)
     assert result["exact"] is (None if form == "serving" else True)
     assert result["proof"]["form"] == form
     assert {weight.dtype for weight in target.model.parameters()} == {BF16}

@@ -57,7 +57,7 @@ def options(command: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "line", ["bench --data d --only a", "bench --suite aime24 --tasks edit", "bench --text-file t --prompts 2"]
+    "line", ["bench --data d --only a", "bench --suite aime24 --text-file t", "bench --text-file t --prompts 2"]
 )
 def test_an_option_without_effect_is_refused(line, capsys):
     assert cli.main(line.split()) == 2

@@ -1,15 +1,12 @@
-"""Files for other benchmarks' programs, against the fields those read and the identities they check.
-
-The lists of fields are copies, with their source named. What they were read with for real stands in docs/log.
-"""
+"""A record as Spec-Bench's answers, against the fields that its program reads."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from longdraft.benchmarks.drafters.other_formats import speculative_decoding, write_files
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record
+from longdraft.benchmarks.drafters.spec_bench import write_spec_bench
 
 # Spec-Bench, evaluation/eval.py: what an answer's line holds; evaluation/speed.py reads the last four of a choice.
 ANSWER = ["question_id", "category", "answer_id", "model_id", "choices", "tstamp"]
@@ -29,7 +26,7 @@ def folder(tmp_path) -> Path:
         record.add("entry", Entry(id, "qa", "rag", "d+e", 0.0, [answer(*turn) for turn in turns], max_depth=4))
         plain = [answer([1] * sum(turn[0]), [0.1] * sum(turn[0]), 0) for turn in turns]
         record.add("entry", Entry(id, "qa", "rag", "plain", 0.0, plain))
-    assert write_files(record, tmp_path) == [tmp_path / "spec_bench", tmp_path / "vllm"] == sorted(tmp_path.iterdir())
+    assert write_spec_bench(record, tmp_path) == tmp_path / "spec_bench"
     return tmp_path
 
 
@@ -45,26 +42,3 @@ def test_spec_benchs_answers(folder):
         "decoding_steps": [2, 2], "new_tokens": [4, 4], "wall_time": [0.4, 0.5], "accept_lengths": [1, 3, 2, 2],
     }.items()  # fmt: skip
     assert len(lines(folder / "spec_bench" / "plain.jsonl")) == 2
-
-
-def test_vllms_object_of_each_response(folder):
-    found = lines(folder / "vllm" / "d+e.jsonl")
-    assert [one["id"] for one in found] == ["a-0", "b-0", "b-1"] and not (folder / "vllm" / "plain.jsonl").exists()
-    assert found[0]["metrics"]["speculative_decoding"] == {  # as AIPerf 0.13's spec_decode/vllm_adapter.py reads it
-        "mean_acceptance_length": 1 + 3 / 3,
-        "draft_acceptance_rate": 3 / 10,
-        "acceptance_histogram": [1, 1, 1, 0, 0],
-        "num_spec_steps": 3,
-        "num_accepted_draft_tokens": 3,
-        "num_draft_tokens": 10,
-        "num_spec_tokens": 4,
-        "per_step_accepted": [2, 0, 1],
-    }
-    for one in found:
-        stats = one["metrics"]["speculative_decoding"]
-        histogram = stats["acceptance_histogram"]  # SpecDecodeAcceptanceRecord's own checks
-        assert len(histogram) == stats["num_spec_tokens"] + 1 and sum(histogram) == stats["num_spec_steps"]
-        assert sum(j * count for j, count in enumerate(histogram)) == stats["num_accepted_draft_tokens"]
-        assert stats["num_accepted_draft_tokens"] <= stats["num_draft_tokens"]
-        assert one["usage"]["completion_tokens"] == stats["num_accepted_draft_tokens"] + stats["num_spec_steps"]
-    assert speculative_decoding(answer([1], [0.1], 0), 2)["draft_acceptance_rate"] == 0
