@@ -15,7 +15,7 @@ def test_bench_says_what_was_asked_for(tiny, tmp_path, capsys):
     shown = capsys.readouterr().out
     result = json.loads(shown.splitlines()[-1])
     assert result["exact"] is None and result["proof"]["form"] == "off" and result["dtype"] == "float16"
-    assert "exact: not shown (nothing: --exactness off)" in shown
+    assert "exact: not shown (--exactness off)" in shown
     assert "min_p 0.05, contextual_penalty 1.2, stop at end tokens" in shown
     assert bench.main((asked + "--transformers --ban 3").split()) == 2
     assert "--transformers: " in capsys.readouterr().err
