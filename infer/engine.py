@@ -132,7 +132,7 @@ class Engine:
             waiting = deque(self._sequence(request) for request in requests)
             pool.start(slots, longest, self._log)
             while True:
-                idle = not (waiting or pool.busy)
+                idle = not (waiting or any(pool.sequences))
                 if arrivals is not None:
                     if idle:
                         unread.clear()  # its sequences are done, and its time would include the wait
@@ -145,8 +145,8 @@ class Engine:
                 if self._cancelled:
                     yield from self._drop(waiting)
                 pool.admit(waiting)
-                if any(pool.sequences):
-                    unread.append((list(pool.sequences), runner.step()))
+                if any(decoding := pool.decoding):
+                    unread.append((decoding, runner.step()))
                 if len(unread) > runner.lag:
                     yield from self._collect(*unread.popleft())
 
@@ -160,7 +160,7 @@ class Engine:
         ended = [sequence for sequence in waiting if sequence.request.index in cancelled]
         for sequence in ended:
             waiting.remove(sequence)
-        for slot, sequence in [*self.pool.reading.items(), *enumerate(self.pool.sequences)]:
+        for slot, sequence in enumerate(self.pool.sequences):
             if sequence is not None and sequence.request.index in cancelled:
                 ended.append(sequence)
                 self.pool.free(slot)

@@ -43,7 +43,6 @@ def estimate_memory(
     widths: Sequence[int],
     chunk: int,
     recorded: Collection[str] | None = None,
-    aside: int = 0,
 ) -> dict[str, int]:
     """Bytes by name: the target's weights, which are there already, its cache, and its passes with their outputs.
 
@@ -54,7 +53,6 @@ def estimate_memory(
         chunk: query tokens of a prefill pass, those of all slots together.
         recorded: names of the outputs that are kept for each width where steps are recorded on a GPU, one as often as
             it is kept; None: nothing is recorded.
-        aside: rows of each slot that lie beside the cache (infer/kept_prompts.py).
     """
     config, weight, width = model.config, model.embed_tokens.weight, max(widths)
     dtype = weight.dtype
@@ -69,7 +67,7 @@ def estimate_memory(
         passes = max(passes, c_layers_bytes(config, max(narrow, default=0), dtype))
     return {
         "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "cache": size_of(cache_rows(config, batch * (capacity + aside), dtype)),
+        "cache": size_of(cache_rows(config, batch * capacity, dtype)),
         "passes": passes,
         **({"recorded steps": steps} if steps else {}),
     }
@@ -137,12 +135,6 @@ def text_of(parts: Mapping[str, int]) -> str:
 def size(count: int) -> str:
     """Bytes for people."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def fits(parts: Mapping[str, int], device: torch.device) -> bool:
-    """Whether an estimate fits in the memory that is free now."""
-    free = available_bytes(device)
-    return free is None or _needed(parts) <= free
 
 
 def check_memory(parts: Mapping[str, int], batch: int, capacity: int, device: torch.device) -> None:

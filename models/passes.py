@@ -4,7 +4,7 @@ Shapes: B slots, T query tokens per slot, R of them with logits (or in spans), L
 K key/value heads, d head width, V vocabulary, P pieces of a packed sequence.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -158,22 +158,14 @@ class TargetOutput:
 
     def among(self, slots: slice, batch: int) -> "TargetOutput":
         """The output of `batch` slots, of which `slots` have this output and the others zeros. Drops `of_spans`."""
-        queries = None if self.queries is None else spread(self.queries.transpose(0, 1), slots, batch).transpose(0, 1)
-        return self._each(lambda x_BTX: spread(x_BTX, slots, batch), queries)
 
-    def of_slot(self, slot: int, n_tokens: int) -> "TargetOutput":
-        """The first `n_tokens` tokens of one slot: views with B = 1. Drops `of_spans`."""
-        queries = None if self.queries is None else self.queries[:, slot : slot + 1]
-        return self._each(lambda x_BTX: x_BTX[slot : slot + 1, :n_tokens], queries)
+        def wide(x_BTX: Tensor | None) -> Tensor | None:
+            return None if x_BTX is None else spread(x_BTX, slots, batch)
 
-    def _each(self, change: Callable[[Tensor], Tensor], queries: Tensor | None) -> "TargetOutput":
-        """The output with `change` of each field [B, T, ...], and with these queries."""
-        logits, pre_norm, post_norm, k_BTKd, v_BTKd = (
-            None if x is None else change(x)
-            for x in (self.logits, self.pre_norm, self.post_norm, *(self.last_kv or (None, None)))
-        )
+        k_BTKd, v_BTKd = map(wide, self.last_kv or (None, None))
         last_kv = None if k_BTKd is None or v_BTKd is None else (k_BTKd, v_BTKd)
-        return TargetOutput(logits, pre_norm, post_norm, last_kv, queries)
+        queries = None if self.queries is None else spread(self.queries.transpose(0, 1), slots, batch).transpose(0, 1)
+        return TargetOutput(wide(self.logits), wide(self.pre_norm), wide(self.post_norm), last_kv, queries)
 
 
 def take_at(x_BTD: Tensor, at_BR: Tensor | None) -> Tensor:
