@@ -5,7 +5,7 @@
 
 import argparse
 from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,18 @@ SAMPLING = {
     "repetition_penalty": "penalise tokens that occur in the prompt or the text; 1 is off",
     "presence_penalty": "subtract this from the logit of every generated token; 0 is off",
     "frequency_penalty": "subtract this from a token's logit for each time it was generated; 0 is off",
+    "banned_token_ids": "never choose these tokens",
+    "stop_strings": "end the text before one of these strings; $'\\n' is a new line",
+    "stop_token_ids": "end the text after one of these tokens",
+    "ignore_eos": "go on after the target's end tokens",
 }
 OF_ONE_TEXT = {
     "max_new_tokens": "default: 256",
     "temperature": "0, the default, is greedy",
     "seed": "the same seed gives the same text with any drafter (default: a random one, which is shown)",
 }
-LISTS = ("banned_token_ids", "stop_strings", "stop_token_ids")
 # By command: options, whether one of them is given, and those that then have no effect.
 WITHOUT_EFFECT = {
-    "generate": ((("heldout",), False, ("row",)), (("chat",), False, ("system",))),
     "bench": (
         (("suite", "paper"), False, ("only",)),
         (("suite", "paper"), True, ("text_file",)),
@@ -67,16 +69,12 @@ def node_budget(text: str) -> str | int:
     """The type of --nodes."""
     if text in ("auto", "all"):
         return text
-    try:
-        return at_least(1)(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}; give auto, all or a number of at least 1") from error
+    return at_least(1)(text)
 
 
 def add_target(add: Callable[..., Any]) -> None:
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
     add("--gguf-file", help="with --target: name of a .gguf file inside it")
-    add("--verbose", action="store_true", help="say which tokens end an answer and where each of them is named")
 
 
 def add_loading(add: Callable[..., Any], dtype: str | None = "bf16", dtype_help: str = "default: bf16") -> None:
@@ -117,30 +115,29 @@ def add_drafting(parser: ArgumentParser, several: bool) -> None:
 
 
 def add_numbers(add: Callable[..., Any], helps: Mapping[str, str], **defaults: float) -> None:
-    """Add an option for each of these fields of SamplingParams."""
+    """Add an option for each of these fields of SamplingParams, which has their kinds and limits."""
     for name, help in helps.items():
-        number = float if isinstance(getattr(SamplingParams, name), float) else int
-        add(flag(name), type=number, default=defaults.get(name), metavar="N" if number is int else "X", help=help)
+        unset = getattr(SamplingParams(), name)
+        kind, metavar = (float, "X") if isinstance(unset, float) else (int, "N")
+        options: dict[str, Any] = {"type": kind, "metavar": metavar}
+        if unset is False:
+            options = {"action": argparse.BooleanOptionalAction}
+        elif unset == ():
+            options = MANY | ({"metavar": "TEXT"} if name == "stop_strings" else options)
+        add(flag(name), default=defaults.get(name), help=help, **options)
 
 
-def add_sampling(add: Callable[..., Any]) -> None:
-    """Add the sampling options, except temperature, seed and length."""
+def add_sampling(add: Callable[..., Any], helps: Mapping[str, str]) -> None:
+    """Add a preset, and the options of these fields of SamplingParams."""
     help = "sampling as published for a model; options given with it take precedence"
     add("--preset", choices=tuple(PRESETS), help=help)
-    add_numbers(add, SAMPLING)
-    add("--ban", type=int, metavar="TOKEN_ID", dest="banned_token_ids", help="never choose these tokens", **MANY)
-    help = "end the text before one of these strings; $'\\n' is a new line"
-    add("--stop", metavar="STRING", dest="stop_strings", help=help, **MANY)
-    help = "end the text after one of these tokens"
-    add("--stop-id", type=int, metavar="TOKEN_ID", dest="stop_token_ids", help=help, **MANY)
-    add("--eos", choices=("stop", "ignore"), help="stop at the target's end tokens, or ignore them and go on")
+    add_numbers(add, helps)
 
 
-def given_sampling(args: argparse.Namespace, names: Sequence[str] = (*SAMPLING, *LISTS)) -> dict[str, Any]:
+def given_sampling(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The keywords of SamplingParams that were given, on top of the preset's."""
     values = {} if args.preset is None else dict(preset(args.preset))
-    values |= {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return values | ({} if args.eos is None else {"ignore_eos": args.eos == "ignore"})
+    return values | {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def check_used(args: argparse.Namespace, rows: Sequence[tuple[Sequence[str], bool, Sequence[str]]]) -> None:
@@ -159,16 +156,14 @@ def generate() -> ArgumentParser:
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", help="the text (default, or -: read it from standard input)")
     add("--prompt-file", type=Path, help="a text file")
-    add("--heldout", type=Path, metavar="DATA", help="take the prompt from the held-out rows of a prepared folder")
+    add("--heldout", type=Path, metavar="DATA", help="take a prepared folder's first held-out row as the prompt")
     add = group.add_argument
-    add("--row", type=at_least(0), help="with --heldout: which row (default: 0, the first)")
     add("--prompt-tokens", type=at_least(1), metavar="N", help="use only the first N tokens of the prompt")
     add("--chat", action="store_true", help="put the prompt into the target's chat template, as a user's message")
-    add("--system", help="with --chat: the system message")
+    add("--system", help="the system message of a chat (implies --chat)")
     add_drafting(parser, several=True)
     add = parser.add_argument_group("sampling").add_argument
-    add_numbers(add, OF_ONE_TEXT)
-    add_sampling(add)
+    add_sampling(add, OF_ONE_TEXT | SAMPLING)
     add = parser.add_argument_group("output").add_argument
     help = "print one JSON object instead of the text: text, tokens, finish reason, statistics"
     add("--json", action="store_true", help=help)
@@ -215,7 +210,7 @@ def bench() -> ArgumentParser:
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", nargs="+", type=float, help="one or more; 0 is greedy (default: 0, or the suite's)")
     add("--seed", type=int, default=0, help="default: 0")
-    add_sampling(add)
+    add_sampling(add, SAMPLING)
     add = parser.add_argument_group("measurements").add_argument
     add(
         "--exactness",
@@ -223,11 +218,7 @@ def bench() -> ArgumentParser:
         help="how exactness is shown: fp32, computed one layer at a time (default); serving, in --dtype, counting "
         "tokens that differ at near-ties; or off, and the result says so",
     )
-    help = "context lengths at which to time passes of different numbers of query tokens (default: the prompts' length)"
-    add("--contexts", nargs="+", type=at_least(1), metavar="N", help=help)
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
-    help = "measure only the peak memory of the heads' training loss, at two lengths"
-    add("--loss-memory", action="store_true", help=help)
     add = parser.add_argument_group("output").add_argument
     help = "keep a record of every answer here; a run that was stopped continues from it"
     add("--out", type=Path, metavar="FOLDER", help=help)
@@ -249,8 +240,6 @@ def export() -> ArgumentParser:
     add = parser.add_argument
     add("run_dir", help="the run's folder (train.run_dir)")
     add("--out", help="folder to write (default: RUN_DIR/draft)")
-    # It chose between two formats. It is not shown, and is read only to say what to use instead.
-    add("--format", default="longdraft", help=SUPPRESS)
     help = "let the draft propose only this many tokens, the most frequent ones of the run's training data"
     add("--draft-vocab-size", type=int, help=help)
     help = "take the weights that decoded best during training (default: the newest)"

@@ -17,7 +17,6 @@ import torch
 
 from longdraft.benchmarks.drafters.bench import BenchSettings, bench
 from longdraft.benchmarks.drafters.exactness import FORMS, NotExact
-from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 from longdraft.benchmarks.drafters.papers import PAPERS, PROMPT, beside
 from longdraft.benchmarks.drafters.prompts import Asked, Reader, named_with_tokens, questions_of
 from longdraft.benchmarks.drafters.record import Record, checkpoint_digest, digest, recorded
@@ -26,7 +25,7 @@ from longdraft.benchmarks.drafters.suites import SUITES, Suite
 from longdraft.benchmarks.drafters.text_report import table
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.launch import cli
-from longdraft.launch.arguments import NEW_TOKENS, PROMPTS, TEXT_TOKENS, given_sampling
+from longdraft.launch.arguments import NEW_TOKENS, PROMPTS, SAMPLING, TEXT_TOKENS, given_sampling
 from longdraft.launch.console import note, read_text, show
 from longdraft.launch.report import write_report
 from longdraft.launch.runtime import DTYPES, Drafting, check_rows, heldout_rows, options_for, read_options, used_tokens
@@ -42,8 +41,6 @@ main = partial(cli.run, "bench")
 
 def run(args: argparse.Namespace) -> int:
     """Run the bench and show its result. Returns the exit status: 1 if a drafter is not exact."""
-    if args.loss_memory:
-        return _loss_memory()
     try:
         result = run_bench(args)
     except NotExact as error:
@@ -103,7 +100,7 @@ def _open_target(drafting: Drafting, asked: Sequence[Asked], new_tokens: int) ->
     args = drafting.args
     longest = max((one.tokens for one in asked), default=args.prompt_tokens + ASKING)
     turns = max((len(one.question.turns) for one in asked), default=1)
-    return drafting.open_target(max(turns * (longest + new_tokens), *(args.contexts or [0])))
+    return drafting.open_target(turns * (longest + new_tokens))
 
 
 def _proof(asked: str | None, record: Record, out: Path | None) -> str:
@@ -151,7 +148,7 @@ def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
     args = drafting.args
     published = {} if suite is None else suite.sampling
     published = published if args.paper is None else PAPERS[args.paper].sampling(drafting.source[0])
-    sampling = {**published, **given_sampling(args)}
+    sampling = {**published, **given_sampling(args, SAMPLING)}
     temperature = sampling.pop("temperature", 0.0)
     ignore_eos = sampling.pop("ignore_eos", suite is None or suite.ignore_eos)
     temperatures = (temperature,) if args.temperature is None else tuple(args.temperature)
@@ -164,8 +161,7 @@ def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
         nodes=drafting.nodes,
         sampling=sampling,
         ignore_eos=ignore_eos,
-        passes=suite is None or args.contexts is not None,
-        contexts=None if args.contexts is None else tuple(args.contexts),
+        passes=suite is None,
     )
     for temperature in temperatures:
         settings.params(temperature)  # raises ValueError for invalid values
@@ -252,20 +248,6 @@ def asked_for(drafting: Drafting, settings: BenchSettings, prompts: object) -> d
         "exactness_off": args.exactness == "off",
         "transformers": args.transformers,
     }
-
-
-def _loss_memory() -> int:
-    """Show what the loss of three heads allocates beyond its inputs, at SmolLM2's width and two lengths."""
-    hidden, vocab, heads, result = 576, 49152, 3, {}
-    for tokens in (2048, 4096):
-        peak, logits = loss_peak_memory(tokens, hidden, vocab, heads), heads * tokens * vocab * 4
-        show(
-            f"{heads} heads x {tokens} tokens x {vocab} words, fp32: peak {peak / 2**20:.0f} MiB beyond the inputs "
-            f"(the logits alone would be {logits / 2**20:.0f} MiB)\n"
-        )
-        result[tokens] = {"peak_bytes": peak, "logits_bytes": logits}
-    show(json.dumps({"loss_memory": result}) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from longdraft.launch.arguments import PARSERS, WITHOUT_EFFECT, check_used
-from longdraft.launch.console import INTERRUPTED, note, run_command, show
+from longdraft.launch.console import note, run_command, show
 
 COMMANDS = {
     "prepare": "pack text into shards of tokens",
@@ -42,11 +42,7 @@ def run(command: str, argv: Sequence[str] | None = None) -> int:
     """
     load = partial(importlib.import_module, f"longdraft.launch.{command}")
     if command not in PARSERS:
-        try:
-            return load().main(argv) or 0
-        except KeyboardInterrupt:  # while the module is imported; later the command handles it
-            note(f"longdraft {command}: interrupted")
-            return INTERRUPTED
+        return load().main(argv) or 0
 
     def work() -> int | None:
         args = PARSERS[command]().parse_intermixed_args(argv)

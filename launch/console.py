@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
@@ -15,10 +14,7 @@ from tqdm import tqdm
 # Exit statuses: after an error, after the output's reader has gone, and after Ctrl-C, as in shells.
 FAILED, NOT_WRITTEN, INTERRUPTED = 2, 1, 130
 # The packages that setup.py installs only with an extra.
-EXTRAS = {
-    "train": ("deepspeed", "datasets", "wandb", "omegaconf"),
-    "serve": ("starlette", "uvicorn"),
-}
+EXTRAS = {"train": ("deepspeed", "datasets", "wandb", "omegaconf"), "serve": ("starlette", "uvicorn")}
 
 
 def run_command(
@@ -42,15 +38,10 @@ def run_command(
         by_force: whether Ctrl-C ends the process at once, since a library may swallow KeyboardInterrupt. Only for work
             that leaves nothing half done.
     """
-
-    def end() -> None:
-        os.write(2, f"\n{prog}: {on_ctrl_c}\n".encode())  # not by sys.stderr, whose lock the stopped call may hold
-        os._exit(INTERRUPTED)
-
     try:
         _prepare_streams(needs_output)
         try:
-            with at_ctrl_c(end) if by_force else nullcontext():
+            with _ended_by_ctrl_c(f"\n{prog}: {on_ctrl_c}\n") if by_force else nullcontext():
                 return work() or 0
         finally:
             show("")  # write what is still buffered
@@ -72,19 +63,15 @@ def run_command(
 
 
 @contextmanager
-def at_ctrl_c(do: Callable[[], None]) -> Iterator[None]:
-    """In this context the first Ctrl-C calls `do`, and a second one does what it did before."""
+def _ended_by_ctrl_c(message: str) -> Iterator[None]:
+    """In this context Ctrl-C ends the process, unless it was started with Ctrl-C ignored."""
+
+    def end(*_: object) -> None:
+        os.write(2, message.encode())  # not by sys.stderr, whose lock the stopped call may hold
+        os._exit(INTERRUPTED)
+
     before = signal.getsignal(signal.SIGINT)
-    # Only the main thread can handle signals, and a process may have been started with Ctrl-C ignored.
-    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
-        yield
-        return
-
-    def first(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
-        do()
-
-    signal.signal(signal.SIGINT, first)
+    signal.signal(signal.SIGINT, before if before is signal.SIG_IGN else end)
     try:
         yield
     finally:
@@ -101,7 +88,8 @@ def show(text: str) -> None:
             sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        _discard_output(1)  # Python would try to write the buffered rest once more at its end
+        # Python would try to write the buffered rest once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(error, BrokenPipeError):
             raise
         message = f"standard output cannot be written: {error.strerror}; make room or write elsewhere"
@@ -109,16 +97,9 @@ def show(text: str) -> None:
 
 
 def note(line: str = "") -> None:
-    """Write a line to standard error, above any progress bar. An error of writing is ignored."""
-    try:
-        tqdm.write(line, file=sys.stderr)
-        sys.stderr.flush()
-    except OSError:
-        _discard_output(2)
-
-
-def _discard_output(descriptor: int) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    """Write a line to standard error, above any progress bar."""
+    tqdm.write(line, file=sys.stderr)
+    sys.stderr.flush()
 
 
 class _IgnoringErrors(FileIO):
@@ -126,7 +107,7 @@ class _IgnoringErrors(FileIO):
 
     def write(self, data: Any) -> int:
         with suppress(OSError):
-            return super().write(data) or len(data)
+            super().write(data)
         return len(data)
 
 
@@ -134,7 +115,8 @@ def _prepare_streams(needs_output: bool) -> None:
     """Make the standard streams usable, whichever of them the caller has closed.
 
     A closed stream is opened on the null device; otherwise the next file would get its descriptor, and what libraries
-    print would go into that file. Characters that an encoding does not have are written as escapes.
+    print would go into that file. Characters that an encoding does not have are written as escapes. Errors of standard
+    error, and of an output that is not needed, are ignored.
     """
     for descriptor, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         try:
@@ -143,9 +125,9 @@ def _prepare_streams(needs_output: bool) -> None:
             os.open(os.devnull, mode)  # gets the lowest free descriptor
     no_output = sys.stdout is None
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        stream = getattr(sys, name)
+        stream, needed = getattr(sys, name), descriptor == 1 and needs_output
         # A stream that the caller has replaced is left alone.
-        if stream is None or (not needs_output and stream is getattr(sys, f"__{name}__")):
+        if stream is None or (not needed and stream is getattr(sys, f"__{name}__")):
             raw, encoding = BufferedWriter(_IgnoringErrors(descriptor, "w", closefd=False)), stream and stream.encoding
             setattr(sys, name, TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True))
     if no_output and needs_output:
@@ -164,9 +146,6 @@ def read_text(file: Path | None, option: str) -> str:
     try:
         if file is not None:
             return file.read_text(encoding="utf-8")
-        if sys.stdin is None:
-            raise ValueError("it is closed")
-        return sys.stdin.buffer.read().decode("utf-8")  # whatever the locale
+        return "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8")  # whatever the locale
     except (OSError, ValueError) as error:  # among them a text that is not UTF-8
-        name = f"{option}: standard input" if file is None else f"{option}: {file}"
-        raise ValueError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise ValueError(f"{option}: {file or 'standard input'} cannot be read: {error}") from error

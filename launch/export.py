@@ -10,12 +10,6 @@ main = partial(cli.run, "export")
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.format != "longdraft":
-        raise ValueError(
-            f"--format: give longdraft or nothing, not {args.format!r}: the file for vLLM up to 0.32 is no longer "
-            "written, since longdraft's vLLM plug-in reads the draft folder itself "
-            "(docs/serving.md#in-vllms-own-engine)"
-        )
     from longdraft.train.export import export
 
     options = {name: getattr(args, name) for name in ("draft_vocab_size", "best", "card", "push")}

@@ -110,10 +110,6 @@ class Drafting:
         target = LOADERS[loader](path, DTYPES[dtype or "fp32"], self.device, gguf_file, most, **building)
         if self.template is not None and (end := chat_end(target.tokenizer, self.template)) is not None:
             target.eos_token_ids = tuple({*target.eos_token_ids, end})
-        if self.args.verbose:
-            for token in target.eos_token_ids:
-                spelled = "" if target.tokenizer is None else f" {target.tokenizer.convert_ids_to_tokens(token)}"
-                note(f"End token {token}{spelled}")
         return target
 
     def of(self, name: str) -> dict[str, Any]:

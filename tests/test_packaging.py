@@ -131,7 +131,7 @@ def test_wheel_measures_a_drafter(installed, tmp_path, shared):
     text = "the cat sat on the mat and the dog sat on the log. " * 8
     (tmp_path / "text.txt").write_text(text)
     target = shared("tiny_checkpoint.py").save(tmp_path / "target", text, 290)
-    options = "--drafter prompt_lookup --prompt-tokens 12 --new-tokens 4 --dtype fp32 --device cpu --contexts 8"
+    options = "--drafter prompt_lookup --prompt-tokens 12 --new-tokens 4 --dtype fp32 --device cpu"
     command = ["bench", "--target", target, "--text-file", "text.txt", *options.split()]
     shown = run_outside([sys.executable, "-c", BENCH, *command], installed, tmp_path).stdout.splitlines()
     (result,) = (json.loads(line) for line in shown if line.startswith("{"))

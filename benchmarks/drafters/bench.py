@@ -33,7 +33,7 @@ class BenchSettings:
         sampling: further keywords for the answers' SamplingParams. ignore_eos: whether answers continue after an end
             token.
         nodes: passed to the Engine.
-        passes: also measure the cost of a pass by its width, at `contexts` (None: the first prompt's length).
+        passes: also measure the cost of a pass by its width, after a prompt of the first one's length.
     """
 
     new_tokens: int = 128
@@ -44,7 +44,6 @@ class BenchSettings:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     ignore_eos: bool = True
     passes: bool = True
-    contexts: tuple[int, ...] | None = None
 
     def params(self, temperature: float) -> SamplingParams:
         options = {**self.sampling, "temperature": temperature, "ignore_eos": self.ignore_eos}
@@ -82,8 +81,6 @@ def bench(
                 f"prompt {number} has {one.tokens} tokens: with {settings.new_tokens} new ones it does not fit the "
                 f"target's {positions} positions; ask for fewer"
             )
-    if wrong := [context for context in settings.contexts or () if context > positions]:
-        raise ValueError(f"contexts: {wrong[0]} must lie in 1..{positions}, the target's positions")
     run = _Bench(target, builders, asked, settings, transformers_model, log, record or Record({}))
     run.prove()
     forget_peak_memory(run.device)
@@ -122,8 +119,9 @@ class _Bench:
         """Measure, and return all figures."""
         settings = self.settings
         curves: dict[str, dict[str, float]] = {}
-        for context in (settings.contexts or (self.asked[0].tokens,)) if settings.passes else ():
-            self.log(f"cost of a pass by its rows, behind {context} tokens")
+        if settings.passes:
+            context = self.asked[0].tokens
+            self.log(f"cost of a pass by its rows, after {context} tokens")
             curve = width_curve(self.target.model, context)
             curves[str(context)] = {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
         found: dict[str, Any] = {"width_curves_ms": curves, "runs": []}

@@ -10,12 +10,12 @@ def test_bench_says_what_was_asked_for(tiny, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the cat sat on the mat and the dog sat on the log. " * 4)
     asked = f"--target {tiny} --text-file {tmp_path}/a.txt --prompt-tokens 24 --new-tokens 6 --drafter small_model "
     asked += f"--option small={tiny} --temperature 1 --seed 3 "
-    more = "--exactness off --dtype fp16 --min-p 0.05 --contextual-penalty 1.2 --eos stop"
+    more = "--exactness off --dtype fp16 --min-p 0.05 --contextual-penalty 1.2 --no-ignore-eos"
     assert bench.main((asked + more).split()) == 0
     shown = capsys.readouterr().out
     result = json.loads(shown.splitlines()[-1])
     assert result["exact"] is None and result["proof"]["form"] == "off" and result["dtype"] == "float16"
     assert "exact: not shown (--exactness off)" in shown
     assert "min_p 0.05, contextual_penalty 1.2, stop at end tokens" in shown
-    assert bench.main((asked + "--transformers --ban 3").split()) == 2
+    assert bench.main((asked + "--transformers --banned-token-ids 3").split()) == 2
     assert "--transformers: " in capsys.readouterr().err

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 from longdraft.kernels import backend
 from longdraft.kernels.chain_attention import causal_attention
 from longdraft.kernels.choice import MASK, choose, gumbel_noise, philox_4x32
@@ -306,11 +305,11 @@ def test_fused_loss(device, shared, plain, monkeypatch, implementation, dtype):
             assert out.top_k_counts[i].tolist() == builders.ranks_of(hidden.detach(), weight, part, 3)
 
 
-def test_fused_loss_holds_no_logits(device):
+def test_fused_loss_holds_no_logits(device, shared):
     """Three heads of 8192 tokens, width 1024, V = 128,256, bf16 take a chunk, gradients and workspaces."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA device; tests/kernels holds the CPU's memory")
-    peak = loss_peak_memory(8192, 1024, 128_256, 3, torch.bfloat16, device)
+    peak = shared("loss_memory.py").loss_peak_memory(8192, 1024, 128_256, 3, torch.bfloat16, device)
     gradients = 3 * 8192 * 1024 * 2
     assert peak < GPU_CHUNK_BYTES + 2 * gradients + 64 * 2**20, f"{peak} bytes, the logits alone are 6.3e9"
 

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 from longdraft.kernels import backend
 from longdraft.kernels import linear_cross_entropy as kernel
 from longdraft.kernels.linear_cross_entropy import chunk_losses, linear_cross_entropy, rows_per_chunk
@@ -189,9 +188,10 @@ def test_chunks_have_a_bound_in_bytes():
     assert rows_per_chunk(1 << 30, 4, gpu=False) == 16
 
 
-def test_peak_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
+def test_peak_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch, shared):
     monkeypatch.setattr(kernel, "CHUNK_BYTES", 4 * 2**20)
     vocab, hidden = 8000, 32
+    loss_peak_memory = shared("loss_memory.py").loss_peak_memory
     short = loss_peak_memory(1024, hidden, vocab, n_heads=1)
     long = loss_peak_memory(4096, hidden, vocab, n_heads=3)
     # What may grow: each head's gradient, one more while they are handed over, labels, losses, indices and ranks.

@@ -89,7 +89,7 @@ def test_bench_writes_table_page_and_json(folder, capsys):
     arguments = (
         f"--draft {folder}/run/draft --data {folder}/data --prompts 3 --prompt-tokens 24 --new-tokens 16 --dtype bf16 "
         f"--drafter tokenswift token_recycling+prompt_lookup --option tokenswift.ngrams=4 --temperature 0 1 "
-        f"--contexts 8 24 --transformers --out {folder}/bench --report {folder}/report.html"
+        f"--transformers --out {folder}/bench --report {folder}/report.html"
     )
     assert bench.main(arguments.split()) == 0
     out = capsys.readouterr().out
@@ -105,8 +105,8 @@ def test_bench_writes_table_page_and_json(folder, capsys):
             parts = one["draft_ms"] + one["target_ms"] + one["commit_ms"]
             assert 0 < parts <= 1.01 * 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
             assert 0 < one["host_share"] < 1
-    assert set(result["width_curves_ms"]) == {"8", "24"}
-    assert set(result["width_curves_ms"]["8"]) == {"1", "2", "3", "4", "6", "8", "12", "16", "24", "40"}
+    assert set(result["width_curves_ms"]) == {"24"}
+    assert set(result["width_curves_ms"]["24"]) == {"1", "2", "3", "4", "6", "8", "12", "16", "24", "40"}
     assert result["tokens_equal_to_transformers"][1] == 48
     assert "Speed over plain decoding" in (folder / "report.html").read_text()
 
@@ -170,7 +170,6 @@ def test_bench_loads_nothing_that_does_not_fit(folder, capsys, monkeypatch):
     ("arguments", "field"),
     [
         ("--prompt x", "--target"),
-        ("--target {f}/target --heldout {f}/data --row 99", "--row"),
         ("--target smollm2-135m --heldout {f}/data", "{f}/data/heldout"),
         ("--draft {f}/run/draft --gguf-file a.gguf --prompt x", "--gguf-file"),
     ],
@@ -178,13 +177,6 @@ def test_bench_loads_nothing_that_does_not_fit(folder, capsys, monkeypatch):
 def test_generate_errors_name_the_field(folder, arguments, field, capsys):
     assert status_of(generate_main, arguments.format(f=folder)) == 2
     assert f"error: {field}".format(f=folder) in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_bench_shows_the_loss_memory_at_two_lengths(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "loss_peak_memory", lambda tokens, *shape: 1000 + tokens)
-    assert bench.main(["--loss-memory"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])["loss_memory"]
-    assert result["4096"] == {"peak_bytes": 5096, "logits_bytes": 3 * 4096 * 49152 * 4}
 
 
 def test_the_command_finds_every_script(capsys):

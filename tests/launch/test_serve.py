@@ -52,7 +52,7 @@ def test_sigterm_ends_it_when_its_answers_are_done(running, capfd, folder):
     from longdraft.launch.generate import main
 
     options = ["--target", str(folder), "--dtype", "fp32", "--device", "cpu", "--seed", "5", "--temperature", "1"]
-    given = ["--chat", "--prompt", CHAT[0]["content"], "--max-new-tokens", "1000", "--eos", "ignore"]
+    given = ["--chat", "--prompt", CHAT[0]["content"], "--max-new-tokens", "1000", "--ignore-eos"]
     assert main([*options, *given]) == 0
     assert capfd.readouterr().out.rstrip("\n") == (text + (last.choices[0].delta.content or "")).rstrip("\n")
 

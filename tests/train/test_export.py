@@ -361,8 +361,6 @@ def test_the_runtime_decodes_with_heads_of_few_words(made_run, data_folder, caps
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("medusa", "--format gguf", "--format: "),
-        ("silu_chain", "--format vllm-medusa", "--format: "),
         (
             "longspec-narrow",
             "--draft-vocab-size 21",

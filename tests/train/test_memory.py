@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.benchmarks.drafters.loss_memory import loss_peak_memory
 from longdraft.launch.train import start
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.footprint import pass_bytes
@@ -173,9 +172,9 @@ def test_passes_allocate_what_is_estimated(case):
     ("n_rows", "n_heads", "dtype"),
     [(100, 1, torch.float32), (100, 3, torch.float32), (1000, 1, torch.float32), (20, 2, torch.bfloat16)],
 )
-def test_the_loss_allocates_what_is_estimated(n_rows, n_heads, dtype):
+def test_the_loss_allocates_what_is_estimated(n_rows, n_heads, dtype, shared):
     """A chunk, and the gradient of the states."""
-    found = loss_peak_memory(n_rows, 64, 49152, n_heads, dtype)
+    found = shared("loss_memory.py").loss_peak_memory(n_rows, 64, 49152, n_heads, dtype)
     size = dtype.itemsize
     chunk = loss_chunk(n_heads * n_rows, 64, 49152, size, gpu=False)
     assert chunk + size * n_heads * n_rows * 64 == pytest.approx(found, rel=0.1)

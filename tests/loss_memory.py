@@ -1,4 +1,4 @@
-"""The peak memory of the heads' training loss (`longdraft bench --loss-memory`). D hidden width, V vocabulary."""
+"""The peak memory of the heads' training loss. D hidden width, V vocabulary."""
 
 import torch
 from torch import Tensor
