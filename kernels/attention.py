@@ -5,7 +5,7 @@ other keys get less of the softmax accordingly: the output is scaled by sigmoid(
 Shapes: ... any leading shape, B slots, T queries, S keys, H query heads, K key/value heads, G = H / K, d head width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,11 +42,12 @@ def with_sinks(out_Hd: Tensor, lse_H: Tensor | None, sinks_H: Tensor | None) -> 
 
     Args:
         out_Hd: [..., H, d], attention without sinks.
-        lse_H: fp32 [..., H], natural log-sum-exps of the scaled scores; -inf where nothing was read.
-        sinks_H: the sinks' scores. If this or `lse_H` is None, there are none and `out_Hd` is returned.
+        lse_H: fp32 [..., H], natural log-sum-exps of the scaled scores; -inf where nothing was read. Needed with sinks.
+        sinks_H: the sinks' scores; None: there are none, and `out_Hd` is returned.
     """
-    if sinks_H is None or lse_H is None:
+    if sinks_H is None:
         return out_Hd
+    assert lse_H is not None
     assert not (torch.is_grad_enabled() and out_Hd.requires_grad), "log-sum-exps of fused attention have no gradient"
     # In fp64: the last bit of sigmoid depends on a query's place in the pass, and the rounded result must not.
     share_H = torch.sigmoid(lse_H.double() - sinks_H.double())
@@ -65,9 +66,8 @@ def attention_with_sinks(attention: Callable[..., Any], sinks_H: Tensor | None) 
     return attend
 
 
-def merge(new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge the outputs and log-sum-exps of the same rows over two sets of keys into those over both."""
-    (new_1HTd, new_lse_1HT), (old_1HTd, old_lse_1HT) = new, old
-    share_1HT1 = torch.sigmoid(new_lse_1HT - old_lse_1HT)[..., None]
-    out_1HTd = torch.lerp(old_1HTd.to(share_1HT1.dtype), new_1HTd.to(share_1HT1.dtype), share_1HT1)
-    return out_1HTd.to(new_1HTd.dtype), torch.logaddexp(new_lse_1HT, old_lse_1HT)
+def merge(own: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge the outputs [..., d] and log-sum-exps [...] of the same rows over two sets of keys into those over both."""
+    share = torch.sigmoid(own[1] - others[1])[..., None]
+    out = torch.lerp(others[0].to(share.dtype), own[0].to(share.dtype), share)
+    return out.to(own[0].dtype), torch.logaddexp(own[1], others[1])

@@ -4,6 +4,9 @@ Shapes: B slots, T rows of the pass, S cache rows, N tree nodes, P = max_depth +
 R rows to keep, K key/value heads, d head width.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -47,6 +50,27 @@ def pack_tree(tree_mask_BTT: Tensor | None, n_slots: int, n_rows: int, device: t
     weights_W = torch.ones(64, dtype=torch.int64, device=device) << torch.arange(64, device=device)
     depth_BT = (tree_mask_BTT.sum(-1) - 1).clamp(min=0).to(torch.int32)
     return (padded_BT2W * weights_W).sum(-1), depth_BT
+
+
+@dataclass
+class PassPlan:
+    """What the attention of all layers of a pass shares, so that none computes it again."""
+
+    lengths_B: Tensor  # int64, committed rows of each slot
+    n_rows: int  # T
+    tree_mask_BTT: Tensor | None = None  # as of `attended_rows`
+
+    @cached_property
+    def tree(self) -> tuple[Tensor, Tensor]:
+        """The pass's tree, from `pack_tree`."""
+        return pack_tree(self.tree_mask_BTT, len(self.lengths_B), self.n_rows, self.lengths_B.device)
+
+    @cached_property
+    def borders(self) -> tuple[Tensor, Tensor]:
+        """The borders of each slot's queries and keys for `backend.varlen_attention`, int32 [2] and [B, 2]: 0 and the
+        number of rows; 0 and the number of keys. Made without waiting for the device."""
+        keys_B2 = pad((self.lengths_B + self.n_rows)[:, None], (1, 0)).to(torch.int32)
+        return torch.arange(2, dtype=torch.int32, device=self.lengths_B.device) * self.n_rows, keys_B2
 
 
 def accepted_path(

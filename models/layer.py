@@ -18,7 +18,8 @@ from longdraft.kernels.gate import gelu_gate
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import HeadNorms, rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
-from longdraft.kernels.tree_attention import PassPlan, tree_attention
+from longdraft.kernels.tree import PassPlan
+from longdraft.kernels.tree_attention import tree_attention
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.passes import Pass, take_spans
 from longdraft.models.stream import RMSNorm, Stream

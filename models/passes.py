@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longdraft.kernels.segment_attention import Segment, send_segments
 from longdraft.kernels.transfer import from_host
-from longdraft.kernels.tree_attention import PassPlan
+from longdraft.kernels.tree import PassPlan
 from longdraft.models.kv_cache import KVCache
 
 NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries", "of_spans"})

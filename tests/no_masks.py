@@ -12,7 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class NoMasks(TorchDispatchMode):
-    """Fails where a mask of more than 128 keys for each of several queries is made or goes into attention."""
+    """Fails where a mask of more than `most_keys` keys for each of several queries is made or goes into attention."""
+
+    def __init__(self, most_keys: int = 128):
+        super().__init__()
+        self._most_keys = most_keys
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
@@ -21,7 +25,9 @@ class NoMasks(TorchDispatchMode):
         masks = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.dtype == torch.bool]
         if "attention" in str(func):
             masks += [x for x in (*args[3:4], (kwargs or {}).get("attn_mask")) if isinstance(x, Tensor)]
-        sizes = [tuple(x.shape) for x in masks if x.dim() > 1 and min(x.shape[-2:]) > 1 and x.shape[-1] > 128]
+        sizes = [
+            tuple(x.shape) for x in masks if x.dim() > 1 and min(x.shape[-2:]) > 1 and x.shape[-1] > self._most_keys
+        ]
         assert not sizes, f"{func}: masks of {sizes}"
         return found
 

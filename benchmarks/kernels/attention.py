@@ -18,6 +18,7 @@ from longdraft.benchmarks.kernels.profiles import PROFILES, attention_work
 from longdraft.benchmarks.kernels.race import OURS, Bench, Build, NotTimed, Run, check_error, race
 from longdraft.kernels import tree_attention as ours
 from longdraft.kernels.backend import has_flash_attn
+from longdraft.kernels.tree import PassPlan
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 
 SPARE = 23  # rows of capacity after the pass
@@ -95,7 +96,7 @@ def make_case(bench: Bench, profile: str, context: int, nodes: int) -> Case:
 
 def _ours(case: Case) -> Run:
     lengths, tree = case.lengths_1, case.tree_1NN if case.tree_1NN.shape[1] > 1 else None
-    plan = ours.PassPlan(lengths, case.q_1NHd.shape[1], tree)
+    plan = PassPlan(lengths, case.q_1NHd.shape[1], tree)
     return lambda: ours.tree_attention(case.q_1NHd, case.keys_1CKd, case.values_1CKd, lengths, tree, None, plan)
 
 

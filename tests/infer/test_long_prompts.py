@@ -13,7 +13,7 @@ from longdraft.infer.drafters.token_recycling import SEED_BYTES, TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import memory_parts
-from longdraft.kernels import backend, linear
+from longdraft.kernels import backend, chain_attention, linear
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.footprint import pass_bytes, sizes
@@ -60,11 +60,13 @@ PROMPT = torch.randint(97, (700,), generator=torch.Generator().manual_seed(3)).t
 
 @pytest.mark.parametrize("windows", [None, (200, None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_prompt_in_chunks_has_no_masks_and_the_tokens_of_small_chunks(no_masks, tiny_target, windows, dtype):
-    """Three chunks of over 128 rows, or one pass for the whole prompt."""
+def test_a_prompt_in_chunks_has_the_tokens_of_small_chunks(no_masks, tiny_target, monkeypatch, windows, dtype):
+    """Three chunks of over 128 rows, or one pass for the whole prompt; without masks, or with those of a window and a
+    block of rows."""
+    monkeypatch.setattr(chain_attention, "BLOCK", 256)
     target = tiny_target(dtype=dtype, sliding_windows=windows, max_positions=1024, std=0.2)
     few = Engine(target, prefill_chunk=100).generate([PROMPT], NEW)[0].tokens
-    with no_masks():
+    with no_masks(128 if windows is None else 256 + 200 - 1):
         found = [Engine(target, prefill_chunk=chunk).generate([PROMPT], NEW)[0].tokens for chunk in (256, 1024)]
     if dtype == torch.float32:  # in bf16 such close decisions may fall either way
         assert found == [few, few]

@@ -1,4 +1,4 @@
-"""kernels/chain_attention.py: every implementation, on a CPU, against the reference; no masks; the error of bf16."""
+"""kernels/chain_attention.py: every implementation, on a CPU, against the reference; masks; the error of bf16."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from longdraft.kernels import backend, chain_attention, tree_attention
-from longdraft.kernels.chain_attention import ChainPlan, by_flash, in_slices, prompt_attention
+from longdraft.kernels.chain_attention import by_flash, in_slices, prompt_attention
 from longdraft.kernels.segment_attention import segment_attention_reference
-from longdraft.kernels.tree import attended_rows
-from longdraft.kernels.tree_attention import tree_attention_reference, wide_tree
+from longdraft.kernels.tree import PassPlan, attended_rows
+from longdraft.kernels.tree_attention import tree_attention_reference
 
 LENGTHS = ([0], [40], [300], [0, 7, 300])
 WINDOWS = (None, 1, 5, 64, 250, 1000)
@@ -29,18 +29,12 @@ def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window):
 
 
 def few_rows(q, keys, values, lengths, bits, depths, is_tree, window):
-    """Stands in for Triton's kernel: at most 128 rows; nothing behind the pass's own rows is read."""
+    """Stands in for Triton's kernel: at most 128 rows; nothing after the pass's own rows is read."""
     assert q.shape[1] <= 128 and not is_tree and depths.shape == q.shape[:2] and bits.shape == (*q.shape[:2], 2)
     return tree_attention_reference(q, keys, values, lengths, None, window)
 
 
-def all_committed(q, keys, values, lengths):
-    assert q.shape[1] <= 128
-    blind = torch.zeros(len(q), q.shape[1], q.shape[1], dtype=torch.bool)
-    return tree_attention_reference(q, keys, values, lengths, blind)
-
-
-KERNELS = SimpleNamespace(tree_attention=few_rows, cross_attention=all_committed)
+KERNELS = SimpleNamespace(tree_attention=few_rows)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -48,11 +42,10 @@ KERNELS = SimpleNamespace(tree_attention=few_rows, cross_attention=all_committed
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_all_ways_give_what_the_reference_gives(no_masks, trees, lengths, n_rows, window):
     keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, 2, 16)
-    q, plan = trees.draw(len(lengths), n_rows, 6, 16, seed=7), ChainPlan(torch.tensor(lengths), n_rows)
+    q, plan = trees.draw(len(lengths), n_rows, 6, 16, seed=7), PassPlan(torch.tensor(lengths), n_rows)
     want = tree_attention_reference(q, keys, values, plan.lengths_B, None, window)[0]
     in_one = by_flash(varlen, q, keys, values, plan, window)
-    assert "starts" not in vars(plan), "a length was read to the host"
-    with no_masks():
+    with no_masks(128 if window is None else chain_attention.BLOCK + window):
         merged = chain_attention.chain_attention(q, keys, values, plan, window)
     for found in (merged, in_one, in_slices(KERNELS, q, keys, values, plan.lengths_B, window)):
         torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
@@ -79,26 +72,12 @@ def test_prompts(trees, monkeypatch, request, implementation, window):
 @pytest.mark.parametrize("window", [None, 100])
 def test_bf16_error_is_that_of_plain_bf16(trees, plain, window):
     keys, values = trees.poisoned([300], 140, 440, 2, 32)
-    q, plan = trees.draw(1, 140, 6, 32, seed=3), ChainPlan(torch.tensor([300]), 140)
+    q, plan = trees.draw(1, 140, 6, 32, seed=3), PassPlan(torch.tensor([300]), 140)
     exact = tree_attention_reference(q, keys, values, plan.lengths_B, None, window)[0]
     low = [x.bfloat16() for x in (q, keys, values)]
     seen = attended_rows(plan.lengths_B, 140, 440, None, window)
     allowed = 2 * (plain.attention(*low, seen).float() - exact).abs().max()
     assert (chain_attention.chain_attention(*low, plan, window).float() - exact).abs().max() <= allowed
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_a_tree_of_many_nodes_has_a_mask_of_its_own_rows_alone(trees, monkeypatch, lengths):
-    n_rows = 200
-    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, 2, 16)
-    q, lengths_B = trees.draw(len(lengths), n_rows, 6, 16, seed=7), torch.tensor(lengths)
-    masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))])
-    want = tree_attention_reference(q, keys, values, lengths_B, masks)[0]
-    found = wide_tree(KERNELS, q, keys, values, lengths_B, masks)
-    torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
-    monkeypatch.setattr(backend, "triton_kernels", lambda *_: KERNELS)
-    with torch.no_grad():
-        assert torch.equal(tree_attention.tree_attention(q, keys, values, lengths_B, masks), found)
 
 
 @pytest.mark.parametrize("half", [True, False])

@@ -153,13 +153,10 @@ def test_wrong_segments_are_refused(segments):
 def test_masks_are_kept_once_for_all_blocks_of_a_window(monkeypatch):
     """The masks that the gradient needs do not grow with a row's length under a window."""
     monkeypatch.setattr(causal, "BLOCK", 16)
-    masks = set()
-
-    def watched(*rows, attn_mask, **options):
-        masks.add(attn_mask.data_ptr())
-        return torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=attn_mask, **options)
-
-    monkeypatch.setattr(causal, "scaled_dot_product_attention", watched)
+    masks, attend = set(), causal._attend
+    monkeypatch.setattr(
+        causal, "_attend", lambda *x, attn_mask: masks.add(attn_mask.data_ptr()) or attend(*x, attn_mask=attn_mask)
+    )
     q = draw(300, 2, 8, seed=1).requires_grad_()
     segment_attention(q, q, q, [Segment(0, 300, 0, 300)], 20).sum().backward()
     assert len(masks) <= 4  # two until the window is full, one from then on, and the shorter last block's

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longdraft.kernels import tree_attention as module
 from longdraft.kernels.chain_attention import causal_attention
-from longdraft.kernels.tree_attention import PassPlan, tree_attention
+from longdraft.kernels.tree_attention import tree_attention
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 
 
@@ -132,15 +132,6 @@ def test_parts_of_the_keys_merge_by_their_log_sum_exps():
     new, new_lse = with_log_sum_exps(q, keys[:, 50:], values[:, 50:], nothing, tree)
     merged = old + (new - old) * torch.sigmoid(new_lse - old_lse)[..., None]
     torch.testing.assert_close(merged, whole, rtol=0, atol=1e-5)
-
-
-def test_shared_plan_changes_nothing(pytorch_only):
-    keys, values = poisoned([5, 60], 7, 80, 2, 8)
-    q, mask, lengths = draw(2, 7, 4, 8, seed=3), random_tree(7, 1).expand(2, 7, 7), torch.tensor([5, 60])
-    plan = PassPlan(lengths, 7, mask)
-    for window in (None, 6, None):
-        shared = tree_attention(q, keys, values, lengths, mask, window, plan)
-        assert torch.equal(shared, tree_attention(q, keys, values, lengths, mask, window))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
