@@ -4,11 +4,11 @@ The text is what the target's chat template makes of the conversation; nothing i
 counts what the assistant writes: everything after the prompt of its turn, up to and including the token that ends the
 turn (the token that stops generation), and none of the headers.
 
-A template that marks answers with {% generation %} is trusted. With any other, the conversation up to a turn is
-rendered with the generation prompt, and again with the answer: what the second text has after the first is the answer
-and its end (`_answer` handles templates whose second text does not begin with the first). The answer ends with the
-first special token after the content. Without one it ends with the first token of any kind; if the template writes
-nothing there, EOS is added.
+The conversation up to a turn is rendered with the generation prompt, and again with the answer: what the second text
+has after the first is the answer and its end (`_answer` handles templates whose second text does not begin with the
+first). The answer ends with the first special token after the content. Without one it ends with the first token of any
+kind; if the template writes nothing there, EOS is added. An answer that was cut follows its prompt as it is, and has no
+end.
 
 A conversation is one sequence if it shows every turn as the conversation up to that turn does. If not (models that
 think drop the reasoning of earlier turns), each turn becomes a sequence of its own, with the loss on its answer alone,
@@ -27,24 +27,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longdraft.data_prep.chat_template import EDGE, GUARD, PLACEHOLDER, ChatTemplate, placeholder
+from longdraft.data_prep.chat_template import ANSWER_END, EDGE, GUARD, PLACEHOLDER, ChatTemplate, placeholder
 from longdraft.data_prep.chat_tokenizer import BORDER, ChatTokenizer, Encoding, chat_tokenizer
 from longdraft.data_prep.documents import Conversation, Document, Unusable
-from longdraft.data_prep.tokenize import Encoded, checked_eos
+from longdraft.data_prep.tokenize import Encoded, begins_with_bos, checked_eos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Span = tuple[int, int]
-MarkedText = tuple[str, list[Span]]  # a rendered text, and (start, stop) of what the loss counts, in characters
+Turn = tuple[str, Span]  # a rendered text, and (start, stop) of the answer that the loss counts, in characters
 # The end of a prompt that opens a thought, which models that think are trained to continue.
 THOUGHT, THOUGHT_END = re.compile(r"<think>\s*\Z"), "</think>"
-# The template for texts that the target continued: the beginning, and right after it the continuation.
+# The template for texts that the target continued: the beginning, right after it the continuation, and EOS.
 PLAIN = "plain"
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{% if message.role != 'assistant' %}{{ message.content }}{% else %}"
-    "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
-)
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
 
 
 class ChatEncoder:
@@ -71,9 +68,7 @@ class ChatEncoder:
                 )
             template = tokenizer.get_chat_template()
         elif template == PLAIN:
-            template = PLAIN_TEMPLATE
-            if tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
-                template = "{{ bos_token }}" + template
+            template = ("{{ bos_token }}" if begins_with_bos(tokenizer) else "") + PLAIN_TEMPLATE
         rust = tokenizer.backend_tokenizer
         self.serialised = rust.to_str()
         special = {token.content: i for i, token in rust.get_added_tokens_decoder().items() if token.special}
@@ -103,38 +98,30 @@ class ChatEncoder:
         whole = self._whole(messages, turns)
         if whole is not None:
             return [self._tokens(document.name, *whole)]
-        return [self._tokens(f"{document.name}#{i}", *turn) for i, turn in enumerate(turns, start=1)]
+        return [self._tokens(f"{document.name}#{i}", text, [span]) for i, (text, span) in enumerate(turns, start=1)]
 
     def encode_prompt(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Token ids of everything before the answer to these messages, each (role, content). Raises Unusable."""
-        rendered = self.template.render(self.template.guarded(messages), prompt=True)
-        return self._tokenizer.finish(self._tokenizer.encode(rendered.text))[0].tolist()
+        text = self.template.render(self.template.guarded(messages), prompt=True)
+        return self._tokenizer.finish(self._tokenizer.encode(text))[0].tolist()
 
-    def _turn(self, messages: list[tuple[str, str]], cut: bool) -> MarkedText:
+    def _turn(self, messages: list[tuple[str, str]], cut: bool) -> Turn:
         """The text up to the last of these messages, which is the assistant's, with the loss on that message.
 
-        cut: whether to end text and loss where the content ends: an unfinished answer has no end to learn."""
+        cut: whether the answer is unfinished, so that it has no end to learn."""
         prompt = self.template.render(messages[:-1], prompt=True)
-        if self.template.marks_answers:
-            complete = self.template.render(messages)
-            text, spans = complete.text, complete.marked[len(prompt.marked) :]  # those before are of earlier turns
-            end = self._content_end(messages, text)[1] if cut else len(text)
-        else:
-            answer, end = self._answer(messages, prompt.text)
-            if special := PLACEHOLDER.search(answer, end):
-                stop = special.end()
-            elif end < len(answer):
-                stop = end + 1  # the token that this character is in
-            else:
-                answer += placeholder(self.eos_id)
-                stop = len(answer)
-            text, end = prompt.text + answer, len(prompt.text) + end
-            spans = [(len(prompt.text), len(prompt.text) + stop)]
         if cut:
-            text, spans = text[:end], [(begin, min(stop, end)) for begin, stop in spans if begin < end]
-        if not spans:
-            raise Unusable("answer_not_found")
-        return text, spans
+            answer = _after_opening(messages[-1][1], prompt).rstrip()
+            return prompt + answer, (len(prompt), len(prompt) + len(answer))
+        answer, end = self._answer(messages, prompt)
+        if special := PLACEHOLDER.search(answer, end):
+            end = special.end()
+        elif end < len(answer):
+            end += 1  # the token that this character is in
+        else:
+            answer += placeholder(self.eos_id)
+            end = len(answer)
+        return prompt + answer, (len(prompt), len(prompt) + end)
 
     def _answer(self, messages: list[tuple[str, str]], prompt: str) -> tuple[str, int]:
         """What follows the prompt once the last of these messages has answered it, and where in it the content ends.
@@ -143,14 +130,12 @@ class ChatEncoder:
         opens, or leave its opening to the content, which may lack it (QwQ's). Then the rest of the thought and the
         answer are taken from the content. Others (Mistral v0.3's) show the system message in the last message only, if
         that is a question; the answer is then rendered without it."""
-        complete, content = self.template.render(messages).text, messages[-1][1]
+        complete, content = self.template.render(messages), messages[-1][1]
         opened, follows = THOUGHT.search(prompt), complete.startswith(prompt)
         # An answer that itself opens a thought looks like the prompt's where the thought is dropped, but ends none.
         if opened and THOUGHT_END in content and not (follows and THOUGHT_END in complete[len(prompt) :]):
             place, end = self._content_end(messages, complete)
-            content = content[:place].replace(GUARD, "")
-            starts_alike = content.startswith(opened[0])
-            written = content[len(opened[0]) :] if starts_alike else re.sub(r"\A\s*<think>", "", content)
+            written = _after_opening(content[:place], prompt)
             return written + complete[end:], len(written)
         if follows:
             end = self._content_end(messages, complete)[1] - len(prompt)
@@ -158,28 +143,27 @@ class ChatEncoder:
                 raise Unusable("answer_not_found")
             return complete[len(prompt) :], end
         if messages[0][0] == "system" and len(messages) > 2:
-            return self._answer(messages[1:], self.template.render(messages[1:-1], prompt=True).text)
+            return self._answer(messages[1:], self.template.render(messages[1:-1], prompt=True))
         detail = "has an answer without the thought that the prompt opens; let the target answer (prepare regenerate)"
         raise Unusable("prompt_not_kept", detail if opened else "")
 
     def _content_end(self, messages: list[tuple[str, str]], text: str) -> tuple[int, int]:
         """The end of the last message's content, without trailing blanks if possible: its place in the content, and in
         the rendered text. Raises Unusable if that cannot be told."""
-        content = messages[-1][1]
+        role, content = messages[-1]
         # Mark the end before the trailing blanks, which many templates strip. If that fails, mark it after them:
         # Qwen3's template strips the blanks of an answer that is all thought as leading ones.
         for place in (len(content.rstrip()), len(content)):
-            probed = self.template.render(messages, mark_at=place)
-            if probed.text == text and len(probed.answer_ends) == 1:
-                return place, probed.answer_ends[0]
+            marked = self.template.render([*messages[:-1], (role, content[:place] + ANSWER_END + content[place:])])
+            if marked.count(ANSWER_END) == 1 and marked.replace(ANSWER_END, "") == text:
+                return place, marked.index(ANSWER_END)
         raise Unusable("answer_not_found")
 
-    def _whole(self, messages: list[tuple[str, str]], turns: list[MarkedText]) -> MarkedText | None:
+    def _whole(self, messages: list[tuple[str, str]], turns: list[Turn]) -> tuple[str, list[Span]] | None:
         """The whole conversation as one text, or None if it shows a turn differently from the turn alone."""
-        text = turns[-1][0] if messages[-1][0] == "assistant" else self.template.render(messages).text
-        if all(text.startswith(turn[: spans[-1][1]]) for turn, spans in turns):
-            return text, [span for _, spans in turns for span in spans]
-        return None
+        text = turns[-1][0] if messages[-1][0] == "assistant" else self.template.render(messages)
+        is_same = all(text.startswith(turn[:stop]) for turn, (_, stop) in turns)
+        return (text, [span for _, span in turns]) if is_same else None
 
     def _tokens(self, name: str, text: str, spans: list[Span]) -> Encoded:
         encoding = self._tokenizer.encode(text)
@@ -210,6 +194,14 @@ class ChatEncoder:
     @property
     def _tokenizer(self) -> ChatTokenizer:
         return chat_tokenizer(self.serialised, self.eos_id, self._unk_id)
+
+
+def _after_opening(content: str, prompt: str) -> str:
+    """A guarded content without the opening of a thought that the prompt ends with."""
+    content = content.replace(GUARD, "")
+    if opened := THOUGHT.search(prompt):
+        return re.sub(rf"\A(?:{re.escape(opened[0])}|\s*<think>)", "", content)
+    return content
 
 
 def _with_borders(text: str, spans: list[Span], at: list[int]) -> tuple[str, list[Span]]:

@@ -9,7 +9,6 @@ from tokenizers import AddedToken, Tokenizer
 
 from longdraft.data_prep.chat_template import placeholder
 from longdraft.data_prep.documents import Unusable
-from longdraft.data_prep.tokenize import encode_in_parts
 
 BORDER = "\ufdd5"  # in a text to tokenise: no token crosses it
 
@@ -55,9 +54,9 @@ class ChatTokenizer:
             self._target_ids[self._rust.token_to_id(spelling)] = target_id
 
     def encode(self, text: str) -> Encoding:
-        parts = list(encode_in_parts(self._rust, text))
-        offsets = np.concatenate([offsets for _, offsets in parts])
-        return Encoding(np.concatenate([ids for ids, _ in parts]), offsets[:, 0], offsets[:, 1])
+        encoding = self._rust.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return Encoding(np.array(encoding.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1])
 
     def finish(self, encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
         """(The target's ids without borders, int32 [m]; how many of the first 0, 1, ..., n tokens are kept, [n + 1]).

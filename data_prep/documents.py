@@ -42,9 +42,7 @@ BAD_CONVERSATION = (
 )
 BAD_ANSWER = (  # the target's answers (response_generation.py)
     "prompt_too_long",  # it leaves no position for an answer
-    # The answer did not end within the allowed tokens, so a wrong end would be learned; or, if unfinished answers are
-    # kept, the chat template changes the text of this one.
-    "unfinished",
+    "unfinished",  # it did not end within the allowed tokens, so a wrong end would be learned
     "empty_answer",  # nothing, or blanks
     "not_text",  # tokens that are no whole characters, or Unicode's noncharacters
     "special_token_in_answer",  # a control token before the end

@@ -3,7 +3,6 @@
 It uses the Rust tokenizer inside a transformers tokenizer, so that a worker needs neither transformers nor torch.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -64,48 +63,33 @@ class Encoder:
         Special tokens spelled out in the text ("<|im_end|>" in a source file) are plain text: only the end of a
         document gives the id that ends a document.
         """
-        tokenizer = rust_tokenizer(self.serialised)
-        if len(text) <= LONG:  # without character offsets, which the parts of a longer text need
-            ids = [tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids]
-        else:
-            ids = [ids for ids, _ in encode_in_parts(tokenizer, text)]
-        parts = (self.bos_ids, *ids, [self.eos_id] if self.ends_documents else [])
+        parts = (self.bos_ids, encode_text(self.serialised, text), [self.eos_id] if self.ends_documents else [])
         return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
 
 
-def encode_in_parts(tokenizer: Tokenizer, text: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokenise a text of any length in parts of at most LONG characters.
+def encode_text(serialised: str, text: str) -> list[int]:
+    """Token ids of a text, tokenised in parts of at most LONG characters: decoded and joined, the parts are the text.
 
-    Each part gives (token ids, int64 [n]; the range of the text's characters that each stands for, int64 [n, 2]).
-    Decoded and joined, the parts are the text. A text is cut behind a line end or a blank, so a token that would cross
-    the cut becomes two. A part after the first is tokenised behind a line end, whose tokens are dropped: some
-    tokenizers put a blank before what they take for the beginning of a text.
+    A part ends after a line end if it can, so that no more than a token is cut. A part after the first is tokenised
+    after a line end, whose tokens are dropped: some tokenizers put a blank before what they take for the beginning of a
+    text.
     """
-    begin = 0
-    while True:
-        end = _cut(text, begin)
+    tokenizer = rust_tokenizer(serialised)
+    if len(text) <= LONG:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    ids, begin = list[int](), 0
+    while begin < len(text):
+        end = begin + LONG
+        if end < len(text):
+            end = text.rfind("\n", begin, end) + 1 or end
         for lead in ("\n", "") if begin else ("",):
-            encoding = tokenizer.encode_batch([lead + text[begin:end]], add_special_tokens=False)[0]
-            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) - len(lead)
-            kept = (offsets[:, 1] > 0) if lead else slice(None)
-            if not lead or not (offsets[kept][:, 0] < 0).any():
+            encoding = tokenizer.encode(lead + text[begin:end], add_special_tokens=False)
+            places = list(zip(encoding.ids, encoding.offsets, strict=True))
+            if not any(start < len(lead) < stop for _, (start, stop) in places):
                 break  # no token holds both the line end and characters of the part
-        yield np.array(encoding.ids, dtype=np.int64)[kept], offsets[kept] + begin
-        if (begin := end) == len(text):
-            return
-
-
-def _cut(text: str, begin: int) -> int:
-    """Where the part that starts at `begin` ends: behind a line end or else a blank in its second half, if it has one
-    that no other blank follows."""
-    if len(text) - begin <= LONG:
-        return len(text)
-    for sign in "\n ":
-        at = begin + LONG
-        while (at := text.rfind(sign, begin + LONG // 2, at)) >= 0:
-            if not text[at + 1].isspace():
-                return at + 1
-    return begin + LONG
+        ids += [token for token, (_, stop) in places if stop > len(lead)]
+        begin = end
+    return ids
 
 
 @lru_cache(maxsize=8)  # reading a tokenizer takes about a second
@@ -120,9 +104,14 @@ def rust_tokenizer(serialised: str) -> Tokenizer:
 
 def make_encoder(tokenizer: "PreTrainedTokenizerFast", ends_documents: bool) -> Encoder:
     """The encoder for a loaded transformers tokenizer. Raises ValueError if it has no Rust form or no EOS token."""
-    eos_id, bos_id = checked_eos(tokenizer), tokenizer.bos_token_id
-    bos_ids = (bos_id,) if isinstance(bos_id, int) and tokenizer("a")["input_ids"][0] == bos_id else ()
+    eos_id = checked_eos(tokenizer)
+    bos_ids = (tokenizer.bos_token_id,) if begins_with_bos(tokenizer) else ()
     return Encoder(tokenizer.backend_tokenizer.to_str(), len(tokenizer), bos_ids, eos_id, ends_documents)
+
+
+def begins_with_bos(tokenizer: "PreTrainedTokenizerFast") -> bool:
+    """Whether the tokenizer puts its BOS token before a text."""
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
 
 
 def checked_eos(tokenizer: "PreTrainedTokenizerFast") -> int:

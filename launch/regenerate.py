@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.data_prep.chat import PLAIN, ChatEncoder
-from longdraft.data_prep.endpoints import EndpointClient
+from longdraft.data_prep.endpoints import PROBE, EndpointClient
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
 from longdraft.data_prep.response_generation import Completion, Generate
-from longdraft.data_prep.tasks import read_machine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.arguments import MANY, SAMPLING, add_drafters, add_numbers, add_target, at_least, check_used
 from longdraft.launch.console import read_text, run_command, show
@@ -31,21 +30,17 @@ if TYPE_CHECKING:
     from longdraft.infer.engine import Engine
 
 # Fields of SamplingParams that are settings of every answer, and their help.
+OPTIONAL = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NUMBERS = {
-    "max_new_tokens": "maximum tokens of an answer (default: 1024); see --unfinished",
+    "max_new_tokens": "maximum tokens of an answer; see --unfinished",
     "temperature": "0, the default, is greedy",
-    **{name: SAMPLING[name] for name in ("top_k", "top_p", "min_p")},
-    "seed": "an answer's seed is made of this, the conversation's content and the turn (default: 0)",
+    "seed": "an answer's seed is made of this, the conversation's content and the turn",
+    **{name: SAMPLING[name] for name in OPTIONAL},
 }
-# Further fields, which are settings only if they are given: those that servers take too, and those that only we have.
-SERVED = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-OURS = ("eta_cutoff", "min_tokens_to_keep", "contextual_penalty", "contextual_window")
 # As in launch/arguments.py.
 WITHOUT_EFFECT = (
-    (("endpoint",), True, (*OURS, "drafter", "draft", "option", "nodes", "device", "dtype", "batch")),
-    (("endpoint",), False, ("model", "concurrency")),
+    (("endpoint",), True, ("drafter", "draft", "option", "nodes", "device", "dtype", "batch")),
     (("prompt_tokens",), True, ("chat_template", "chat_field")),
-    (("prompt_tokens",), False, ("text_field",)),
 )
 
 
@@ -57,34 +52,27 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("conversations").add_argument
     help = "files, folders, data sets on the hub, or 'stdlib-chat'"
     add("--source", required=True, metavar="PATH", help=help, **MANY)
-    help = "take only files with names like these from folders and data sets"
-    add("--files", default=[], metavar="PATTERN", help=help, **MANY)
     add("--chat-field", help="field of a record that holds the messages (default: messages)")
     help = "continue texts instead, after each document's first N tokens (N-M: a number chosen by the document's hash)"
     add("--prompt-tokens", type=_token_range, metavar="N[-M]", help=help)
-    add("--text-field", help="with --prompt-tokens: field of a record that holds the text (default: text)")
+    add("--text-field", default="text", help="with --prompt-tokens: field of a record that holds the text")
     add("--out", required=True, type=Path, help="folder to create, or to continue")
-    help = "conversations in a file of --out, and the most that a kill can lose (default: 256)"
-    add("--part-size", type=at_least(1), default=256, metavar="N", help=help)
-    help = "make only every n-th file of --out, starting with the i-th, on one of n machines; then run once without it"
-    add("--shard", metavar="i/n", help=help)
-    help = "clear a folder that was answered with something else, and answer anew"
-    add("--overwrite", action="store_true", help=help)
     add = parser.add_argument_group("target").add_argument
     add_target(add)
     add("--chat-template", type=Path, metavar="FILE", help="Jinja, the same as for `longdraft prepare`")
     add("--dtype", choices=("fp32", "bf16"), help="default: bf16")
     add("--device", help="default: cuda if there is a GPU, else cpu")
-    add("--max-length", type=int, help="maximum tokens of a prompt and its answer (default: the target's limit)")
+    help = "maximum tokens of a prompt and its answer (default: the target's limit)"
+    add("--max-length", type=at_least(2), help=help)
     add = parser.add_argument_group("answers").add_argument
-    add_numbers(add, {**NUMBERS, **{name: SAMPLING[name] for name in (*SERVED, *OURS)}})
+    add_numbers(add, NUMBERS, max_new_tokens=1024, seed=0)
     help = "drop a conversation whose answer gets longer (default), or keep the answer up to there, without an end "
     add("--unfinished", choices=("drop", "keep"), help=help + "token to learn (default for texts)")
     add = parser.add_argument_group("servers, instead of decoding here").add_argument
     help = "OpenAI-style servers of the target (vLLM, SGLang, longdraft serve); OPENAI_API_KEY sets their key"
     add("--endpoint", default=[], metavar="URL", help=help, **MANY)
-    add("--model", help="the servers' name for the target (default: the only model that they have)")
-    add("--concurrency", type=at_least(1), metavar="N", help="requests in flight at a time (default: 64)")
+    add("--model", help="the target's name, for servers that need one")
+    add("--concurrency", type=at_least(1), default=64, metavar="N", help="requests in flight at a time (default: 64)")
     add = parser.add_argument_group("decoding here (affects speed; in fp32, never the text)").add_argument
     add("--batch", type=at_least(1), metavar="N", help="conversations decoded together (default: 8)")
     add_drafters(add, several=False)
@@ -108,52 +96,39 @@ def _regenerate(args: argparse.Namespace) -> None:
     from longdraft.models.fingerprint import shape_hash, tokenizer_hash
     from longdraft.models.hf import load_tokenizer, read_target_config
 
-    machine = None if args.shard is None else read_machine(args.shard)
     check_used(args, WITHOUT_EFFECT)
-    if args.endpoint and args.target is None:
-        raise ValueError("--target: missing; --endpoint's servers are sent its tokens (no weights are read)")
     args.dtype = args.dtype or "bf16"
-    given = {name: getattr(args, name) for name in (*NUMBERS, *SERVED, *OURS) if getattr(args, name) is not None}
-    sampling = SamplingParams(**{"max_new_tokens": 1024, **given})
-    settings = {name: getattr(sampling, name) for name in {**NUMBERS, **given} if name != "seed"}
+    given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
+    sampling = SamplingParams(**given)
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
     drafting = Drafting(args, template)
-    path, gguf_file = drafting.source
-    shape = read_target_config(path, gguf_file, drafting.max_positions)
-    positions = shape.max_positions if args.max_length is None else args.max_length
-    if not 2 <= positions <= shape.max_positions:
-        raise ValueError(f"--max-length: {positions}; give 2 to {shape.max_positions}, the target's positions")
-    tokenizer = load_tokenizer(path, gguf_file)
-    served = (_served_fields(settings), tokenizer, positions, args.model, args.concurrency or 64)
-    client = EndpointClient(args.endpoint, *served) if args.endpoint else None
-    # The target's name tells its weights from others': of a local one without the path to it.
-    here = Path(path).expanduser()
-    target = "/".join([here.resolve().name if here.exists() else path, *([gguf_file] if gguf_file else [])])
-    answering = settings | {"target": target, "config_sha256": shape_hash(shape)}
-    answering |= {"dtype": args.dtype} if client is None else {"model": client.model}
+    shape = read_target_config(*drafting.source, drafting.max_positions)
+    tokenizer = load_tokenizer(*drafting.source)
+    positions = min(args.max_length or shape.max_positions, shape.max_positions)
+    client = EndpointClient(args.endpoint, _served(sampling, args.model), positions, args.concurrency)
+    settings = {name: getattr(sampling, name) for name in NUMBERS if name != "seed"}
+    made_by = "servers" if args.endpoint else args.dtype
     config = RegenerateConfig(
         sources=tuple(args.source),
         out=args.out,
         max_prompt=positions - 1,
-        answering=answering,
-        chat_field=args.chat_field or "messages",
-        files=tuple(args.files),
-        seed=args.seed or 0,
-        part_size=args.part_size,
-        overwrite=args.overwrite,
+        answering=settings | {"target": drafting.source, "config_sha256": shape_hash(shape), "made_by": made_by},
+        seed=args.seed,
         keep_unfinished=(args.unfinished or ("keep" if args.prompt_tokens else "drop")) == "keep",
-        continued=args.prompt_tokens,
+        chat_field=args.chat_field or "messages",
         text_field=args.text_field,
+        beginning=args.prompt_tokens,
     )
 
     def start() -> Generate:
-        if client is not None:
-            client.check()
+        if args.endpoint:
+            client.check(len(tokenizer(PROBE)["input_ids"]))
             return client
-        return partial(_generate, drafting.open_engine(sampling.max_new_tokens, args.batch or 8), sampling)
+        engine = drafting.open_engine(sampling.max_new_tokens, args.batch or 8)
+        return partial(_generate, engine, tokenizer, sampling)
 
     encoder = ChatEncoder(tokenizer, PLAIN if args.prompt_tokens else template)
-    regenerate(config, encoder, tokenizer_hash(tokenizer), start, machine, lambda line: show(f"{line}\n"))
+    regenerate(config, encoder, tokenizer_hash(tokenizer), start, lambda line: show(f"{line}\n"))
 
 
 def _token_range(text: str) -> tuple[int, int]:
@@ -164,20 +139,25 @@ def _token_range(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2] or found[1])
 
 
-def _served_fields(settings: dict[str, Any]) -> dict[str, Any]:
+def _served(sampling: SamplingParams, model: str | None) -> dict[str, object]:
     """The settings as servers take them. Only some servers know the last ones, so they are sent only if they are on."""
-    names = ["temperature", "top_p", *(name for name in ("top_k", "min_p", *SERVED) if settings.get(name))]
-    # Special tokens in an answer must be visible, so that it can be left out, as an engine's answer is.
-    fields = {"max_tokens": settings["max_new_tokens"], "skip_special_tokens": False}
-    return fields | {name: settings[name] for name in names}
+    on = {name: value for name in OPTIONAL if (value := getattr(sampling, name)) != getattr(SamplingParams, name)}
+    fields = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, **on}
+    # Special tokens in an answer must be visible, so that it can be left out.
+    return fields | {"skip_special_tokens": False} | ({"model": model} if model else {})
 
 
 def _generate(
-    engine: "Engine", sampling: SamplingParams, prompts: Sequence[list[int]], seeds: Sequence[int]
+    engine: "Engine", tokenizer: Any, sampling: SamplingParams, prompts: Sequence[list[int]], seeds: Sequence[int]
 ) -> Iterator[Completion]:
+    from longdraft.infer.text import TextReader
+
     for piece in engine.stream(prompts, [replace(sampling, seed=seed) for seed in seeds]):
         if done := piece.generation:
-            yield Completion(done.index, done.tokens, done.finish_reason == "stop")
+            ended = done.finish_reason == "stop"
+            reader = TextReader(tokenizer, done.prompt, skip_special=False)
+            reader.push(done.tokens[:-1] if ended else done.tokens)
+            yield Completion(done.index, reader.finish(), ended)
 
 
 if __name__ == "__main__":

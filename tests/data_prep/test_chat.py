@@ -81,23 +81,9 @@ def test_smollm2_learns_its_answers_and_their_end_alone(smollm2, system, turns):
         assert encoded.tokens[:start].tolist() == reference(smollm2, messages[:i], add_generation_prompt=True)
 
 
-def test_the_templates_own_marks_are_the_mask(smollm2):
-    chat = [{"role": role, "content": content} for role, content in TWO_TURNS]
-    theirs = smollm2.apply_chat_template(
-        chat, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
-    )
-    encoded = encode(smollm2, TWO_TURNS, MARKED)
-    assert encoded.tokens.tolist() == theirs["input_ids"]
-    mask = [int(any(start <= i < stop for start, stop in encoded.spans)) for i in range(len(encoded.tokens))]
-    assert mask == theirs["assistant_masks"]
-    # The template decides whether the end belongs to an answer.
-    open_end = MARKED.replace(" + '<|im_end|>' }}{% endgeneration %}{{ '\n'", " }}{% endgeneration %}{{ '<|im_end|>\n'")
-    assert answers(smollm2, TWO_TURNS, open_end) == {"c": ["A boat, but large.", "A ship, but small. 🙂"]}
-    forgets = MARKED.replace("m.content + ", "(m.content if loop.last else 'gone') + ")
-    assert answers(smollm2, TWO_TURNS, forgets) == {
-        "c#1": ["A boat, but large.<|im_end|>"],
-        "c#2": ["A ship, but small. 🙂<|im_end|>"],
-    }
+def test_a_template_with_marks_is_read_as_without(smollm2):
+    assert encode(smollm2, TWO_TURNS, MARKED).tokens.tolist() == reference(smollm2, TWO_TURNS, MARKED)
+    assert answers(smollm2, TWO_TURNS, MARKED) == answers(smollm2, TWO_TURNS, CHATML)
 
 
 def test_a_template_that_rewrites_history_gives_each_turn_its_own_context(smollm2):
@@ -162,10 +148,8 @@ WRONG = ["tools | length", "messages[0] + 1", "1 / 0", "'a'.index('b')", "'%(x)s
         (CHATML.replace("m['content']", "m['role']"), HELLO, "answer_not_found"),
         (CHATML.replace("m['content']", "m['content'] + m['content']"), HELLO, "answer_not_found"),
         (CHATML.replace("m['content']", "(m['content'] | length | string) + m['content']"), HELLO, "answer_not_found"),
-        (MARKED.replace("m.content + '<|im_end|>' ", "''"), HELLO, "answer_not_found"),
     ],
-    ids=["two assistants", "undefined", "endless", "sandbox", *WRONG, "opens the answer", "left out", "twice", "length",
-         "empty marks"],
+    ids=["two assistants", "undefined", "endless", "sandbox", *WRONG, "opens the answer", "omitted", "twice", "length"],
 )  # fmt: skip
 def test_what_has_no_sure_mask_has_none_and_says_why(smollm2, template, messages, why):
     with pytest.raises(Unusable) as error:
@@ -219,15 +203,15 @@ def test_a_prompt_that_opens_a_thought_is_followed_by_thought_and_answer(smollm2
         ("<think>\n</think>\nbecause \n", False, "</think>\nbecause \n", "\n</think>\n\nbecause \n"),
         ("a</think>b</think>c", False, "a</think>b</think>c", "a\n</think>\n\nc"),
         ("<think>\nwhy</think><think>\nc", False, "why</think><think>\nc", "why\n</think>\n\n<think>\nc"),
-        ("<think>\nwhy</think>\nbegun ", True, "why</think>\nbegun", "why\n</think>\n\nbegun"),
-        ("<think>\nwithin", True, "within", "\n</think>\n\n<think>\nwithin"),  # an empty thought is closed first
+        ("<think>\nwhy</think>\nbegun ", True, "why</think>\nbegun", "why</think>\nbegun"),
+        ("<think>\nwithin", True, "within", "within"),
     ],
 )
 def test_a_template_that_writes_thoughts_anew_decides_what_is_learned(
     smollm2, template, content, unfinished, learned, anew
 ):
-    """What it writes behind the prompt counts; the content itself counts where a template writes no thought there. An
-    unfinished answer has no end."""
+    """What it writes after the prompt counts; the content itself counts where a template writes no thought there. An
+    unfinished answer follows the prompt as it is, and has no end."""
     messages = (("user", "why?"), ("assistant", content))
     (one,) = encoder_of(smollm2, template).encode_document(Conversation("c", b"", messages, unfinished))
     ((start, stop),) = one.spans

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,15 +18,15 @@ SAMPLING = {"max_tokens": 30, "temperature": 0.7}
 
 
 class Server(ThreadingHTTPServer):
-    """A model "m" whose answer is a function of prompt and seed. failing: what happens to the n-th POST, by n; `always`
-    to all of them. usage: what is said of the probe, in place of its tokens."""
+    """A model whose answer is a function of prompt and seed. failing: what happens to the n-th POST, by n; `always` to
+    all of them. counts: the tokens that it counts in a text."""
 
     daemon_threads = True
 
-    def __init__(self, tokenizer, models=("m",), failing=None, always=None, usage=None):
+    def __init__(self, failing=None, always=None, counts=None):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.tokenizer, self.models, self.failing, self.always = tokenizer, models, failing or {}, always
-        self.usage, self.asked, self.lock = usage, [], threading.Lock()
+        self.failing, self.always, self.counts = failing or {}, always, counts
+        self.asked, self.lock = [], threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -49,9 +50,6 @@ class Handler(BaseHTTPRequestHandler):
         if cut:
             self.close_connection = True
 
-    def do_GET(self):
-        self.reply(200, {"data": [{"id": name} for name in self.server.models]})
-
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
@@ -59,8 +57,7 @@ class Handler(BaseHTTPRequestHandler):
             how = self.server.failing.get(len(self.server.asked) - 1, self.server.always)
         prompt = body["prompt"]
         if isinstance(prompt, str):
-            own = len(self.server.tokenizer(prompt)["input_ids"])
-            usage = self.server.usage or {"prompt_tokens": own}
+            usage = {"prompt_tokens": self.server.counts}
             self.reply(200, {"choices": [{"text": "", "finish_reason": "length"}], "usage": usage})
             return
         answer = {"choices": [{"text": text_of(prompt, body.get("seed")), "finish_reason": "stop"}]}
@@ -86,11 +83,11 @@ def text_of(prompt, seed):
 
 
 @pytest.fixture
-def serve(tiny_tokenizer):
+def serve():
     servers = []
 
     def start(**given):
-        servers.append(Server(tiny_tokenizer, **given))
+        servers.append(Server(**given))
         return servers[-1]
 
     yield start
@@ -106,32 +103,23 @@ def no_pauses(monkeypatch):
     return pauses
 
 
-@pytest.fixture
-def connect(tiny_tokenizer):
-    def client(*servers, seconds=30.0, positions=1000, **settings):
-        urls = [one if isinstance(one, str) else one.url for one in servers]
-        return EndpointClient(urls, SAMPLING, tiny_tokenizer, positions, seconds=seconds, **settings)
-
-    return client
+def connect(*servers, seconds=30.0, positions=1000, **settings):
+    urls = [one if isinstance(one, str) else one.url for one in servers]
+    return EndpointClient(urls, SAMPLING, positions, seconds=seconds, **settings)
 
 
 def answers(client, count=12):
-    found = client([[5, 6, index] for index in range(count)], [2**64 - 1 - index for index in range(count)])
-    return sorted(found, key=lambda one: one.index)
+    return list(client([[5, 6, index] for index in range(count)], [2**64 - 1 - index for index in range(count)]))
 
 
-def test_what_is_sent_and_what_comes_back(serve, connect, tiny_tokenizer, monkeypatch):
+def test_what_is_sent_and_what_comes_back(serve, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
     server = serve()
-    client = connect(f"{server.url}/v1/", concurrency=3)
-    client.check()
-    assert server.asked[0][0]["prompt"] == PROBE
-    found = answers(client)
-    eos = tiny_tokenizer.eos_token_id
-    want = [[*tiny_tokenizer(text_of([5, 6, i], -1 - i))["input_ids"], eos] for i in range(12)]
-    assert found == [Completion(i, tokens, True) for i, tokens in enumerate(want)]
+    assert answers(connect(f"{server.url}/v1/", concurrency=3)) == [
+        Completion(i, text_of([5, 6, i], -1 - i), True) for i in range(12)
+    ]
     body, headers = next(one for one in server.asked if one[0]["prompt"] == [5, 6, 3])
-    assert body == {"model": "m", "prompt": [5, 6, 3], "seed": -4, **SAMPLING}  # 64 bits, as servers take them: signed
+    assert body == {"prompt": [5, 6, 3], "seed": -4, **SAMPLING}  # 64 bits, as servers take them: signed
     assert headers["Authorization"] == "Bearer a key"
 
 
@@ -139,83 +127,63 @@ def broken_off(why):
     return {"choices": [{"text": "sai", "finish_reason": why}]}
 
 
-BODIES = [{"choices": []}, {"choices": [{"text": 1}]}, b"<html>", *map(broken_off, ("abort", "error", None))]
+BODIES = [{"choices": []}, {"choices": [{"text": 1}]}, b"<html>", *map(broken_off, ("abort", None))]
 
 
 @pytest.mark.parametrize("how", [500, 503, 429, "half", "zipped", "closed", "late", *BODIES], ids=str)
-def test_what_may_pass_is_asked_again(serve, connect, no_pauses, how):
-    want = answers(connect(serve()))
+def test_what_may_pass_is_asked_again(serve, no_pauses, how):
     server = serve(failing={2: how, 3: how, 7: how})
-    assert answers(connect(server, seconds=0.5 if how == "late" else 30.0, concurrency=4)) == want
-    assert len(server.asked) == 12 + 3 and len(no_pauses) == 3
-    assert set(no_pauses) <= {1.0, 2.0, 4.0}
+    found = answers(connect(server, seconds=0.5 if how == "late" else 30.0, concurrency=4))
+    assert found == [Completion(i, text_of([5, 6, i], -1 - i), True) for i in range(12)]
+    pauses = [pause for pause in no_pauses if pause]
+    assert len(server.asked) == 12 + 3 and len(pauses) == 3 and set(pauses) <= {1.0, 2.0, 4.0}
 
 
-def test_another_endpoint_takes_over(serve, connect):
+def test_another_endpoint_takes_over(serve):
     broken, sound = serve(always=500), serve()
     assert answers(connect(broken, sound)) == answers(connect(sound))
     assert len(broken.asked) >= 6
 
 
-WRONG = ["http://a:b", "http://[::1:8000", "https://ex\0ample", "http://xn--", "http://", "localhost:80"]
-
-
-def test_errors(serve, connect, monkeypatch, tiny_tokenizer):
-    def error(call):
-        with pytest.raises(ValueError) as caught:
-            call()
-        return str(caught.value)
-
+def test_errors(serve, monkeypatch):
     refusing = serve(always=400)
-    said = error(lambda: answers(connect(refusing, concurrency=2), count=300))
-    assert "refuses with 400" in said and "not now" in said and "--max-length" in said and len(refusing.asked) < 150
+    with pytest.raises(ValueError, match=r"--endpoint: .* refuses with 400.*not now"):
+        answers(connect(refusing, concurrency=2), count=300)
+    assert len(refusing.asked) < 150
     monkeypatch.setattr(module, "TRIES", 3)
-    always_busy = serve(always=502)
-    said = error(lambda: answers(connect(always_busy, concurrency=1), count=1))
-    assert "in 3 tries, the last time with 502" in said and len(always_busy.asked) == 3
-    assert "ConnectError" in error(lambda: connect("http://127.0.0.1:9"))
-    assert "--model: the servers have k, m;" in error(lambda: connect(serve(models=("m", "k"))))
-    assert "--model: the servers have k, m;" in error(lambda: connect(serve(), serve(models=("k",))))
-    assert "--model: the servers have none" in error(lambda: connect(serve(models=())))
-    for url in WRONG:
-        assert f"--endpoint: {url!r}" in error(lambda url=url: connect(url))
-    assert "counts None tokens" in error(connect(serve(usage={"prompt_tokens": None})).check)
-    other = serve()
-    other.tokenizer = lambda text: {"input_ids": [0] * 7}
-    own = len(tiny_tokenizer(PROBE)["input_ids"])
-    said = error(connect(other).check)
-    assert "counts 7 tokens" in said and f"makes {own};" in said
-    # A name that is given needs no server before there is work.
-    client = connect("http://127.0.0.1:9", model="m")
-    assert client.model == "m" and "ConnectError" in error(client.check)
+    busy = serve(always=502)
+    with pytest.raises(ValueError, match=r"--endpoint: .*502"):
+        answers(connect(busy, concurrency=1), count=1)
+    assert len(busy.asked) == 3
+    with pytest.raises(ValueError, match="ConnectError"):
+        answers(connect("http://127.0.0.1:9"))
+    for url in ("http://a:b", "http://[::1:8000", "http://xn--", "http://", "localhost:80"):
+        with pytest.raises(ValueError, match=re.escape(f"--endpoint: {url!r}")):
+            connect(url)
 
 
-def test_no_more_is_asked_for_than_the_positions_hold(serve, connect):
-    for positions, most in ((1000, 30), (33, 30), (10, 7), (4, 1)):
-        server = serve()
-        answers(connect(server, positions=positions))
-        assert {body["max_tokens"] for body, _ in server.asked} == {most}
+def test_a_server_of_another_model_is_refused(serve):
+    connect(serve(counts=7), serve(counts=7)).check(7)
+    for counts in (8, None):
+        with pytest.raises(ValueError, match=f"--endpoint: .*counts {counts} tokens"):
+            connect(serve(counts=7), serve(counts=counts)).check(7)
 
 
-def test_a_text_behind_a_prompt_is_read_as_the_target_wrote_it(serve, blank_tokenizer):
-    """vLLM's text begins with the first word's blank, and the tokenizer would add another one."""
-    prompt = blank_tokenizer("hi")["input_ids"]
-    for text, words in ((" the gate", ["▁the", "▁", "g", "ate"]), ("gate", ["g", "ate"])):
-        choice = {"text": text, "finish_reason": "stop"}
-        server = serve(always={"choices": [choice]})
-        client = EndpointClient([server.url], SAMPLING, blank_tokenizer, 99)
-        (found,) = client([prompt], [0])
-        ids = blank_tokenizer.convert_tokens_to_ids(words)
-        assert found == Completion(0, [*ids, blank_tokenizer.eos_token_id], True)
+@pytest.mark.parametrize(("positions", "most"), [(1000, 30), (33, 30), (10, 7), (4, 1)])
+def test_no_more_is_asked_for_than_the_positions_hold(serve, positions, most):
+    server = serve()
+    answers(connect(server, positions=positions), count=3)
+    assert {body["max_tokens"] for body, _ in server.asked} == {most}
 
 
-def test_control_tokens_are_asked_for_and_leave_an_answer_out(serve, smollm2, tmp_path, capsys):
+def test_control_tokens_are_asked_for_and_make_an_answer_bad(serve, smollm2, tmp_path, capsys):
     """If the server removed them, the rest would be a text that the target never wrote."""
     source = tmp_path / "chats.jsonl"
     source.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
-    server = serve(always={"choices": [{"text": "analysis<|im_start|>final", "finish_reason": "stop"}]})
-    server.tokenizer = smollm2
-    given = ["--source", str(source), "--target", "smollm2-135m", "--endpoint", server.url]
-    assert main([*given, "--out", str(tmp_path / "out")]) == 2
-    assert "special_token_in_answer: 1" in capsys.readouterr().err
-    assert [body["skip_special_tokens"] for body, _ in server.asked if isinstance(body["prompt"], list)] == [False]
+    choice = {"text": "analysis<|im_start|>final", "finish_reason": "stop"}
+    server = serve(always={"choices": [choice]}, counts=len(smollm2(PROBE)["input_ids"]))
+    given = ["--source", str(source), "--target", "smollm2-135m", "--endpoint", server.url, "--model", "m"]
+    assert main([*given, "--out", str(tmp_path / "out")]) == 0
+    assert "special_token_in_answer: 1" in capsys.readouterr().out
+    assert [body["skip_special_tokens"] for body, _ in server.asked] == [False] * 2
+    assert {body["model"] for body, _ in server.asked} == {"m"}

@@ -14,12 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from longdraft.data_prep import records
-from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document
 from longdraft.data_prep.formats import ChatFormat, TextFormat
 from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.records import read_documents, scan
-from longdraft.data_prep.regenerate import RegenerateConfig, open_input
 from longdraft.data_prep.sources import COMPRESSED, list_files
 
 TEXTS = [f'text {i}, "quoted" [1, {{2}}] \\ é 🙂\n\r\n next' * (i % 7) + f"end {i}" for i in range(150)]
@@ -258,15 +256,3 @@ def test_a_file_that_changes_under_us_is_an_error(tmp_path):
     os.utime(tmp_path / "a.txt", ns=(0, (segment.mtime_ns or 0) + 1))
     with pytest.raises(ValueError, match=r"a\.txt changed"):
         list(read_documents(segment))
-
-
-def test_all_conversations_of_a_file_that_is_one_segment_are_counted(tmp_path, tiny_tokenizer):
-    """Because regeneration divides them into tasks."""
-    for name in ("a.tar", "lines.jsonl.gz"):
-        write_as(tmp_path / name, [{"chat": TURNS}] * 30)
-        field = "chat.json" if name == "a.tar" else "chat"
-        config = RegenerateConfig(
-            (str(tmp_path / name),), tmp_path / "out", max_prompt=100, answering={}, chat_field=field
-        )
-        _, count, conversations = open_input(config, ChatEncoder(tiny_tokenizer, "plain"))
-        assert count == len(list(conversations)) == 30

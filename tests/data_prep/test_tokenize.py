@@ -10,7 +10,7 @@ from longdraft.data_prep.documents import Document
 from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.records import read_documents, scan
 from longdraft.data_prep.sources import list_files
-from longdraft.data_prep.tokenize import encode_in_parts, make_encoder, rust_tokenizer
+from longdraft.data_prep.tokenize import encode_text, make_encoder, rust_tokenizer
 
 
 def test_documents_end_with_eos_and_begin_as_the_tokenizer_says(tiny_tokenizer, bos_tokenizer):
@@ -80,20 +80,16 @@ LONG_TEXTS = {
 @pytest.mark.parametrize("kind", ["byte level", "smollm2", "always", "first"])
 @pytest.mark.parametrize("name", LONG_TEXTS)
 def test_the_parts_of_a_long_text_are_decoded_to_it(tiny_tokenizer, smollm2, sentencepiece, monkeypatch, kind, name):
-    text = LONG_TEXTS[name]
+    text, size = LONG_TEXTS[name], 200
     theirs = {"byte level": tiny_tokenizer, "smollm2": smollm2}.get(kind)
     theirs = theirs or sentencepiece(kind, ["▁a", "▁t", "he"])
-    tokenizer = rust_tokenizer(theirs.backend_tokenizer.to_str())
-    ((whole, _),) = encode_in_parts(tokenizer, text)
-    monkeypatch.setattr(tokenize, "LONG", 200)
-    parts = list(encode_in_parts(tokenizer, text))
-    ids = np.concatenate([ids for ids, _ in parts])
-    assert tokenizer.decode(ids.tolist()) == tokenizer.decode(whole.tolist()) == text
-    offsets = np.concatenate([offsets for _, offsets in parts])
-    assert len(parts) > 4 and len(offsets) == len(ids) and offsets.max() == len(text)
-    assert all(a <= b for a, b in zip(offsets[:-1, 0], offsets[1:, 0], strict=True))
+    serialised = theirs.backend_tokenizer.to_str()
+    tokenizer, whole = rust_tokenizer(serialised), encode_text(serialised, text)
+    monkeypatch.setattr(tokenize, "LONG", size)
+    ids = encode_text(serialised, text)
+    assert tokenizer.decode(ids) == tokenizer.decode(whole) == text
     # Only around the cuts are there other tokens than those of one call.
-    assert len(ids) - len(whole) <= 2 * len(parts)
+    assert len(text) > 2 * size and len(ids) - len(whole) <= 2 * (text.count("\n") + len(text) // size)
 
 
 def test_the_ends_of_a_long_text_are_marked_once(bos_tokenizer, monkeypatch):
