@@ -74,7 +74,6 @@ def node_budget(text: str) -> str | int:
 
 def add_target(add: Callable[..., Any]) -> None:
     add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
-    add("--gguf-file", help="with --target: name of a .gguf file inside it")
 
 
 def add_loading(add: Callable[..., Any], dtype: str | None = "bf16", dtype_help: str = "default: bf16") -> None:
@@ -257,8 +256,6 @@ def convert() -> ArgumentParser:
     add("--out", required=True, help="draft folder to write")
     help = "the model that it drafts for (default: as the authors pair them; a merged checkpoint drafts for itself, "
     add("--target", help=help + "unless the base model in it is given)")
-    add("--gguf-file", help="with --target: name of a .gguf file inside it")
-    add("--norms", nargs=3, metavar="NAME", help="for a LongSpec draft whose names do not tell: its norms, in order")
     return parser
 
 

@@ -79,8 +79,8 @@ def run_bench(args: argparse.Namespace) -> dict:
             asked = questions_of(texts_for(target, args, texts))
         names = [name for name in drafting.names if name != "plain"]
         builders = {name: partial(build_drafter, name, **drafting.of(name)) for name in names}
-        device, (path, gguf_file) = target.model.embed_tokens.weight.device, drafting.source
-        theirs = load_transformers(path, DTYPES[args.dtype], gguf_file).to(device) if args.transformers else None
+        device, path = target.model.embed_tokens.weight.device, drafting.source
+        theirs = load_transformers(path, DTYPES[args.dtype]).to(device) if args.transformers else None
         with on_device(device):
             result = bench(target, builders, asked, settings, theirs, note, record)
         if args.out is not None:
@@ -147,7 +147,7 @@ def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
     """What is measured and how. Values that were not given come from the paper or the suite."""
     args = drafting.args
     published = {} if suite is None else suite.sampling
-    published = published if args.paper is None else PAPERS[args.paper].sampling(drafting.source[0])
+    published = published if args.paper is None else PAPERS[args.paper].sampling(drafting.source)
     sampling = {**published, **given_sampling(args, SAMPLING)}
     temperature = sampling.pop("temperature", 0.0)
     ignore_eos = sampling.pop("ignore_eos", suite is None or suite.ignore_eos)
@@ -178,8 +178,8 @@ def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -
         if args.prompts > len(questions):
             raise ValueError(f"--prompts: {args.prompts} must lie in 1..{len(questions)}, the suite's questions there")
         questions = _evenly(questions, args.prompts)
-    positions = read_target_config(*source, drafting.max_positions).max_positions
-    reader = Reader(Path(source[0]).name, load_tokenizer(*source))
+    positions = read_target_config(source, drafting.max_positions).max_positions
+    reader = Reader(Path(source).name, load_tokenizer(source))
     asked, left_out = suite.fitting(reader, questions, positions, settings.new_tokens)
     for why in dict.fromkeys(one["why"] for one in left_out):
         named = [one for one in left_out if one["why"] == why]
@@ -236,10 +236,9 @@ def asked_for(drafting: Drafting, settings: BenchSettings, prompts: object) -> d
         "only": args.only,
         "prompt_tokens": None if args.suite else args.prompt_tokens,
         "questions": digest(repr(prompts).encode()),
-        "target": Path(source[0]).name,
-        "gguf_file": source[1],
+        "target": Path(source).name,
         "loader": drafting.loader,
-        "checkpoint": checkpoint_digest(source[0]),
+        "checkpoint": checkpoint_digest(source),
         "draft": [checkpoint_digest(local_folder(draft)) for draft in args.draft],
         "drafters": {name: {key: str(value) for key, value in of.items()} for name, of in of_drafters.items()},
         "small": [checkpoint_digest(small) for small in _small_models(drafting)],

@@ -15,10 +15,8 @@ main = partial(cli.run, "convert")
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.gguf_file is not None and args.target is None:
-        raise ValueError("--gguf-file: it names a file inside --target, which is not given")
     warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
-    draft, info = convert(args.source, args.out, args.target, args.gguf_file, args.norms)
+    draft, info = convert(args.source, args.out, args.target)
     size = sum(parameter.numel() for parameter in draft.parameters()) / 1e6
     method, target = type(draft).__name__.lower(), info.train_config["target"]["path"]
     show(

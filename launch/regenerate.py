@@ -102,8 +102,8 @@ def _regenerate(args: argparse.Namespace) -> None:
     sampling = SamplingParams(**given)
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
     drafting = Drafting(args, template)
-    shape = read_target_config(*drafting.source, drafting.max_positions)
-    tokenizer = load_tokenizer(*drafting.source)
+    shape = read_target_config(drafting.source, drafting.max_positions)
+    tokenizer = load_tokenizer(drafting.source)
     positions = min(args.max_length or shape.max_positions, shape.max_positions)
     client = EndpointClient(args.endpoint, _served(sampling, args.model), positions, args.concurrency)
     settings = {name: getattr(sampling, name) for name in NUMBERS if name != "seed"}

@@ -29,7 +29,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TrainedTarget(Schema):
-    """What a draft says of its target: the section `target` of the run that trained it. Other fields are not read."""
+    """What a draft says of its target: the section `target` of the run that trained it. Other fields are not read.
+    gguf_file: of older drafts, a file in the folder or repository `path`."""
 
     model_config = ConfigDict(extra="ignore")
     path: str | None = None
@@ -45,7 +46,7 @@ class Drafting:
         names: the drafters' names.
         options: the drafters' options, as --option gives them.
         nodes: as `Engine` takes it.
-        source: path and .gguf file of the target.
+        source: path or name of the target.
         loader: a key of LOADERS.
         max_positions: positions that the target is limited to; None for its config.json's.
         template: a chat template in place of the tokenizer's own, whose end token counts too; None without one.
@@ -84,7 +85,7 @@ class Drafting:
             cache = 2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize * held
             if free is not None and weights + cache > free:
                 raise ValueError(
-                    f"--device: {device} has {size(free)} free, but the weights of {self.source[0]} take "
+                    f"--device: {device} has {size(free)} free, but the weights of {self.source} take "
                     f"{size(weights)} in {self.args.dtype} and a cache of {held} positions {size(cache)}; take a "
                     "larger device, a smaller target or fewer positions"
                 )
@@ -102,12 +103,12 @@ class Drafting:
             build: as `load_target` takes it; other loaders do not use it.
         """
         warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
-        (path, gguf_file), most, loader = self.source, self.max_positions, self.loader
+        path, most, loader = self.source, self.max_positions, self.loader
         by = "" if loader == "longdraft" else f" through {loader}"
         positions = f", with {most} positions as its draft was trained" if most else ""
         note(f"Loading {path}{by}{f' in {dtype}' if dtype else ''} on {self.device}{positions}")
         building = {"build": build} if loader == "longdraft" else {}
-        target = LOADERS[loader](path, DTYPES[dtype or "fp32"], self.device, gguf_file, most, **building)
+        target = LOADERS[loader](path, DTYPES[dtype or "fp32"], self.device, most, **building)
         if self.template is not None and (end := chat_end(target.tokenizer, self.template)) is not None:
             target.eos_token_ids = tuple({*target.eos_token_ids, end})
         return target
@@ -129,12 +130,10 @@ class Drafting:
         return engine
 
 
-def _source(args: argparse.Namespace, trained: TrainedTarget) -> tuple[str, str | None]:
-    """Path and .gguf file of the target that was named, else of the one that the first draft was trained for."""
+def _source(args: argparse.Namespace, trained: TrainedTarget) -> str:
+    """Path or name of the target that was named, else of the one that the first draft was trained for."""
     if args.target is not None:
-        return args.target, args.gguf_file
-    if args.gguf_file is not None:
-        raise ValueError("--gguf-file: it names a file inside --target, which is not given")
+        return args.target
     if not args.draft:
         raise ValueError("--target: name a model, or give --draft, whose own target is then loaded")
     if trained.path is None:
@@ -142,7 +141,7 @@ def _source(args: argparse.Namespace, trained: TrainedTarget) -> tuple[str, str 
         raise ValueError(
             f"--target: {args.draft[0]} does not say where its target is; give {name} or a copy of it as --target"
         )
-    return trained.path, trained.gguf_file
+    return trained.path if trained.gguf_file is None else f"{trained.path}/{trained.gguf_file}"
 
 
 def drafter_names(given: Sequence[str] | None, drafts: Sequence[str]) -> list[str]:

@@ -11,17 +11,15 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def check_device(device: torch.device | str, name: str = "device") -> torch.device:
-    """`device` as a torch.device. Raises ValueError, which begins with `name`, for one that is not on this machine."""
-    count = n_gpus()
+    """`device` as a torch.device. Raises ValueError, which begins with `name`, if PyTorch does not see it here."""
+    here = ["cpu", *(f"cuda:{i}" for i in range(n_gpus()))]
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         found = None
-    if found is not None and (found.type == "cpu" or (found.type == "cuda" and (found.index or 0) < count)):
-        return found
-    here = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
-    why = f" ({_unusable()})" if _has_gpu() and not count else ""
-    raise ValueError(f"{name}: {str(device)!r} is no device for a target{why}; this machine has {here}")
+    if found is None or str(found) not in [*here, *(["cuda"] if here[1:] else [])]:
+        raise ValueError(f"{name}: {str(device)!r} is no device for a target; PyTorch sees {', '.join(here)}")
+    return found
 
 
 def default_device(name: str, otherwise: str) -> torch.device:
@@ -34,9 +32,12 @@ def default_device(name: str, otherwise: str) -> torch.device:
     """
     if n_gpus():
         return torch.device("cuda")
-    is_hidden = os.environ.get(VISIBLE, "0").split(",")[0].strip() in ("", "-1")
-    if _has_gpu() and not is_hidden:
-        raise ValueError(f"{name}: {_unusable()}; if the CPU is meant, {otherwise}")
+    visible = os.environ.get(VISIBLE, "unset")
+    if any(NODES.glob("nvidia[0-9]*")) and visible.split(",")[0].strip() not in ("", "-1"):
+        raise ValueError(
+            f"{name}: PyTorch cannot use the GPU of this machine ({VISIBLE}={visible}; see nvidia-smi); if the CPU is "
+            f"meant, {otherwise}"
+        )
     return torch.device("cpu")
 
 
@@ -52,7 +53,7 @@ def start(device: torch.device, name: str) -> None:
         if device.type == "cuda":
             torch.cuda.mem_get_info(device)
     except RuntimeError as error:
-        raise ValueError(f"{name}: CUDA does not start on {device}: {_first_line(error)}; see nvidia-smi") from error
+        raise ValueError(f"{name}: CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
 
 
 def free_bytes(device: torch.device) -> int:
@@ -72,23 +73,3 @@ def available_bytes(device: torch.device) -> int | None:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes this GPU the current one: Triton launches kernels on the current GPU, wherever their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _has_gpu() -> bool:
-    """Whether the driver has found a GPU."""
-    return any(NODES.glob("nvidia[0-9]*"))
-
-
-def _unusable() -> str:
-    """PyTorch's own reason why it does not see the GPUs of this machine."""
-    try:
-        torch.cuda.init()
-        why = "it gives no reason"
-    except (RuntimeError, AssertionError) as error:
-        why = _first_line(error)
-    visible = os.environ.get(VISIBLE, "unset")
-    return f"this machine has a GPU that PyTorch cannot use: {why} ({VISIBLE}={visible}); see nvidia-smi"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")

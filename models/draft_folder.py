@@ -10,11 +10,10 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypeVar, overload
+from typing import Annotated, Any, NotRequired
 
 import torch
 from pydantic import ConfigDict, Field
@@ -28,7 +27,6 @@ from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.files import damage_named, file_digest, sync, write_tensors
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hub import hub_folder
-from longdraft.models.quantised import read_quantisation
 from longdraft.models.schema import Float, Int, Str, validate, validated_dataclass
 from longdraft.models.target import Target
 
@@ -45,7 +43,6 @@ DRAFTS = {
     "medusa": (MedusaConfig, Medusa),
 }
 Draft = TokenSwift | LongSpec | Medusa
-D = TypeVar("D", TokenSwift, LongSpec, Medusa)
 REMEDY = "copy the whole folder again, or export again"
 
 Rates = Annotated[list[list[Annotated[Float, Field(ge=0, le=1)]]], Field(max_length=64)]
@@ -64,7 +61,7 @@ class Tree(TypedDict):
 
 class TargetEntry(TypedDict):
     """The target that a draft was trained for. The hashes are those of fingerprint.py; loader, if another than our
-    decoder computed it; quantization, in words."""
+    decoder computed it; quantization: in words, in older folders."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore
     name: Str
@@ -112,8 +109,6 @@ def target_entry(target: Target, weights_sha256: str | None = None) -> TargetEnt
     }
     if weights is not None:
         entry["weights_sha256"] = weights
-    if (quantisation := read_quantisation(target.hf_config)) is not None:
-        entry["quantization"] = f"{quantisation.description}, dequantised"
     if target.loader != "longdraft":
         entry["loader"] = target.loader
     return entry
@@ -125,16 +120,13 @@ def check_out(folder: str | Path) -> None:
     folder = Path(folder)
     try:
         inside = {entry.name for entry in folder.iterdir()} - {STAGED}
+        is_free = not inside or read_config(folder).keys() >= {"format_version", "method"}
     except FileNotFoundError:
         return
-    except OSError as error:
-        raise ValueError(f"out: no draft can be written to {folder}: {error.strerror}; give another folder") from error
-    try:
-        is_ours = not inside or read_config(folder).keys() >= {"format_version", "method"}
-    except ValueError:
-        is_ours = False
-    if not is_ours:
-        raise ValueError(f"out: {folder} holds files and no draft of longdraft's; give a new or an empty folder")
+    except (OSError, ValueError):
+        is_free = False
+    if not is_free:
+        raise ValueError(f"out: {folder} is no folder for a draft, or holds other files; give a new or an empty one")
 
 
 def save_draft(
@@ -175,8 +167,6 @@ def save_draft(
         raise ValueError(f"out: no draft can be written to {folder}: {error}; make room there") from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-        with suppress(OSError):  # it holds a draft
-            folder.rmdir()
 
 
 def local_folder(draft: str | Path, revision: str | None = None) -> Path:
@@ -215,37 +205,28 @@ def draft_method(folder: str | Path) -> str:
     return _read(local_folder(folder))[0]
 
 
-@overload
-def load_draft(folder: str | Path, target: Target | None = None) -> Any: ...
-@overload
-def load_draft(folder: str | Path, target: Target | None, kind: type[D]) -> D: ...
-def load_draft(folder: str | Path, target: Target | None = None, kind: type[Draft] | None = None) -> Draft:
-    """Load the frozen network of a draft folder.
+def load_draft(folder: str | Path, target: Target | None = None) -> Any:
+    """Load the frozen network of a draft folder: a `Draft`.
 
     A target with the same configuration and other weights is accepted with a warning: its text is exact with any draft.
 
     Args:
         folder: a folder or a name, as of `local_folder`.
         target: what it will draft for; the draft gets its dtype and device. None: as stored, on the CPU.
-        kind: the class that the network must have; None for any.
 
     Raises:
-        ValueError: no draft folder, another format, an unknown or another method, another target, or a damaged file: a
-            field that is missing, unknown or invalid, weights that do not fit it or are of another folder. The message
-            names the file and what to do.
+        ValueError: no draft folder, another format, an unknown method, another target, or a damaged file: a field that
+            is missing, unknown or invalid, weights that do not fit it or are of another folder. The message names the
+            file and what to do.
     """
     folder = local_folder(folder)
     method, info, shape = _read(folder)
-    config_type, network = DRAFTS[method]
-    if kind not in (None, network):
-        expected = next(name for name, (_, other) in DRAFTS.items() if other is kind)
-        raise ValueError(f"draft: {folder} holds a draft of {method}; give one of {expected}")
     if target is not None:
         _check_target(folder, info.target, target_entry(target))
+    config_type, network = DRAFTS[method]
     path = folder / WEIGHTS
     with damage_named(folder / CONFIG, remedy=REMEDY), torch.device("meta"):  # shapes only: the weights come from files
-        config: Any = validate(config_type, shape, "draft")
-        draft: Draft = network(config)
+        draft: Draft = network(validate(config_type, shape, "draft"))  # pyright: ignore[reportArgumentType]
     with damage_named(path, remedy=REMEDY):
         weights = load_file(path)
         if info.weights_sha256 not in (None, file_digest(path)):  # after reading: a replaced file never comes back
@@ -260,9 +241,7 @@ def load_draft(folder: str | Path, target: Target | None = None, kind: type[Draf
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json. Raises ValueError if it is absent or no JSON object."""
     path = folder / CONFIG
-    if not path.is_file():
-        raise ValueError(f"draft: {folder} holds no {CONFIG}; give a folder that `longdraft export` wrote")
-    with damage_named(path, remedy=REMEDY):
+    with damage_named(path, remedy="give a draft folder as `longdraft export` wrote it"):
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
 

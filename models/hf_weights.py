@@ -5,7 +5,6 @@ Hugging Face's tensor names are known here and nowhere else; the gguf library kn
 
 import json
 import re
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -24,10 +23,11 @@ from longdraft.models.files import damage_named
 TOKENSWIFT_HEADS = "model.medusa_layers."
 # The image encoder of Gemma 3's larger models.
 OF_IMAGES = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
-# Scales of activations and of fp8 caches, which a target in a plain dtype does not need: `input_scale` (all),
-# `self_attn.kv_scale` (AutoFP8), `self_attn.k_scale`, `q_scale` (llm-compressor), `k_proj.k_scale` (ModelOpt),
-# `k_proj.output_scale` (Quark, older llm-compressor), `prob_output_scale` (Quark), `attn.prob_scale` (vLLM).
-OF_ACTIVATIONS = re.compile(r"\.(input|activation|(prob_)?output|prob|kv|[qkv])_(scale|zero_point)$")
+# RoPE's table, which old checkpoints carry, and the scales of activations and of fp8 caches, which a target in a plain
+# dtype does not need: `input_scale` (all), `self_attn.kv_scale` (AutoFP8), `self_attn.k_scale`, `q_scale`
+# (llm-compressor), `k_proj.k_scale` (ModelOpt), `k_proj.output_scale` (Quark, older llm-compressor),
+# `prob_output_scale` (Quark), `attn.prob_scale` (vLLM).
+NOT_READ = re.compile(r"\.((input|activation|(prob_)?output|prob|kv|[qkv])_(scale|zero_point)|rotary_emb\.inv_freq)$")
 # A layer's norms: Hugging Face's names to ours. Gemma's post_attention_layernorm is another norm than a Llama's.
 NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 GEMMA_NORMS = {
@@ -165,46 +165,33 @@ def fill(
 ) -> None:
     """Copy a checkpoint's tensors, by Hugging Face name, into the decoder, cast to its dtype.
 
-    Each tensor is copied as it comes; with `whole`, which is entered to make all rows of a parameter available, all
-    tensors of a parameter at once. loaded: as of `places`.
+    A parameter is written once all tensors that make it have come; `whole` is entered to make all its rows available.
+    The LM head of a tied checkpoint is not read. loaded: as of `places`.
 
     Raises ValueError that names `source` and every missing, unexpected or mis-shaped tensor.
     """
     table, parameters = places(decoder.config, loaded), dict(decoder.named_parameters())
     n_parts = Counter(place.parameter for place in table.values())
-    waiting: dict[str, list[tuple[str, Tensor]]] = {}  # parameter -> its tensors that have come and are not copied
-    filled: set[str] = set()
-    problems: list[str] = []
-    head: Tensor | None = None  # the LM head of a tied checkpoint that has one nevertheless
-
-    def copy(parameter: str) -> None:
-        with whole(parameters[parameter]):
-            for name, tensor in waiting.pop(parameter):
-                problems.extend(_copy(tensor, name, table[name], parameters[parameter]))
-
+    waiting: dict[str, dict[str, Tensor]] = {}  # parameter -> its tensors that have come
+    missing, problems = set(table), list[str]()
     for name, tensor in tensors:
-        is_left_out = name.startswith((TOKENSWIFT_HEADS, *OF_IMAGES)) or OF_ACTIVATIONS.search(name)
-        if is_left_out or name.endswith("rotary_emb.inv_freq"):
-            continue  # old checkpoints carry the RoPE table
+        is_skipped = name.startswith((TOKENSWIFT_HEADS, *OF_IMAGES)) or NOT_READ.search(name)
         name = canonical(name)
-        if decoder.config.tie_embeddings and name == "lm_head.weight":
-            head = tensor
+        if is_skipped or (decoder.config.tie_embeddings and name == "lm_head.weight"):
             continue
         if name not in table:
-            problems.append(f"unexpected {name} {list(tensor.shape)}")
+            if not name.endswith(".bias") or tensor.any():  # AutoGPTQ writes zeros for layers without a bias
+                problems.append(f"unexpected {name} {list(tensor.shape)}")
             continue
+        missing.discard(name)
         parameter = table[name].parameter
-        parts = waiting.setdefault(parameter, [])
-        parts.append((name, tensor))
-        filled.add(name)
-        if whole is nullcontext or len(parts) == n_parts[parameter]:
-            copy(parameter)
-    for parameter in list(waiting):
-        copy(parameter)
-    problems += [f"missing {name}" for name in table if name not in filled]
-    embedding = parameters["embed_tokens.weight"]  # never sharded, unlike the layers' weights
-    if head is not None and not problems and not _is_same(embedding, head):
-        problems.append("lm_head.weight is not the embedding: tie_word_embeddings must be false in config.json")
+        parts = waiting.setdefault(parameter, {})
+        parts[name] = tensor
+        if len(parts) == n_parts[parameter]:
+            with whole(parameters[parameter]):
+                for part, value in waiting.pop(parameter).items():
+                    problems += _copy(value, part, table[part], parameters[parameter])
+    problems += [f"missing {name}" for name in table if name in missing]
     if problems:
         raise ValueError(f"{source} does not fit its configuration:\n  " + "\n  ".join(problems))
 
@@ -219,35 +206,19 @@ def _copy(tensor: Tensor, name: str, place: Place, parameter: nn.Parameter) -> l
     return []
 
 
-def _is_same(embedding: Tensor, head: Tensor) -> bool:
-    if embedding.is_meta:  # only names and shapes are checked
-        return True
-    return embedding.shape == head.shape and torch.equal(embedding, head.to(embedding))
-
-
 def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a Hugging Face folder, one at a time, by name. Raises ValueError as `weight_files`, and for a file
-    that cannot be read."""
-    for file in weight_files(folder):
-        yield from file_tensors(file)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files with a folder's weights: safetensors (sharded or not), else PyTorch .bin files.
-
-    Raises ValueError if there are none, or a shard of the index is missing.
-    """
+    """The tensors of a Hugging Face folder, one at a time, by name: of its safetensors files, sharded or not, else of
+    its PyTorch .bin files. Raises ValueError if there are none, and for a file that is missing or cannot be read."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        index = folder / f"{stem}.{suffix}.index.json"
-        if (folder / f"{stem}.{suffix}").exists():
-            return [folder / f"{stem}.{suffix}"]
-        if index.exists():
+        index, files = folder / f"{stem}.{suffix}.index.json", [folder / f"{stem}.{suffix}"]
+        if not files[0].exists() and index.exists():
             with damage_named(index):
                 files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-            absent = [file.name for file in files if not file.exists()]
-            if absent:
-                raise ValueError(f"{folder} lacks shards that {index.name} lists; fetch them: {', '.join(absent)}")
-            return files
+        elif not files[0].exists():
+            continue
+        for file in files:
+            yield from file_tensors(file)
+        return
     raise ValueError(f"{folder} holds no weights; fetch model.safetensors, pytorch_model.bin or one's index and shards")
 
 
@@ -259,5 +230,4 @@ def file_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     yield name, opened.get_tensor(name)
         else:
-            mmap = zipfile.is_zipfile(file)  # torch before 1.6 wrote another form, which cannot be mapped
-            yield from torch.load(file, map_location="cpu", weights_only=True, mmap=mmap).items()
+            yield from torch.load(file, map_location="cpu", weights_only=True).items()

@@ -9,7 +9,7 @@
 | mxfp4 | pairs of FP4 numbers, 32 numbers per exponent (OCP Microscaling 1.0); experts' [E, K, N] | gpt-oss |
 
 Tensors are read one at a time, and a weight is yielded once all tensors that make it have come. Scales of activations
-are yielded as they are, and hf_weights.py leaves them out.
+are yielded as they are, and hf_weights.py skips them.
 Shapes: N outputs, K inputs, G groups of inputs, W int32 words, E experts, B bytes of a group.
 """
 
@@ -29,13 +29,9 @@ REMEDY = "take the checkpoint that was quantised, or one of another form"
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint's weights are stored.
+    """How a checkpoint's weights are stored: the names of the tensors that make a weight, in the order of the arguments
+    of `value`, which dequantises it."""
 
-    description: in words, for the record in a draft. parts: the names of the tensors that make a weight, in the order
-    of the arguments of `value`, which dequantises it.
-    """
-
-    description: str
     parts: tuple[str, ...]
     value: Callable[..., Tensor]
 
@@ -60,9 +56,7 @@ class Quantisation:
         if waiting:
             weight, found = next(iter(waiting.items()))
             lacking = ", ".join(part for part in self.parts if part not in found)
-            raise ValueError(
-                f"{source}: {len(waiting)} quantised weights ({self.description}) lack a part: {weight} {lacking}"
-            )
+            raise ValueError(f"{source}: {len(waiting)} quantised weights lack a part, such as {weight} its {lacking}")
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -103,8 +97,7 @@ def _fp8(fields: Mapping[str, Any]) -> Quantisation:
     def value(weight_NK: Tensor, scale: Tensor) -> Tensor:
         return weight_NK.float() * _expand_scale(scale, weight_NK, block)
 
-    in_blocks = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
-    return Quantisation(f"fp8{in_blocks}", ("weight", "weight_scale"), value)
+    return Quantisation(("weight", "weight_scale"), value)
 
 
 def _compressed(fields: Mapping[str, Any]) -> Quantisation | None:
@@ -124,7 +117,7 @@ def _compressed(fields: Mapping[str, Any]) -> Quantisation | None:
             numbers = _unpacked(words, bits).flatten(1) - (1 << (bits - 1))
             return numbers * _expand_scale(scale, numbers, None)
 
-        return Quantisation(f"integers of {bits} bits", ("weight_packed", "weight_scale"), packed)
+        return Quantisation(("weight_packed", "weight_scale"), packed)
     _one_of(weights[0], "type", "float")
     _one_of(weights[0], "num_bits", 8)
     return _fp8({"weight_block_size": weights[0].get("block_structure")})
@@ -141,7 +134,7 @@ def _awq(fields: Mapping[str, Any]) -> Quantisation:
         group_size = len(q_KN) // len(z_GN)
         return ((q_KN.unflatten(0, (-1, group_size)) - z_GN[:, None]) * scales_GN.float()[:, None]).flatten(0, 1).T
 
-    return Quantisation(f"awq of {bits} bits", ("qweight", "qzeros", "scales"), value)
+    return Quantisation(("qweight", "qzeros", "scales"), value)
 
 
 def _gptq(fields: Mapping[str, Any]) -> Quantisation:
@@ -155,7 +148,7 @@ def _gptq(fields: Mapping[str, Any]) -> Quantisation:
         group_K = group_K.long()
         return ((q_KN - z_GN[group_K]) * scales_GN.float()[group_K]).T
 
-    return Quantisation(f"gptq of {bits} bits", ("qweight", "qzeros", "scales", "g_idx"), value)
+    return Quantisation(("qweight", "qzeros", "scales", "g_idx"), value)
 
 
 def _mxfp4(fields: Mapping[str, Any]) -> Quantisation:
@@ -170,7 +163,7 @@ def _mxfp4(fields: Mapping[str, Any]) -> Quantisation:
             out_NK.copy_(torch.ldexp(values[pairs_NGB2.int()].flatten(2), exponents_NG1).flatten(1))
         return out_ENK.mT
 
-    return Quantisation("mxfp4", ("blocks", "scales"), value)
+    return Quantisation(("blocks", "scales"), value)
 
 
 _READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}

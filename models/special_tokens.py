@@ -1,5 +1,6 @@
 """A tokenizer's special tokens, and the tokens that end a text."""
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -18,8 +19,8 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def chat_end(tokenizer: Any, template: str | None = None) -> int | None:
-    """The token that ends an answer in a chat: the first special one that the template writes behind its content, as
-    for the loss (data_prep/chat.py). None if there is none.
+    """The token that ends an answer in a chat: the first special one that the template writes after its content, as for
+    the loss (data_prep/chat.py). None if there is none.
 
     template: Jinja, in place of the tokenizer's own.
     """
@@ -27,13 +28,13 @@ def chat_end(tokenizer: Any, template: str | None = None) -> int | None:
         return None
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     try:
-        _, found, rest = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False).rpartition(ANSWER)
+        text = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False)
     except TEMPLATE_ERRORS:
         return None
-    written = {token: rest.find(spelling) for token, spelling in special_tokens(tokenizer).items() if spelling in rest}
-    # At one place the longest spelling is the token.
-    first = min(written, key=lambda token: (written[token], -len(special_tokens(tokenizer)[token])), default=None)
-    return first if found else None
+    tokens = {spelling: token for token, spelling in special_tokens(tokenizer).items()}
+    spellings = "|".join(re.escape(one) for one in sorted(tokens, key=len, reverse=True))
+    found = re.search(spellings, text.rpartition(ANSWER)[2]) if ANSWER in text else None
+    return tokens.get(found[0]) if found else None
 
 
 def end_tokens(hf_config: PretrainedConfig, generation: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -53,7 +54,7 @@ def end_tokens(hf_config: PretrainedConfig, generation: Any, tokenizer: Any) -> 
     if found:
         named &= set() if tokenizer is None else special_tokens(tokenizer).keys()
     if tokenizer is not None:
-        named |= _ids(chat_end(tokenizer))
+        found |= _ids(chat_end(tokenizer))
     return tuple(sorted(token for token in found | named if 0 <= token < text_config.vocab_size))
 
 

@@ -1,15 +1,16 @@
-"""TransformersModel: a model that transformers' own classes compute, behind our decoder's interface.
+"""TransformersModel: a model that transformers' own classes compute, with the interface of our decoder.
 
-It serves families that models/decoder.py does not know. transformers lets a program replace the attention function.
-Here q, k and v go to our decoder's attention, so packed pieces, caches, trees and ranks that share a row work as with
+It serves families that models/decoder.py does not know. transformers lets a program replace its attention function:
+here q, k and v go to our decoder's attention, so packed pieces, caches, trees and ranks that share a row work as with
 our decoder. Everything else is the model's own code; hooks collect the other fields of a TargetOutput.
 
 Shapes: B slots, T query tokens, N tokens of the probe, D hidden width, V vocabulary, H query heads, K key/value heads,
 d head width.
 """
 
+import copy
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -26,10 +27,12 @@ from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.fingerprint import json_hash, shape_hash, weights_hash
 from longdraft.models.layer import AttentionContext, Layer, Linear, attend
 from longdraft.models.passes import Pass, TargetOutput, take_at, take_one, take_spans
-from longdraft.models.rope import Rope
-from longdraft.models.transformers_shape import NOT_SERVED, find_layers, foreign_config
+from longdraft.models.rope import LENGTH_DEPENDENT, ROPE_TYPES, Rope, RopeConfig
 
 ATTENTION = "longdraft"
+# The values of transformers' layer_types that mean attention over the keys of earlier tokens.
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 # The probe, a short pass that shows what a model is: where its pieces start, and by how much its last positions jump.
 PROBE_BORDERS, PROBE_JUMP = [0, 9, 15], 5
 # How far (`distance`) two computations of a layer may differ: a few roundings, but no other formula.
@@ -41,7 +44,7 @@ class _Running(AttentionContext):
     """A pass, and what it has shown so far.
 
     queries, windows: of each layer that has run its wanted queries [B, H, d] and its sliding window. heads: H, K and d
-    of the last of these layers; last_kv: its K and V [B, T, K, d]. pre_norm: the final norm's input.
+    of the last of these layers; last_kv: its K and V [B, T, K, d]. pre_norm: the final norm's input [B, T, D].
     """
 
     queries: list[Tensor] = field(default_factory=list)
@@ -71,7 +74,8 @@ def attention(
     Returns: [B, T, H, d].
     Raises ValueError for attention that our decoder does not compute.
     """
-    _check_served(module, key, value, options)
+    if options.get("softcap") is not None or key.shape != value.shape:
+        raise _not_served(module, "a soft cap on scores, or keys and values of two widths (latents, as of MLA)")
     running, width = _RUNNING.get(), query.shape[-1]
     inputs, layer = running.inputs, len(running.windows)
     if scaling is not None and not math.isclose(scaling, width**-0.5, rel_tol=1e-6):
@@ -88,19 +92,6 @@ def attention(
     return attend(q_BTHd, k_BTKd, v_BTKd, running, layer, sliding_window, options.get("s_aux")), None
 
 
-def _check_served(module: nn.Module, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> None:
-    name = type(module).__name__
-    if options.get("softcap") is not None:
-        raise ValueError(f"target.loader: {name} has a soft cap on scores, which {NOT_SERVED}")
-    if options.get("is_causal") is False or not getattr(module, "is_causal", True):
-        raise ValueError(f"target.loader: {name} is not causal, which {NOT_SERVED}")
-    if key.shape != value.shape:
-        raise ValueError(
-            f"target.loader: {name} has keys of width {key.shape[-1]} and values of width {value.shape[-1]} (latents, "
-            f"as of MLA), which {NOT_SERVED}"
-        )
-
-
 AttentionInterface.register(ATTENTION, attention)
 
 
@@ -110,7 +101,7 @@ class TransformersModel(Decoder):
     A pass always runs all layers to the end, and all tokens at once (`Pass.chunk` has no effect). nn.Linear modules
     become our `Linear`, so that on a CPU a token's result does not depend on the width of its pass while decoding.
     Logits are the LM head's product: if transformers scales them afterwards, the factor is multiplied into a copy of
-    the head's weights.
+    the head.
 
     Args:
         model: a `...ForCausalLM` with its weights; changed in place.
@@ -136,7 +127,7 @@ class TransformersModel(Decoder):
     ):
         nn.Module.__init__(self)
         self.hf_model, self.known, self.around_layer = model.requires_grad_(False).eval(), known, around_layer
-        self.hf_attention, self._class_name = model.config._attn_implementation, type(model).__name__
+        self.hf_attention = model.config._attn_implementation
         model.set_attn_implementation(ATTENTION)
         self.layers, self._body = find_layers(model), model.get_decoder()
         self.embed_tokens, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -147,10 +138,14 @@ class TransformersModel(Decoder):
         for layer in self.layers:
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_hook(self._leave, always_call=True)
+        inside = set(self.layers.modules())
+        norms = [one for one in self._body.modules() if one not in inside and "norm" in type(one).__name__.lower()]
+        if not norms:
+            raise _not_served(model, "no final norm")
+        self.norm = norms[-1]
+        self.norm.register_forward_pre_hook(_keep_pre_norm)
         probed = self._probe()
-        if known is None:
-            self._check_windows(probed.windows)
-        self.config = known or foreign_config(model, probed.heads, probed.windows, max_positions)
+        self.config = known or _foreign_config(model, probed.heads, probed.windows, max_positions)
         if max_positions is not None:
             self.config = replace(self.config, max_positions=max_positions)
         self.rope = Rope(self.config.rope)
@@ -192,55 +187,6 @@ class TransformersModel(Decoder):
     def _leave(self, *_: Any) -> None:
         self._open.pop().__exit__(None, None, None)
 
-    @torch.no_grad()
-    def _probe(self) -> _Running:
-        """Run the probe, which shows the layers; find the final norm, and take the logits' factor into the head."""
-        inputs = self.probe_pass()
-        running, outputs = _Running(inputs, inputs.plan(), inputs.pieces()), list[tuple[nn.Module, Any]]()
-        inside_layers = set(self.layers.modules())
-        hooks = [
-            module.register_forward_hook(lambda module, _, output: outputs.append((module, output)))
-            for module in self._body.modules()
-            if module not in inside_layers
-        ]
-        try:
-            logits_BTV = self._run(self.hf_model, running).logits
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if len(running.windows) != len(self.layers):
-            raise ValueError(
-                f"target.loader: {len(running.windows)} of the {len(self.layers)} layers of {self._class_name} "
-                f"give keys and values to transformers' attention interface; such a model {NOT_SERVED}"
-            )
-        (hidden_BTD,) = (output.last_hidden_state for module, output in outputs if module is self._body)
-        self.norm = self._final_norm(hidden_BTD, outputs)
-        self.norm.register_forward_pre_hook(_keep_pre_norm)
-        self._scale_head(hidden_BTD, logits_BTV)
-        return running
-
-    def _final_norm(self, hidden_BTD: Tensor, outputs: Sequence[tuple[nn.Module, Any]]) -> nn.Module:
-        """The last module with weights whose output is the body's: the very same memory."""
-        norms = [
-            module
-            for module, output in outputs
-            if isinstance(output, Tensor) and output.data_ptr() == hidden_BTD.data_ptr() and module.state_dict()
-        ]
-        if not norms:
-            raise ValueError(f"target.loader: {self._class_name} has no final norm; it {NOT_SERVED}")
-        return norms[-1]
-
-    def _check_windows(self, told: Collection[int | None]) -> None:
-        """Refuse a window that is in the model's mask alone and that its attention was not `told`: it would be lost."""
-        config = self.hf_model.config.get_text_config()
-        window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-        is_sliding = [kind == "sliding_attention" for kind in kinds] if kinds else [True] * len(told)
-        if window and any(slides and found is None for slides, found in zip(is_sliding, told, strict=True)):
-            raise ValueError(
-                f"target.loader: {self._class_name} has sliding_window {window}, which it puts into its mask "
-                f"and does not tell transformers' attention interface; such a model {NOT_SERVED}"
-            )
-
     def probe_pass(self, **options: Any) -> Pass:
         """The probe: two packed pieces of fixed random tokens, the second with a jump in its positions."""
         weight, n_tokens = self.embed_tokens.weight, PROBE_BORDERS[-1]
@@ -250,22 +196,30 @@ class TransformersModel(Decoder):
         tokens_1N, positions_1N = (x[None].to(weight.device) for x in (tokens_N, positions_N))
         return Pass(tokens_1N, positions_BT=positions_1N, borders=PROBE_BORDERS, **options)
 
-    def _scale_head(self, hidden_BTD: Tensor, logits_BTV: Tensor) -> None:
-        """Multiply the head's weights by the factor that transformers puts on the logits, if there is one."""
-        product_BTV = self.lm_head(hidden_BTD)
-        ours, theirs = product_BTV.double(), logits_BTV.double()
-        factor = float((ours * theirs).sum() / (ours * ours).sum())
-        off = distance(factor * ours, theirs)
-        if self.lm_head.bias is not None or not off < TOLERANCES[hidden_BTD.dtype]:
-            raise ValueError(
-                f"target.loader: the logits of {self._class_name} are no multiple of its LM head's product (a "
-                f"bias, a soft cap; {off:.2g} off); it {NOT_SERVED}"
-            )
-        if not math.isclose(factor, 1, rel_tol=TOLERANCES[hidden_BTD.dtype]):
-            weight = nn.Parameter(self.lm_head.weight * factor, requires_grad=False)
-            with torch.device("meta"):
-                self.lm_head = Linear(*reversed(weight.shape), bias=False)
-            self.lm_head.weight = weight
+    @torch.no_grad()
+    def _probe(self) -> _Running:
+        """Run the probe, which shows the layers. Multiply the head's weights by the factor that transformers puts on
+        the logits, if there is one."""
+        inputs, model = self.probe_pass(), self.hf_model
+        running = _Running(inputs, inputs.plan(), inputs.pieces())
+        logits_BTV = self._run(model, running).logits
+        if len(running.windows) != len(self.layers):
+            raise _not_served(model, "layers that give transformers' attention interface no keys and values")
+        text = model.config.get_text_config()
+        window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+        slides = [kind == "sliding_attention" for kind in kinds] if kinds else [True] * len(self.layers)
+        if window and any(a and b is None for a, b in zip(slides, running.windows, strict=True)) and not self.known:
+            raise _not_served(model, "a sliding_window in its mask alone, which attention is not told")
+        assert running.pre_norm is not None
+        hidden_BTD = self.norm(running.pre_norm)
+        ours, theirs = self.lm_head(hidden_BTD).double(), logits_BTV.double()
+        factor, tolerance = float((ours * theirs).sum() / (ours * ours).sum()), TOLERANCES[hidden_BTD.dtype]
+        if self.lm_head.bias is not None or not distance(factor * ours, theirs) < tolerance:
+            raise _not_served(model, "logits that are no multiple of its LM head's product (a bias, a soft cap)")
+        if not math.isclose(factor, 1, rel_tol=tolerance):
+            self.lm_head = copy.deepcopy(self.lm_head)  # the embedding may share its weights
+            self.lm_head.weight.mul_(factor)
+        return running
 
     def _rotates(self) -> bool:
         """Whether a lone token's key at a later position is its key at position 0, rotated by `config.rope`."""
@@ -280,54 +234,32 @@ class TransformersModel(Decoder):
         return distance(rotated, k_12Kd[:, 1:]) < TOLERANCES[output.last_kv[0].dtype]
 
 
+@torch.no_grad()
 def check_against(model: TransformersModel) -> dict[str, str]:
     """The target's fingerprint of configuration and, for a family that our decoder does not know, weights
-    (models/fingerprint.py), once a probe pass agrees with transformers' own attention.
+    (models/fingerprint.py), once the final states of the probe agree with those of transformers' own attention.
 
-    Raises ValueError, with the largest difference, where it does not.
+    Raises ValueError, with the difference, where they do not.
     """
-    probe = model.probe_pass(needs=frozenset({"post_norm", "last_kv"}))
-    output, expected = model(probe), _by_hf_attention(model, probe)
-    assert output.last_kv is not None and output.post_norm is not None
-    found = dict(zip(expected, (output.post_norm, *output.last_kv), strict=True))
-    distances = {name: distance(found[name], expected[name]) for name in expected}
-    worst = max(distances, key=lambda name: distances[name])
+    probe = model.probe_pass(needs=frozenset({"post_norm"}))
+    ours, theirs = model(probe).post_norm, []
+    model.hf_model.set_attn_implementation(model.hf_attention)
+    try:
+        for piece in (slice(*borders) for borders in pairwise(PROBE_BORDERS)):
+            tokens_BT, positions_BT = probe.tokens_BT[:, piece], probe.positions()[:, piece]
+            cache = DynamicCache()  # without one, a jump in the positions would begin another text
+            output = model._body(input_ids=tokens_BT, position_ids=positions_BT, past_key_values=cache)
+            theirs.append(output.last_hidden_state)
+    finally:
+        model.hf_model.set_attn_implementation(ATTENTION)
     # The layers' roundings add up like the steps of a random walk.
-    if not distances[worst] < TOLERANCES[model.embed_tokens.weight.dtype] * len(model.layers) ** 0.5:
-        raise ValueError(
-            f"target.loader: a pass of {model._class_name} differs from transformers' own attention, most "
-            f"in its {worst}, by {distances[worst]:.3g} of their norm; take another target"
-        )
+    if not (off := distance(ours, torch.cat(theirs, 1))) < TOLERANCES[ours.dtype] * len(model.layers) ** 0.5:
+        raise _not_served(model.hf_model, f"final states that differ from transformers' own by {off:.3g} of their norm")
     if model.known is not None:
         return {"config": shape_hash(model.known)}
     config = json_hash({"model_type": model.hf_model.config.model_type, "shape": shape_hash(model.config)})
     weights = weights_hash(model, cast(Any, model.around_layer))
     return {"config": config} | ({} if weights is None else {"weights": weights})
-
-
-@torch.no_grad()
-def _by_hf_attention(model: TransformersModel, probe: Pass) -> dict[str, Tensor]:
-    """The probe's outputs as transformers computes them, piece by piece."""
-    outputs, positions_BT = [], probe.positions()
-    model.hf_model.set_attn_implementation(model.hf_attention)
-    try:
-        for start, stop in pairwise(PROBE_BORDERS):
-            tokens = slice(start, stop)
-            outputs.append(
-                model.hf_model.get_decoder()(
-                    input_ids=probe.tokens_BT[:, tokens],
-                    position_ids=positions_BT[:, tokens],
-                    past_key_values=DynamicCache(),  # the configuration's own would drop what is outside a window
-                )
-            )
-    finally:
-        model.hf_model.set_attn_implementation(ATTENTION)
-    layers = [output.past_key_values.layers[-1] for output in outputs]
-    return {
-        "final states": torch.cat([output.last_hidden_state for output in outputs], 1),
-        "last keys": torch.cat([layer.keys.transpose(1, 2) for layer in layers], 1),
-        "last values": torch.cat([layer.values.transpose(1, 2) for layer in layers], 1),
-    }
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -339,3 +271,76 @@ def _keep_pre_norm(_: nn.Module, arguments: tuple[Any, ...]) -> None:
     running = _RUNNING.get(None)
     if running is not None:
         running.pre_norm = arguments[0]
+
+
+def find_layers(model: Any) -> nn.ModuleList:
+    """The layers of a `...ForCausalLM`.
+
+    Raises ValueError if not all of them are attention, and for rotary tables that depend on the length: transformers
+    makes one table per pass, for its longest sequence, but pieces and trees have lengths of their own.
+    """
+    text = model.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS
+    if kinds:
+        raise _not_served(model, f"layers of {', '.join(sorted(kinds))}")
+    if any(rope.get("rope_type") in LENGTH_DEPENDENT for rope in _rope_parameters(text).values()):
+        raise _not_served(model, "a rope_type whose table depends on the length")
+    n_layers = getattr(text, "num_hidden_layers", 0)
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == n_layers:
+            return module
+    raise _not_served(model, f"no list of {n_layers} layers")
+
+
+def _not_served(model: nn.Module, what: str) -> ValueError:
+    return ValueError(
+        f"target.loader: {type(model).__name__} has {what}, which is not served by transformers' classes here; take "
+        "another target, or target.loader=longdraft where that knows this one"
+    )
+
+
+def _foreign_config(
+    model: Any, heads: tuple[int, int, int], windows: Sequence[int | None], max_positions: int | None
+) -> DecoderConfig:
+    """Our configuration for a model of a family that our decoder does not know: what drafts and caches read of it.
+
+    Args:
+        heads: number of query heads, number of key heads, their width. windows: the sliding window of each layer.
+        max_positions: used if the model's own configuration has no number.
+    Raises: ValueError if there is no number of positions in either.
+    """
+    text, (n_heads, n_kv_heads, head_dim) = model.config.get_text_config(), heads
+    vocab_size, width = model.get_output_embeddings().weight.shape
+    positions = getattr(text, "max_position_embeddings", None) or max_positions
+    if positions is None:
+        raise ValueError(
+            f"target.max_positions: the configuration of {type(model).__name__} does not say how many it takes; set it"
+        )
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * width,
+        n_layers=len(windows),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=next((getattr(text, name) for name in EPSILONS if getattr(text, name, None)), 1e-6),
+        max_positions=positions,
+        rope=_rope(text, head_dim, positions),
+        sliding_windows=tuple(windows) if any(windows) else None,
+    )
+
+
+def _rope_parameters(text: Any) -> dict[str, dict[str, Any]]:
+    """transformers' `rope_parameters` by layer type; under "all" where all layers share them."""
+    found = getattr(text, "rope_parameters", None) or {}
+    return found if all(isinstance(value, dict) for value in found.values()) else {"all": found}
+
+
+def _rope(text: Any, head_dim: int, positions: int) -> RopeConfig:
+    """The last layer's RoPE. If models/rope.py does not know its type: the default type, which its keys do not have."""
+    kinds, parameters = getattr(text, "layer_types", None) or ["all"], _rope_parameters(text)
+    last = parameters.get(kinds[-1]) or next(iter(parameters.values()), {})
+    if last.get("rope_type") in ROPE_TYPES and last.get("partial_rotary_factor") in (None, 1.0):
+        return RopeConfig(head_dim, positions, last)
+    return RopeConfig(head_dim, positions)

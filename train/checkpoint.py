@@ -139,8 +139,13 @@ def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
     Raises ValueError where this version cannot read it.
     """
     values = state["config"]
+    target = dict(values["target"])
+    if file := target.pop("gguf_file", None):  # of a former version: now a part of the path
+        target["path"] += f"/{file}"
     try:
-        return config_from_dict(values | {"train": {**values.get("train", {}), "run_dir": str(run_dir)}})
+        return config_from_dict(
+            values | {"target": target, "train": {**values.get("train", {}), "run_dir": str(run_dir)}}
+        )
     except ValueError as error:
         raise ValueError(
             f"train.run_dir: the config in {STATE} of {run_dir}'s step {state['step']} cannot be read ({error}); "

@@ -55,7 +55,6 @@ class TargetSection(Schema):
     """
 
     path: PathName
-    gguf_file: Name | None = None
     max_positions: Count | None = None
     zero_stage: Annotated[Int, Field(ge=0, le=3, multiple_of=3)] = 0
     loader: Literal["longdraft", "transformers"] = "longdraft"

@@ -112,7 +112,7 @@ def report(
         config, section, train = stage.config, stage.config.target, stage.config.train
         if section.loader != "longdraft":
             raise ValueError(f"target.loader: {section.loader}, but --estimate counts what our decoder allocates")
-        target = read(section.path, section.gguf_file, section.max_positions)
+        target = read(section.path, section.max_positions)
         config.data.check_positions(section.path, target.max_positions)
         title = "" if stage.name is None else f"Stage {stage.name}: "
         shared = f", {train.sequence_parallel} ranks a row" if train.sequence_parallel > 1 else ""

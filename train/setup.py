@@ -132,7 +132,7 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None, found: 
 
 def whole_target(section: TargetSection, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
     """The target, whole, on this device."""
-    return LOADERS[section.loader](section.path, dtype, device, section.gguf_file, section.max_positions)
+    return LOADERS[section.loader](section.path, dtype, device, section.max_positions)
 
 
 def open_target(config: Config, ranks: Ranks) -> Target:
@@ -142,17 +142,16 @@ def open_target(config: Config, ranks: Ranks) -> Target:
         check_room(config, ranks)
     if section.zero_stage == 0:
         return whole_target(section, dtype, ranks.device)
-    options = section.gguf_file, section.max_positions
     if section.loader == "longdraft":
-        return load_sharded_target(section.path, dtype, ranks, *options)
+        return load_sharded_target(section.path, dtype, ranks, section.max_positions)
     wrap = partial(share_out, ranks, dtype)
-    return load_through_transformers(section.path, dtype, ranks.device, *options, wrap=wrap)
+    return load_through_transformers(section.path, dtype, ranks.device, section.max_positions, wrap=wrap)
 
 
 def check_room(config: Config, ranks: Ranks) -> None:
     """Raises ValueError, on all ranks and before anything is loaded, where a GPU has no room for what training keeps
     there all the time."""
-    target = read_target_config(config.target.path, config.target.gguf_file, config.target.max_positions)
+    target = read_target_config(config.target.path, config.target.max_positions)
     kept = estimate(config, target, ranks.world_size, gpu=True).kept
     # The process has taken what it needs beside tensors by now.
     free, place = min(ranks.gather((free_bytes(ranks.device), f"{ranks.device} of {socket.gethostname()}")))

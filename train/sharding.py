@@ -22,7 +22,7 @@ from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import load_target
 from longdraft.models.layer import Layer
 from longdraft.models.target import Target
-from longdraft.models.transformers_shape import find_layers
+from longdraft.models.transformers_model import find_layers
 from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator
 
 # isort: split
@@ -33,7 +33,6 @@ def load_sharded_target(
     path: str | Path,
     dtype: torch.dtype,
     ranks: Ranks,
-    gguf_file: str | None = None,
     max_positions: int | None = None,
 ) -> Target:
     """`load_target` (same arguments, same errors) with the layers' weights sharded over all ranks. All ranks call it,
@@ -45,7 +44,7 @@ def load_sharded_target(
     can be dropped; of a .gguf file one tensor in fp32.
     """
     whole = partial(deepspeed.zero.GatheredParameters, modifier_rank=0)
-    return load_target(path, dtype, ranks.device, gguf_file, max_positions, build=build_sharded_decoder, whole=whole)
+    return load_target(path, dtype, ranks.device, max_positions, build=build_sharded_decoder, whole=whole)
 
 
 def build_sharded_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:

@@ -17,7 +17,7 @@ from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.tree import likeliest_nodes
 from longdraft.models.device import on_device
-from longdraft.models.draft_folder import DRAFTS, load_draft, read_info
+from longdraft.models.draft_folder import load_draft, read_info
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 
@@ -83,7 +83,7 @@ def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Dr
             raise ValueError(f"draft: {name} needs a trained draft; give the folder that `longdraft export` wrote")
         if isinstance(draft, str | Path):
             options = _tree_option(draft, parameters) | options
-            draft = load_draft(draft, target, kind=DRAFTS[name][1])
+            draft = load_draft(draft, target)
         options = options | {"draft": draft}
     if isinstance(options.get("small"), str | Path):
         weight = target.model.embed_tokens.weight

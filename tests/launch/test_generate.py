@@ -224,7 +224,6 @@ def test_options_are_read_by_their_kind():
         ("--prompt x --system \udcc3", "--chat, message 0.content"),
         ("--prompt x --device tpu", "--device: 'tpu'"),
         ("--prompt x --device cuda:99", "--device: 'cuda:99'"),
-        ("--prompt x --target smollm2-135m --gguf-file a", "gguf_file 'a'"),
         ("--prompt x --drafter plain tokenswift", "draft: tokenswift"),
         ("--prompt x --target {t}/bare", "tokenizer"),
     ],

@@ -171,7 +171,6 @@ def test_bench_loads_nothing_that_does_not_fit(folder, capsys, monkeypatch):
     [
         ("--prompt x", "--target"),
         ("--target smollm2-135m --heldout {f}/data", "{f}/data/heldout"),
-        ("--draft {f}/run/draft --gguf-file a.gguf --prompt x", "--gguf-file"),
     ],
 )
 def test_generate_errors_name_the_field(folder, arguments, field, capsys):

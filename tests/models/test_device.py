@@ -1,4 +1,4 @@
-"""A GPU that PyTorch cannot use is refused with PyTorch's reason. The places that are looked at are faked."""
+"""A GPU that PyTorch cannot use is refused. The places that are looked at are faked."""
 
 from contextlib import contextmanager
 
@@ -15,15 +15,11 @@ CPU = "give --device cpu"
 def machine(tmp_path, monkeypatch):
     """(CUDA_VISIBLE_DEVICES, number of GPUs): a machine whose GPUs PyTorch does not see."""
 
-    def init():
-        raise RuntimeError("CUDA unknown error - set up wrongly.\nmore")
-
     def pretend(visible: str | None = None, n_nodes: int = 2) -> None:
         for name in ("nvidiactl", "nvidia-uvm", "null", *(f"nvidia{i}" for i in range(n_nodes))):
             (tmp_path / name).touch()
         monkeypatch.setattr(device, "NODES", tmp_path)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(torch.cuda, "init", init)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -34,10 +30,9 @@ def machine(tmp_path, monkeypatch):
 @pytest.mark.parametrize("visible", [None, "7"])
 def test_a_gpu_that_cannot_be_used_is_refused(machine, visible):
     machine(visible)
-    reason = rf"CUDA unknown error - set up wrongly \(CUDA_VISIBLE_DEVICES={visible or 'unset'}\)"
-    with pytest.raises(ValueError, match=f"^--device: .*{reason}.*{CPU}$"):
+    with pytest.raises(ValueError, match=rf"^--device: .*CUDA_VISIBLE_DEVICES={visible or 'unset'}.*{CPU}$"):
         default_device("--device", CPU)
-    with pytest.raises(ValueError, match=f"^--device: 'cuda' .*{reason}"):
+    with pytest.raises(ValueError, match=r"^--device: 'cuda' "):
         check_device("cuda", "--device")
     assert check_device("cpu", "--device").type == "cpu"
 
@@ -47,7 +42,7 @@ def test_hidden_on_purpose_or_absent_it_is_the_cpu(machine, visible, n_nodes):
     machine(visible, n_nodes)
     assert default_device("--device", CPU).type == "cpu" and n_gpus() == 0
     for name in ("cuda:1", "mps", "gpu", 3.5):
-        with pytest.raises(ValueError, match=rf"^device: '{name}' .* this machine has cpu$"):
+        with pytest.raises(ValueError, match=rf"^device: '{name}' .* cpu$"):
             check_device(name)
 
 
@@ -57,7 +52,7 @@ def test_a_gpu_that_does_not_start_is_named(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
     start(torch.device("cpu"), "--device")
-    with pytest.raises(ValueError, match=r"^--device: .*cuda:1: .* busy or unavailable; [^\n]*$"):
+    with pytest.raises(ValueError, match=r"^--device: .*cuda:1: .* busy or unavailable$"):
         start(torch.device("cuda:1"), "--device")
 
 

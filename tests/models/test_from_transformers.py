@@ -104,18 +104,14 @@ def test_after_a_refresh_a_prompt_of_one_token_reads_the_new_weights(tiny_model)
 
 
 @torch.no_grad()
-def test_a_tied_checkpoint_may_carry_the_embedding_twice_and_no_other_head(tiny_model, tmp_path):
-    model = tiny_model("llama", tie_word_embeddings=True)
+def test_of_a_tied_checkpoint_no_other_head_is_read(tiny_model, tmp_path):
+    model, ids = tiny_model("llama", tie_word_embeddings=True), torch.arange(10)[None]
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    embedding = tensors["model.embed_tokens.weight"]
     for name in ("lm_head.weight", "language_model.lm_head.weight"):
-        save_file(tensors | {name: embedding.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
-        ids = torch.arange(10)[None]
+        other = tensors["model.embed_tokens.weight"] + 1
+        save_file(tensors | {name: other}, tmp_path / "model.safetensors", {"format": "pt"})
         assert error(load_target(tmp_path, torch.float32).model(Pass(ids)).logits, model(ids).logits) < 1e-5
-        save_file(tensors | {name: embedding + 0.01}, tmp_path / "model.safetensors", {"format": "pt"})
-        with pytest.raises(ValueError, match=r"lm_head.weight is not the embedding: tie_word_embeddings must be false"):
-            load_target(tmp_path, torch.float32)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from longdraft.launch import convert as command
 from longdraft.launch import generate
 from longdraft.models import hub, published
 from longdraft.models.draft_folder import load_draft, read_info
-from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import describe_target, load_target
 from longdraft.models.published import convert
 from longdraft.train.config_file import load_stages
@@ -63,7 +62,7 @@ def test_longspec_in_every_form(tmp_path, folder, target, block, form, authors):
     info = read_info(tmp_path / "out")
     assert same_weights(load_draft(tmp_path / "out", target), draft)
     assert (info.noise, info.tree["levels"], info.train_length) == (4, [4, 16, 16, 16, 16], 32768)
-    assert info.train_config["target"] == {"path": str(folder), "gguf_file": None}
+    assert info.train_config["target"] == {"path": str(folder)}
     assert info.target["config_sha256"] == target.fingerprint["config"] and "weights_sha256" not in info.target
 
 
@@ -75,7 +74,7 @@ def test_of_the_target_of_a_block_no_weight_is_read(tmp_path, folder, block):
 
 @pytest.mark.parametrize("base", [False, True])
 def test_tokenswift_s_heads_and_their_target(tmp_path, folder, target, merged, base):
-    """Without a base the checkpoint is the target; either way no weight of the target is written again."""
+    """Without a base the checkpoint is the target."""
     source, heads = merged
     _, info = convert(source, tmp_path / "out", str(folder) if base else None)
     found = load_draft(tmp_path / "out", target)
@@ -84,7 +83,7 @@ def test_tokenswift_s_heads_and_their_target(tmp_path, folder, target, merged, b
     own = load_target(info.train_config["target"]["path"], torch.float32)
     assert info.train_config["target"]["path"] == str(folder if base else source)
     assert all(torch.equal(a, b) for a, b in zip(own.model.parameters(), target.model.parameters(), strict=True))
-    assert info.target["weights_sha256"] == weights_hash(target.model) and info.tree == {"levels": [3, 3, 3]}
+    assert info.tree == {"levels": [3, 3, 3]}
 
 
 def test_converted_folders_decode_without_further_words(tmp_path, block, merged, folder, capsys):
@@ -161,10 +160,8 @@ def test_what_does_not_fit_is_named_and_nothing_is_left(tmp_path, folder, block,
     cases = [
         ([block[0]], r"target: .* does not say which model it is for; name that"),
         ([block[0], "--target", wider], r"gate_up\.weight.*\[128, 32\]"),
-        ([headless], r"headless does not fit.*proj\.7\.weight"),
+        ([headless], r"headless: .*proj\.7\.weight"),
         ([torn], r"torn/model-00001-of-00003\.safetensors: .*again"),
-        ([merged[0], "--norms", "a", "b", "c"], r"norms: those of a LongSpec draft"),
-        ([block[0], "--gguf-file", "x"], r"--gguf-file: it names a file inside --target, which is not given"),
     ]
     for words, message in cases:
         assert command.main([*map(str, words), "--out", str(tmp_path / "out")]) == 2

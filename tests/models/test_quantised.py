@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from longdraft.models.draft_folder import target_entry
 from longdraft.models.hf import describe_target, load_target, read_target_config
 from longdraft.models.passes import Pass
 
@@ -187,7 +186,6 @@ def test_the_model_is_that_of_the_numbers(tmp_path, form):
     target = load_target(folder, torch.float32)
     assert_same(target, theirs)
     assert read_target_config(folder) == target.model.config
-    assert target_entry(target)["quantization"].endswith(", dequantised")
 
 
 def test_experts_too(tmp_path):
@@ -265,7 +263,7 @@ def test_a_part_that_is_not_there_is_named(tmp_path):
     name = next(name for name in tensors if name.endswith("scales"))
     del tensors[name]
     save_file(tensors, folder / "0.safetensors")
-    with pytest.raises(ValueError, match=r"1 quantised weights \(awq of 4 bits\) lack a part: .* scales"):
+    with pytest.raises(ValueError, match=r"1 quantised weights lack a part, such as .* scales"):
         load_target(folder)
 
 

@@ -52,12 +52,12 @@ FAMILIES = {
 ROTATE = {"llama", "qwen3", "mistral", "qwen3_moe", "olmo2", "olmo3", "granite", "gemma", "gemma3_text", "gpt_oss"}
 REFUSED = {
     "mamba": ({"conv_kernel": 2, "state_size": 4}, "layers of linear_attention"),
-    "deepseek_v3": ({}, "keys of width 192 and values of width 128"),
+    "deepseek_v3": ({}, "two widths"),
     "gemma2": ({"head_dim": 8}, "soft cap"),
-    "phi": ({}, "no multiple of its LM head's product"),
-    "falcon": ({}, "0 of the 2 layers"),
-    "phimoe": ({"sliding_window": 6}, "sliding_window 6, which it puts into its mask"),
-    "qwen2_moe": ({"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, "sliding_window 6"),
+    "phi": ({}, "no multiple of its LM head"),
+    "falcon": ({}, "layers that give"),
+    "phimoe": ({"sliding_window": 6}, "sliding_window in its mask"),
+    "qwen2_moe": ({"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}, "sliding_window in its"),
     "llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "depends on the length"),
 }  # fmt: skip
 ALL = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
@@ -151,7 +151,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(folder, tmp_path):
 def test_attention_that_is_not_transformers_own_is_refused(folder, monkeypatch):
     target = load_through_transformers(folder("llama"), torch.float32)
     monkeypatch.setattr(transformers_model, "attend", lambda q, *others: attend(q * 1.1, *others))
-    with pytest.raises(ValueError, match="differs from transformers' own attention"):
+    with pytest.raises(ValueError, match="differ from transformers' own"):
         check_against(target.model)
 
 

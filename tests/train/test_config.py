@@ -116,8 +116,8 @@ def test_ranks_that_share_a_row_are_one_reader(config_file):
 
 
 def test_overrides_and_round_trips(config_file, tmp_path):
-    config = load_config(config_file, ["train.steps=7", "optimizer.betas=[0.9, 0.95]", "target.gguf_file=a.gguf"])
-    assert (config.train.steps, config.optimizer.betas, config.target.gguf_file) == (7, (0.9, 0.95), "a.gguf")
+    config = load_config(config_file, ["train.steps=7", "optimizer.betas=[0.9, 0.95]", "target.path=a.gguf"])
+    assert (config.train.steps, config.optimizer.betas, config.target.path) == (7, (0.9, 0.95), "a.gguf")
     assert load_config(config_file, ["optimizer.peak_lr=1e-3"]).optimizer.peak_lr == 1e-3  # text to YAML 1.1
     assert config_from_dict(to_dict(config)) == config
     (tmp_path / "again.yaml").write_text(to_yaml(config))
@@ -209,8 +209,8 @@ def test_references_are_resolved(config_file, tmp_path, monkeypatch):
     monkeypatch.setenv("ROWS", "/data/rows")
     given = [
         "data.path=${oc.env:ROWS}/${data.seq_len}",
-        "train.run_dir=runs/${target.gguf_file}",
-        "target.gguf_file=a.gguf",
+        "train.run_dir=runs/${target.path}",
+        "target.path=a.gguf",
         "train.save_every=${train.steps}",
         "heldout.rows=${oc.decode:${oc.env:N_ROWS,7}}",
         r"log.wandb_project=a\${b}",
@@ -268,9 +268,7 @@ def test_no_number_is_absurd(config_file, name):
         assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize(
-    "name", ["target.path", "target.gguf_file", "data.path", "train.run_dir", "draft.start_from", "log.wandb_project"]
-)
+@pytest.mark.parametrize("name", ["target.path", "data.path", "train.run_dir", "draft.start_from", "log.wandb_project"])
 def test_names_and_paths_are_not_empty(config_file, name):
     for value in ('""', '" "', '"a\\0b"'):
         with pytest.raises(ValueError, match=f"^{re.escape(name)}: "):

@@ -32,7 +32,7 @@ def opened(alone, config_file, monkeypatch):
         setup.open_target(config, replace(alone, device=GPU))
         assert len(loaded) == 1
 
-    target = read_target_config(config.target.path, config.target.gguf_file)
+    target = read_target_config(config.target.path)
     return open_on, estimate(config, target, 1, gpu=True), loaded
 
 
