@@ -14,7 +14,7 @@ from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import rank_rows, step_rows
-from longdraft.train.checkpoint import check_continues, is_same_start
+from longdraft.train.checkpoint import check_continues, is_same_start, saved_config
 from longdraft.train.config import (
     DRAFT_SECTIONS,
     Config,
@@ -354,7 +354,9 @@ def test_saved_configs_of_former_versions_are_read(config_file):
     values["data"]["sinks"] = None
     assert config_from_dict(values) == config and config.data.sinks == 4
     for name in shipped_drafts():
-        config_from_dict(read_info(name).train_config)
+        saved_config("run", {"config": read_info(name).train_config, "step": 1})
+    values["target"] |= {"path": "folder", "gguf_file": "a.gguf"}
+    assert saved_config("run", {"config": values, "step": 1}).target.path == "folder/a.gguf"
 
 
 PLACES = {
