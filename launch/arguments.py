@@ -5,7 +5,7 @@
 
 import argparse
 from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,6 @@ OF_ONE_TEXT = {
     "max_new_tokens": "default: 256",
     "temperature": "0, the default, is greedy",
     "seed": "the same seed gives the same text with any drafter (default: a random one, which is shown)",
-}
-# By command: options, whether one of them is given, and those that then have no effect.
-WITHOUT_EFFECT = {
-    "bench": (
-        (("suite", "paper"), False, ("only",)),
-        (("suite", "paper"), True, ("text_file",)),
-        (("text_file",), True, ("prompts",)),
-    ),
 }
 
 
@@ -137,15 +129,6 @@ def given_sampling(args: argparse.Namespace, names: Iterable[str]) -> dict[str, 
     """The keywords of SamplingParams that were given, on top of the preset's."""
     values = {} if args.preset is None else dict(preset(args.preset))
     return values | {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-
-
-def check_used(args: argparse.Namespace, rows: Sequence[tuple[Sequence[str], bool, Sequence[str]]]) -> None:
-    """Raise ValueError for an option that has no effect beside others, by rows like WITHOUT_EFFECT's."""
-    given = {name for name, value in vars(args).items() if value is not None and value is not False and value != []}
-    for others, are_given, names in rows:
-        if bool(given.intersection(others)) == are_given and (wrong := [name for name in names if name in given]):
-            beside = f"{'with' if are_given else 'without'} {' or '.join(map(flag, others))}"
-            raise ValueError(f"{flag(wrong[0])}: it has no effect {beside}; leave it out")
 
 
 def generate() -> ArgumentParser:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from longdraft.launch.arguments import PARSERS, WITHOUT_EFFECT, check_used
+from longdraft.launch.arguments import PARSERS
 from longdraft.launch.console import note, run_command, show
 
 COMMANDS = {
@@ -46,7 +46,6 @@ def run(command: str, argv: Sequence[str] | None = None) -> int:
 
     def work() -> int | None:
         args = PARSERS[command]().parse_intermixed_args(argv)
-        check_used(args, WITHOUT_EFFECT.get(command, ()))
         return load().run(args)
 
     needs_output, by_force = command not in WORK_WITHOUT_OUTPUT, command in LEAVE_NOTHING_HALF_DONE

@@ -23,7 +23,7 @@ from longdraft.data_prep.endpoints import PROBE, EndpointClient
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
 from longdraft.data_prep.response_generation import Completion, Generate
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch.arguments import MANY, SAMPLING, add_drafters, add_numbers, add_target, at_least, check_used
+from longdraft.launch.arguments import MANY, SAMPLING, add_drafters, add_numbers, add_target, at_least
 from longdraft.launch.console import read_text, run_command, show
 
 if TYPE_CHECKING:
@@ -37,11 +37,6 @@ NUMBERS = {
     "seed": "an answer's seed is made of this, the conversation's content and the turn",
     **{name: SAMPLING[name] for name in OPTIONAL},
 }
-# As in launch/arguments.py.
-WITHOUT_EFFECT = (
-    (("endpoint",), True, ("drafter", "draft", "option", "nodes", "device", "dtype", "batch")),
-    (("prompt_tokens",), True, ("chat_template", "chat_field")),
-)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("conversations").add_argument
     help = "files, folders, data sets on the hub, or 'stdlib-chat'"
     add("--source", required=True, metavar="PATH", help=help, **MANY)
-    add("--chat-field", help="field of a record that holds the messages (default: messages)")
+    add("--chat-field", default="messages", help="field of a record that holds the messages (default: messages)")
     help = "continue texts instead, after each document's first N tokens (N-M: a number chosen by the document's hash)"
     add("--prompt-tokens", type=_token_range, metavar="N[-M]", help=help)
     add("--text-field", default="text", help="with --prompt-tokens: field of a record that holds the text")
@@ -60,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("target").add_argument
     add_target(add)
     add("--chat-template", type=Path, metavar="FILE", help="Jinja, the same as for `longdraft prepare`")
-    add("--dtype", choices=("fp32", "bf16"), help="default: bf16")
+    add("--dtype", choices=("fp32", "bf16"), default="bf16", help="default: bf16")
     add("--device", help="default: cuda if there is a GPU, else cpu")
     help = "maximum tokens of a prompt and its answer (default: the target's limit)"
     add("--max-length", type=at_least(2), help=help)
@@ -74,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help="the target's name, for servers that need one")
     add("--concurrency", type=at_least(1), default=64, metavar="N", help="requests in flight at a time (default: 64)")
     add = parser.add_argument_group("decoding here (affects speed; in fp32, never the text)").add_argument
-    add("--batch", type=at_least(1), metavar="N", help="conversations decoded together (default: 8)")
+    add("--batch", type=at_least(1), default=8, metavar="N", help="conversations decoded together (default: 8)")
     add_drafters(add, several=False)
     # `Drafting` reads these too. The answers are always our own decoder's, however the draft was trained.
     parser.set_defaults(loader="longdraft", prefill_chunk=None)
@@ -96,8 +91,6 @@ def _regenerate(args: argparse.Namespace) -> None:
     from longdraft.models.fingerprint import shape_hash, tokenizer_hash
     from longdraft.models.hf import load_tokenizer, read_target_config
 
-    check_used(args, WITHOUT_EFFECT)
-    args.dtype = args.dtype or "bf16"
     given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
     sampling = SamplingParams(**given)
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
@@ -115,7 +108,7 @@ def _regenerate(args: argparse.Namespace) -> None:
         answering=settings | {"target": drafting.source, "config_sha256": shape_hash(shape), "made_by": made_by},
         seed=args.seed,
         keep_unfinished=(args.unfinished or ("keep" if args.prompt_tokens else "drop")) == "keep",
-        chat_field=args.chat_field or "messages",
+        chat_field=args.chat_field,
         text_field=args.text_field,
         beginning=args.prompt_tokens,
     )
@@ -124,7 +117,7 @@ def _regenerate(args: argparse.Namespace) -> None:
         if args.endpoint:
             client.check(len(tokenizer(PROBE)["input_ids"]))
             return client
-        engine = drafting.open_engine(sampling.max_new_tokens, args.batch or 8)
+        engine = drafting.open_engine(sampling.max_new_tokens, args.batch)
         return partial(_generate, engine, tokenizer, sampling)
 
     encoder = ChatEncoder(tokenizer, PLAIN if args.prompt_tokens else template)

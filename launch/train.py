@@ -20,8 +20,6 @@ start = partial(cli.run, "train")
 
 def run(args: argparse.Namespace) -> int:
     """`longdraft train`: run `main` on all GPUs of this machine, or on --num-gpus ranks. Returns the exit status."""
-    if args.estimate:  # for this machine, or for any machine with --num-gpus GPUs
-        return _estimate(args, args.num_gpus, gpu=None if args.num_gpus is None else True)
     options = [f"--stage={args.stage}"] if args.stage is not None else []
     options += [f"--from-draft={args.from_draft}"] if args.from_draft is not None else []
     with signals_noted() as stop:  # already here: looking for GPUs imports torch, which takes seconds
@@ -29,6 +27,11 @@ def run(args: argparse.Namespace) -> int:
         from longdraft.train.launcher import launch_ranks, rank_devices, settle_device
 
         stages = load_stages(args.config, args.overrides, args.stage, args.from_draft)
+        if args.estimate:  # for this machine, or for any machine with --num-gpus GPUs
+            from longdraft.train.estimate import report
+
+            show(report(stages, args.num_gpus, None if args.num_gpus is None else True, args.tflops) + "\n")
+            return 0
         devices = rank_devices(args.num_gpus, settle_device(stages[0].config.train.device))
         if stop:
             print("Stopped before it began; run the same command again", flush=True)
@@ -42,13 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     reports_errors = os.environ.get("LOCAL_RANK", "0") == "0"
     args = arguments.train().parse_intermixed_args(argv)
     rank, name = partial(_run_rank, args, reports_errors), "launch/train.py"
-    return run_command(name, rank, needs_output=args.estimate, reports_errors=reports_errors)
+    return run_command(name, rank, needs_output=False, reports_errors=reports_errors)
 
 
 def _run_rank(args: argparse.Namespace, reports_errors: bool) -> int:
     if args.estimate:
-        n_ranks = int(os.environ.get("WORLD_SIZE", "0")) or None
-        return _estimate(args, n_ranks) if os.environ.get("RANK", "0") == "0" else 0
+        raise ValueError("--estimate: `longdraft train` prints it, before any rank is started")
     with signals_noted() as stop:
         # Imported here so that the signal handler is in place during the seconds that this takes.
         from longdraft.train.config_file import load_stages
@@ -68,16 +70,6 @@ def _run_rank(args: argparse.Namespace, reports_errors: bool) -> int:
             if reports_errors or isinstance(error, RankError):
                 note(f"launch/train.py: error: {error}")
             return 1
-    return 0
-
-
-def _estimate(args: argparse.Namespace, n_ranks: int | None, gpu: bool | None = None) -> int:
-    """Print what the stages need."""
-    from longdraft.train.config_file import load_stages
-    from longdraft.train.estimate import report
-
-    stages = load_stages(args.config, args.overrides, args.stage, args.from_draft)
-    show(report(stages, n_ranks, gpu, args.tflops) + "\n")
     return 0
 
 

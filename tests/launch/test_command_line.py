@@ -56,14 +56,6 @@ def options(command: str) -> dict[str, str]:
     return dict(sorted((name, values) for name, values in found.items() if name != "-h,"))
 
 
-@pytest.mark.parametrize(
-    "line", ["bench --data d --only a", "bench --suite aime24 --text-file t", "bench --text-file t --prompts 2"]
-)
-def test_an_option_without_effect_is_refused(line, capsys):
-    assert cli.main(line.split()) == 2
-    assert f"error: {line.split()[-2]}: it has no effect" in capsys.readouterr().err
-
-
 def test_verbs_and_options(monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     assert {command: options(command) for command in COMMANDS} == json.loads((HERE / "options.json").read_text())
