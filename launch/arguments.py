@@ -183,7 +183,7 @@ def bench() -> ArgumentParser:
     add("--data", help=help + "data set on the hub")
     help = "instead of --data: the texts are the beginnings of these files"
     add("--text-file", nargs="+", type=Path, help=help)
-    help = f"with --data: number of prompts, evenly spaced (default: {PROMPTS}, or all of a suite)"
+    help = f"with --data: most prompts, evenly spaced (default: {PROMPTS}, or all of a suite)"
     add("--prompts", type=at_least(1), metavar="N", help=help)
     help = f"tokens of a text (default: {TEXT_TOKENS}, or the suite's)"
     add("--prompt-tokens", type=at_least(2), metavar="N", help=help)
@@ -197,6 +197,7 @@ def bench() -> ArgumentParser:
     add(
         "--exactness",
         choices=FORMS,
+        default=FORMS[0],
         help="how exactness is shown: fp32, computed one layer at a time (default); serving, in --dtype, counting "
         "tokens that differ at near-ties; or off, and the result says so",
     )

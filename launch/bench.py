@@ -13,13 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from longdraft.benchmarks.drafters.bench import BenchSettings, bench
-from longdraft.benchmarks.drafters.exactness import FORMS, NotExact
+from longdraft.benchmarks.drafters.exactness import NotExact
 from longdraft.benchmarks.drafters.papers import PAPERS, PROMPT, beside
 from longdraft.benchmarks.drafters.prompts import Asked, Reader, named_with_tokens, questions_of
-from longdraft.benchmarks.drafters.record import Record, checkpoint_digest, digest, recorded
+from longdraft.benchmarks.drafters.record import checkpoint_digest, digest, recorded
 from longdraft.benchmarks.drafters.spec_bench import write_spec_bench
 from longdraft.benchmarks.drafters.suites import SUITES, Suite
 from longdraft.benchmarks.drafters.text_report import table
@@ -28,14 +26,11 @@ from longdraft.launch import cli
 from longdraft.launch.arguments import NEW_TOKENS, PROMPTS, SAMPLING, TEXT_TOKENS, given_sampling
 from longdraft.launch.console import note, read_text, show
 from longdraft.launch.report import write_report
-from longdraft.launch.runtime import DTYPES, Drafting, check_rows, heldout_rows, options_for, read_options, used_tokens
+from longdraft.launch.runtime import DTYPES, Drafting, heldout_rows, options_for, read_options, used_tokens
 from longdraft.models.device import on_device
 from longdraft.models.draft_folder import local_folder
 from longdraft.models.hf import load_tokenizer, load_transformers, read_target_config
-from longdraft.models.target import Target
 
-# Room for the words around a text whose task is more than to continue it.
-ASKING = 256
 main = partial(cli.run, "bench")
 
 
@@ -46,9 +41,6 @@ def run(args: argparse.Namespace) -> int:
     except NotExact as error:
         note(f"longdraft bench: error: {error}")
         return 1
-    except torch.OutOfMemoryError as error:
-        first = str(error).splitlines()[0]
-        raise ValueError(f"--device: {first} Take a smaller target or fewer --prompt-tokens or --new-tokens") from error
     show(f"{table(result)}\n{json.dumps(result)}\n")
     return 0
 
@@ -69,14 +61,10 @@ def run_bench(args: argparse.Namespace) -> dict:
     args.dtype, args.prompt_tokens = args.dtype or "bf16", args.prompt_tokens or TEXT_TOKENS
     drafting = Drafting(args)
     settings = settings_of(drafting, suite)
-    asked, left_out = ([], []) if suite is None else suite_questions(drafting, suite, settings)
-    texts = texts_of(args) if suite is None else []
-    with recorded(args.out, asked_for(drafting, settings, asked or texts)) as record:
+    asked, left_out = suite_questions(drafting, suite, settings) if suite else (questions_of(texts_of(drafting)), [])
+    with recorded(args.out, asked_for(drafting, settings, asked)) as record:
         record.leave_out(left_out)
-        settings = replace(settings, proof=_proof(args.exactness, record, args.out))
-        target = _open_target(drafting, asked, settings.new_tokens)
-        if suite is None:
-            asked = questions_of(texts_for(target, args, texts))
+        target = drafting.open_target()
         names = [name for name in drafting.names if name != "plain"]
         builders = {name: partial(build_drafter, name, **drafting.of(name)) for name in names}
         device, path = target.model.embed_tokens.weight.device, drafting.source
@@ -93,22 +81,6 @@ def run_bench(args: argparse.Namespace) -> dict:
         write_report([args.out], args.report, "--report")
         note(f"Written to {args.report}")
     return result
-
-
-def _open_target(drafting: Drafting, asked: Sequence[Asked], new_tokens: int) -> Target:
-    """Load the target, if it fits with a cache for the longest conversation."""
-    args = drafting.args
-    longest = max((one.tokens for one in asked), default=args.prompt_tokens + ASKING)
-    turns = max((len(one.question.turns) for one in asked), default=1)
-    return drafting.open_target(turns * (longest + new_tokens))
-
-
-def _proof(asked: str | None, record: Record, out: Path | None) -> str:
-    """The form of the proof. Raises ValueError if a stronger one is asked for than the record was begun with."""
-    held = (record.proof or {}).get("proof", {}).get("form", FORMS[0])
-    if asked is not None and FORMS.index(held) > FORMS.index(asked):
-        raise ValueError(f"--exactness: {asked}, but {out} was begun with the proof {held}; give another --out")
-    return asked or held
 
 
 def _small_models(drafting: Drafting) -> list[str]:
@@ -155,6 +127,7 @@ def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
     if args.transformers and any("penalty" in name or "banned" in name for name in sampling):
         raise ValueError("--transformers: it decodes without penalties and bans; leave one or the other out")
     settings = BenchSettings(
+        proof=args.exactness,
         new_tokens=args.new_tokens or (NEW_TOKENS if suite is None else suite.new_tokens),
         temperatures=temperatures,
         seed=args.seed,
@@ -175,8 +148,6 @@ def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -
         raise ValueError(f"--suite: {args.suite} reads its prompts from --data; give its files there")
     questions = suite.questions(args.data, args.only)
     if args.prompts is not None:
-        if args.prompts > len(questions):
-            raise ValueError(f"--prompts: {args.prompts} must lie in 1..{len(questions)}, the suite's questions there")
         questions = _evenly(questions, args.prompts)
     positions = read_target_config(source, drafting.max_positions).max_positions
     reader = Reader(Path(source).name, load_tokenizer(source))
@@ -193,37 +164,24 @@ def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -
 
 
 def _evenly(items: Sequence[Any], count: int) -> list[Any]:
-    """`count` of the items, evenly spaced."""
+    """At most `count` of the items, evenly spaced."""
+    count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]
 
 
-def texts_of(args: argparse.Namespace) -> list[list[int]] | dict[Path, str]:
-    """The prompts' texts: the tokens of held-out rows, evenly spaced among those long enough, or files' content."""
-    count = args.prompts or (PROMPTS if args.text_file is None else len(args.text_file))
+def texts_of(drafting: Drafting) -> list[list[int]]:
+    """The prompts' tokens: the beginnings of held-out rows, evenly spaced among those long enough, or of files."""
+    args, length, tokenizer = drafting.args, drafting.args.prompt_tokens, load_tokenizer(drafting.source)
     if args.text_file is not None:
-        return {file: read_text(file, "--text-file") for file in args.text_file}
-    rows, length = heldout_rows(args.data), args.prompt_tokens
+        texts = {file: tokenizer(read_text(file, "--text-file")).input_ids[:length] for file in args.text_file}
+        if short := [file for file, tokens in texts.items() if len(tokens) < 2]:
+            raise ValueError(f"--text-file: {short[0]} has fewer than 2 tokens")
+        return list(texts.values())
+    rows = heldout_rows(args.data, tokenizer)
     long = [i for i in range(len(rows)) if rows[i]["borders"][-1] >= length]
-    if count > len(long):
-        raise ValueError(
-            f"{rows.folder} has {len(long)} rows of {length} tokens or more: --prompts {count} must lie in "
-            f"1..{len(long)} and --prompt-tokens {length} in 2..{rows.manifest['seq_len']}"
-        )
-    return [used_tokens(rows[i])[:length] for i in _evenly(long, count)]
-
-
-def texts_for(target: Target, args: argparse.Namespace, texts: list[list[int]] | dict[Path, str]) -> list[list[int]]:
-    """The texts of `texts_of` as this target's tokens."""
-    if isinstance(texts, list):
-        check_rows(heldout_rows(args.data), target)
-        return texts
-    if target.tokenizer is None:
-        raise ValueError("--text-file: this target has no tokenizer to read text with; use --data")
-    prompts = [target.tokenizer(text).input_ids[: args.prompt_tokens] for text in texts.values()]
-    for file, tokens in zip(texts, prompts, strict=True):
-        if len(tokens) < 2:
-            raise ValueError(f"--text-file: {file} has {len(tokens)} tokens; give a text of at least 2")
-    return prompts
+    if not long:
+        raise ValueError(f"--prompt-tokens: {length}, but no row of {rows.folder} has as many tokens; ask for fewer")
+    return [used_tokens(rows[i])[:length] for i in _evenly(long, args.prompts or PROMPTS)]
 
 
 def asked_for(drafting: Drafting, settings: BenchSettings, prompts: object) -> dict[str, Any]:
@@ -244,7 +202,7 @@ def asked_for(drafting: Drafting, settings: BenchSettings, prompts: object) -> d
         "small": [checkpoint_digest(small) for small in _small_models(drafting)],
         "dtype": args.dtype,
         **{name: getattr(settings, name) for name in names},
-        "exactness_off": args.exactness == "off",
+        "exactness": args.exactness,
         "transformers": args.transformers,
     }
 

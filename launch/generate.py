@@ -18,7 +18,8 @@ from longdraft.infer.sampling import SamplingParams, draw_seed
 from longdraft.launch import cli
 from longdraft.launch.arguments import OF_ONE_TEXT, SAMPLING, given_sampling
 from longdraft.launch.console import note, read_text, show
-from longdraft.launch.runtime import Drafting, check_rows, heldout_rows, used_tokens
+from longdraft.launch.runtime import Drafting, heldout_rows, used_tokens
+from longdraft.models.hf import load_tokenizer
 
 DRAFTED, OWN, PLAIN = "\033[32m", "\033[36m", "\033[0m"
 main = partial(cli.run, "generate")
@@ -29,13 +30,10 @@ def run(args: argparse.Namespace) -> None:
     # What can be wrong is checked before the model is loaded, as far as it does not take the model.
     drafting, params = Drafting(args), SamplingParams(**given_sampling(args, (*OF_ONE_TEXT, *SAMPLING)))
     params = replace(params, seed=draw_seed()) if params.seed is None else params
-    given = _prompt(args)
-    # A lower bound of the positions, for the memory check: how many tokens a text has is not known yet.
-    target = drafting.open_target(params.max_new_tokens + (1 if isinstance(given, str) else len(given)))
+    given = _prompt(args, drafting.source)
+    target = drafting.open_target()
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer files, so no text can be shown; add them")
-    if args.heldout is not None:
-        check_rows(heldout_rows(args.heldout), target)
     chat = args.chat or args.system is not None
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     asked = [*system, {"role": "user", "content": given}] if chat else given
@@ -57,10 +55,10 @@ def run(args: argparse.Namespace) -> None:
         show(json.dumps({"generations": objects, "same_tokens": same} if several else objects[0]) + "\n")
 
 
-def _prompt(args: argparse.Namespace) -> str | list[int]:
+def _prompt(args: argparse.Namespace, target: str) -> str | list[int]:
     """The text that was given or read from a file or standard input, or the first held-out row's tokens."""
     if args.heldout is not None:
-        return used_tokens(heldout_rows(args.heldout)[0])
+        return used_tokens(heldout_rows(args.heldout, load_tokenizer(target))[0])
     if args.prompt_file is None and args.prompt not in (None, "-"):
         return args.prompt
     if args.prompt_file is None and sys.stdin is not None and sys.stdin.isatty():

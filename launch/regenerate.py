@@ -117,8 +117,7 @@ def _regenerate(args: argparse.Namespace) -> None:
         if args.endpoint:
             client.check(len(tokenizer(PROBE)["input_ids"]))
             return client
-        engine = drafting.open_engine(sampling.max_new_tokens, args.batch)
-        return partial(_generate, engine, tokenizer, sampling)
+        return partial(_generate, drafting.open_engine(args.batch), tokenizer, sampling)
 
     encoder = ChatEncoder(tokenizer, PLAIN if args.prompt_tokens else template)
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, lambda line: show(f"{line}\n"))

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     # Load on a thread that then ends. Each thread that computes gets OpenMP threads of its own, and with two such sets
     # on a CPU, this one's and the engine thread's, all sleep instead of spinning: a prompt takes a quarter longer.
     with ThreadPoolExecutor(1) as loading:
-        engine = loading.submit(drafting.open_engine, args.max_length or 1, args.slots).result()
+        engine = loading.submit(drafting.open_engine, args.slots).result()
     target = engine.target
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer files, so no text can be served; add them")

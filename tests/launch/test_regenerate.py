@@ -232,8 +232,6 @@ def test_after_a_kill_in_the_middle_the_bytes_are_the_same(arguments, answered, 
         ("--dtype bf16 --max-length 401", "max_length"),
         ("--max-new-tokens 0", "max_new_tokens"),
         ("--chat-template absent", "--chat-template: "),
-        ("--prompt-tokens 4 --chat-field messages", "--chat-field"),
-        ("--endpoint http://127.0.0.1:9", "--dtype"),
     ],
 )
 def test_errors(arguments, tmp_path, capsys, given, named):

@@ -115,7 +115,7 @@ def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, t
     # Serving needs no further options.
     options = ["--draft", str(draft), "--dtype", "fp32", "--device", "cpu"]
     asked = Drafting(arguments.generate().parse_args(options))
-    opened = asked.open_target(positions=1)
+    opened = asked.open_target()
     assert opened.model.config == config
     said = f", with {allowed} positions as its draft was trained" if allowed else ""
     assert f"in fp32 on cpu{said}\n" in capsys.readouterr().err

@@ -135,7 +135,7 @@ def test_a_draft_says_who_computes_its_target(trained, folders, tmp_path):
         named = ["--loader", loader] if loader == "longdraft" else []
         options = ["--draft", str(draft), "--dtype", "fp32", "--device", "cpu", *named]
         asked = Drafting(arguments.serve().parse_args(options))
-        opened[loader] = asked.open_target(positions=64)
+        opened[loader] = asked.open_target()
         assert opened[loader].loader == loader
         engine = asked.open_engines(opened[loader])["tokenswift"]  # warns of other weights than the draft's
         assert engine.generate([[1, 5, 9, 13]], SamplingParams(max_new_tokens=8))[0].tokens
