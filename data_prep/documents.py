@@ -21,7 +21,7 @@ BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning
 NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
 
 BAD_DOCUMENT = (
-    *("empty", "bad_utf8", "bad_json", "bad_csv", "bad_syntax", "missing_field", "field_not_text"),
+    *("empty", "bad_utf8", "bad_json", "bad_syntax", "missing_field", "field_not_text"),
     *("not_token_ids", "not_spans"),
 )
 BAD_CONVERSATION = (
@@ -59,10 +59,6 @@ class Document:
     digest: bytes
     text: str
 
-    @property
-    def n_bytes(self) -> int:
-        return len(self.text.encode())
-
 
 @dataclass(frozen=True)
 class Conversation:
@@ -74,10 +70,6 @@ class Conversation:
     digest: bytes
     messages: tuple[tuple[str, str], ...]
     unfinished: bool = False
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(len(content.encode()) for _, content in self.messages)
 
 
 @dataclass(frozen=True)

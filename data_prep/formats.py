@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TEXT_FIELD = "text"
 FIELDS_SHOWN = 20  # names of fields in a message
-UNFINISHED = ("unfinished", "unfinished.json")  # the second in archives, where fields without .json are texts
+UNFINISHED = "unfinished"
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class TextFormat:
 class ChatFormat:
     """One field holds the list of messages. answered: whether at least one must be the assistant's.
 
-    A record whose field `unfinished` is true (`longdraft prepare regenerate --unfinished keep`; in an archive, the
-    sample's file `unfinished.json`) ends in an answer that was cut."""
+    A record whose field `unfinished` is true (`longdraft prepare regenerate --unfinished keep`) ends in an answer that
+    was cut."""
 
     chat_field: str
     answered: bool = True
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return (self.chat_field, *UNFINISHED)
+        return (self.chat_field, UNFINISHED)
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
         messages = read_messages(_present(record, self.chat_field), self.answered)
-        unfinished = any(record.get(field) is True for field in UNFINISHED) and messages[-1][0] == "assistant"
+        unfinished = record.get(UNFINISHED) is True and messages[-1][0] == "assistant"
         return [Conversation(name, messages_digest(messages), messages, unfinished)]
 
 
@@ -139,7 +139,7 @@ def _present(record: Mapping[str, Any], name: str) -> Any:
         remedy = "name the right one (--text-field or --chat-field; in a recipe text_field, chat_field, prompt, ...)"
         raise Unusable("missing_field", f"has no field {name!r} but {shown}{more}; {remedy}")
     value = record[name]
-    if isinstance(value, bytes):  # of a text file, an archive, an MDS shard or a table without a type for texts
+    if isinstance(value, bytes):  # of a text file, an MDS shard or a table without a type for texts
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError as error:

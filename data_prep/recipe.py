@@ -1,8 +1,8 @@
 """What a preparation is asked for: its sources, how their records are read, and its settings."""
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from string import Formatter
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
@@ -21,8 +21,6 @@ class Source(Schema):
 
     path: a file, a folder, "stdlib", "stdlib-chat", or a data set of the Hugging Face hub, "owner/name[@revision]".
     files: patterns of file names within it ("data/train-*"); () takes every file with a known suffix.
-    config, split: a data set's configuration and split by the rules of `datasets`, instead of `files`. None means the
-    default configuration, and all splits.
 
     How a record (a JSONL line, a row of a table, a sample of MDS) is read, one of:
       text_field: the field that holds a text; the loss counts every token;
@@ -31,9 +29,8 @@ class Source(Schema):
       tokens_field: the field that holds token ids of the model `tokenizer`, which are turned back into text.
         spans_field: the field with (start, stop) of each document among them; None: they are one document.
 
-    share: fraction of the documents to take, chosen by hash. weight: the source's part of `PrepareConfig.max_tokens`,
-    relative to the other sources' weights; None for all sources takes documents as they come. streaming: read what is
-    needed of a data set of the hub without storing its files.
+    weight: the source's part of `PrepareConfig.max_tokens`, relative to the other sources' weights. streaming: read
+    what is needed of a data set of the hub without storing its files.
     """
 
     path: Str
@@ -45,11 +42,8 @@ class Source(Schema):
     tokens_field: Str | None = None
     spans_field: Str | None = None
     tokenizer: Str | None = None
-    share: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    weight: Annotated[Float, Field(gt=0)] | None = None
+    weight: Annotated[Float, Field(gt=0)] = 1.0
     streaming: Bool = False
-    config: Str | None = None
-    split: Str | None = None
 
     @field_validator("path")
     @classmethod
@@ -59,8 +53,8 @@ class Source(Schema):
     @field_validator("prompt", "answer")
     @classmethod
     def _names_fields(cls, template: str | None) -> str | None:
-        if template is not None and not fields_of(template):
-            raise ValueError(f"{template!r} names no field in braces")
+        if template is not None:
+            fields_of(template)
         return template
 
     @model_validator(mode="after")
@@ -72,8 +66,6 @@ class Source(Schema):
                            ("tokenizer", "tokens_field"), ("spans_field", "tokens_field")):  # fmt: skip
             if one in given and other not in given:
                 raise ValueError(f"{one} of {self.path} goes with {other}, which is missing")
-        if self.files and given & {"config", "split"}:
-            raise ValueError(f"files and config or split are given for {self.path}; each chooses the files, leave one")
         return self
 
     @property
@@ -87,20 +79,18 @@ class Source(Schema):
         return self.field_named in ("chat_field", "prompt") or self.path == STDLIB_CHAT
 
     def describe(self) -> dict[str, Any]:
-        """The settings that decide the source's content, apart from its files. Those that are not set are left out."""
-        given = self.model_dump(mode="json", exclude={"path", "streaming"}, exclude_none=True)
-        return {name: value for name, value in given.items() if value != []}
+        """The settings that decide the source's content, apart from its files. Those that are not set are omitted."""
+        return self.model_dump(mode="json", exclude={"path", "files", "streaming"}, exclude_none=True)
 
 
 class PrepareConfig(Schema):
     """What to prepare. Everything except `workers`, `max_bad_share` and `overwrite` decides the content of the shards.
 
-    sources: by name. out: the folder to make; {address} in it is replaced by the first digits of the plan's digest.
-    seq_len: tokens of a row. documents: "pack" or "first" (pack.py). chat_template: a Jinja file, "plain" (chat.py), or
+    sources: by name. out: the folder to make. seq_len: tokens of a row. documents: "pack" cuts long documents into
+    rows, "first" keeps one row of each and drops shorter documents. chat_template: a Jinja file, "plain" (chat.py), or
     None for the tokenizer's own. heldout_share: fraction of the documents that are held out. max_tokens: of both splits
-    together, without filler; text that it leaves unread is not counted as left out. max_bad_share: the fraction of the
-    documents seen that may be bad; above it the folder is not finished. shard_bytes: text of a shard; None: it follows
-    from the size of the sources.
+    together, without filler; the document that reaches it is cut. max_bad_share: the fraction of the documents seen
+    that may be bad; above it the folder is not finished.
     """
 
     sources: Annotated[dict[Str, Source], Field(min_length=1)]
@@ -113,28 +103,16 @@ class PrepareConfig(Schema):
     max_bad_share: Annotated[Float, Field(ge=0, le=1)] = 0.01
     seed: Int = 0
     workers: Annotated[Int, Field(ge=1)] = 1
-    shard_bytes: Annotated[Int, Field(ge=1)] | None = None
     overwrite: Bool = False
 
     @model_validator(mode="after")
     def _settings_fit_the_sources(self) -> Self:
         check_outside(self.out, (source.path for source in self.sources.values()))
-        is_chat = any(source.is_chat for source in self.sources.values())
-        if self.chat_template is not None and not is_chat:
+        if self.chat_template is not None and not any(source.is_chat for source in self.sources.values()):
             raise ValueError("chat_template is for conversations; give --chat-field, or leave it out")
-        if self.documents != "pack" and is_chat:
-            raise ValueError(f"documents is {self.documents!r}, which cuts answers off; conversations take 'pack'")
-        without = [name for name, source in self.sources.items() if source.weight is None]
-        if without and len(without) < len(self.sources):
-            raise ValueError(f"weight is missing for {', '.join(without)}; give it to every source or to none")
-        if not without and self.max_tokens is None:
+        if self.max_tokens is None and any(source.weight != 1 for source in self.sources.values()):
             raise ValueError("max_tokens is missing, and weights share it out: say how many tokens the mix is to have")
         return self
-
-    def budget_of(self, source: int) -> int:
-        """The number of a source's budget: each source has its own if they have weights, else all share budget 0."""
-        first = next(iter(self.sources.values()))  # all sources have a weight, or none has
-        return 0 if first.weight is None else source
 
 
 def check_outside(out: Path, sources: Iterable[str]) -> None:
@@ -150,15 +128,16 @@ def changed(settings: T, **fields: Any) -> T:
 
 
 def fields_of(template: str) -> tuple[str, ...]:
-    """The fields that a template names in braces, each once, in order. Raises ValueError for any other brace."""
+    """The fields that a template names in braces, each once, in order. Raises ValueError for any other brace, and for a
+    template without fields."""
+    names = dict.fromkeys(re.findall(r"{(\w+)}", template.replace("{{", "").replace("}}", "")), "")
     try:
-        parsed = [part for part in Formatter().parse(template) if part[1] is not None]
-    except ValueError as error:
-        raise ValueError(f"{template!r}: {error}; a brace that names no field is written twice") from error
-    for _, name, form, conversion in parsed:
-        if not name or set(name) & set(".[") or form or conversion:
-            raise ValueError(f"{template!r}: write a field as {{name}} alone, and any other brace twice")
-    return tuple(dict.fromkeys(str(name) for _, name, _, _ in parsed))
+        template.format_map(names)
+    except (ValueError, LookupError):
+        names = {}
+    if not names:
+        raise ValueError(f"{template!r}: name at least one field as {{field}}, and write any other brace twice")
+    return tuple(names)
 
 
 def same_way(paths: Sequence[str], **fields: Any) -> dict[str, Source]:

@@ -1,116 +1,100 @@
 """Hashes a source's files and cuts them into segments (`scan`), and reads a segment's documents (`read_documents`).
 
-A text file is one document. A line of JSONL that is not blank, an element of a JSON array, a row of CSV or of a table,
-and a sample of MDS or of an archive are records, which are read in the format that the source names (formats.py). A
-code file of "stdlib-chat" holds one conversation per docstring. A document that cannot be used (empty, bad UTF-8, a
-missing field) becomes a `BadDocument` with its name, so that it can be counted.
+A text file is one document. A line of JSONL that is not blank, an element of a JSON array and a row of a table are
+records, which are read in the format that the source names (formats.py). A code file of "stdlib-chat" holds one
+conversation per docstring. A document that cannot be used (empty, bad UTF-8, a missing field) becomes a `BadDocument`
+with its name, so that it can be counted.
 
-JSONL and tables can be read from any record on. A compressed file, a JSON array, CSV and an archive are read from their
-beginning, so each is one segment. `datasets` does not read them because it changes what it reads: a text that is a date
-becomes a time, a missing field null, and one bad line fails ten megabytes.
+`datasets` does not read the files because it changes what it reads: a text that is a date becomes a time, a missing
+field null, and one bad line fails ten megabytes.
 """
 
-import csv
 import hashlib
-import io
 import json
-import tarfile
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from longdraft.data_prep.docstrings import read_docstrings
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
 from longdraft.data_prep.formats import TEXT_FIELD, RecordFormat, TextFormat, not_utf8
 from longdraft.data_prep.sources import SourceFile, is_compressed, open_plain
-from longdraft.data_prep.tables import table_parts, table_rows
+from longdraft.data_prep.tables import TABLES, open_table, table_rows
 from longdraft.models.files import file_digest
 
 SEGMENT_BYTES = 1 << 20
-# Segments are longer by this factor in Parquet's row groups, which must be read up to each segment, and in remote
-# tables, which are fetched in blocks of megabytes.
-COSTLY_SEGMENTS = 64
 COMPRESSION = 4  # bytes of text in a byte of a compressed file, about
 ARRAY_BYTES = 1 << 30  # a JSON array is parsed as a whole, into several times its bytes
-CSV_FIELD_BYTES = 1 << 28  # a longer field is a quote that was never closed
 
 
 @dataclass(frozen=True)
 class Segment:
     """A run of whole documents in one file.
 
-    start: the first byte in JSONL, the first row in a table, else 0. n_bytes: uncompressed; an estimate if the file is
-    compressed. first_number: of the first record (the line's number in JSONL), from 1 on. n_documents: bad ones
-    included; None if the file is read to its end and they are not counted before. mtime_ns: of the file when it was
-    hashed; None for a remote file, which belongs to a fixed commit.
+    start, stop: bytes in JSONL, chunks in a table (tables.py); stop is None at the file's end. n_bytes: uncompressed;
+    an estimate if the file is compressed. first_number: of the first record (the line's number in JSONL), from 1 on.
+    n_documents: bad ones included; None if they are not counted before the file is read.
     """
 
     file: SourceFile
-    start: int
-    n_bytes: int
-    first_number: int
-    n_documents: int | None
-    mtime_ns: int | None
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether `n_documents` is the true number of documents."""
-        return self.n_documents is not None and self.file.kind != "docstrings"
+    start: int = 0
+    stop: int | None = None
+    n_bytes: int = 0
+    first_number: int = 1
+    n_documents: int | None = None
 
 
-def scan(files: Iterable[SourceFile], segment_bytes: int) -> tuple[dict[str, dict], list[Segment]]:
-    """Hash files and cut them into segments of about `segment_bytes`: JSONL after the record that reaches them, a table
-    after some rows. Of a remote file, nothing but a table's index is read.
+def scan(files: Iterable[SourceFile], segment_bytes: int) -> tuple[dict[str, str], list[Segment]]:
+    """Hash files and cut them into segments of at least `segment_bytes`, each but the last of a file.
 
-    Returns {"bytes", "sha256"} of each file, by name, and all segments in order. Raises ValueError for a damaged file.
+    JSONL is cut after a line, a table after a chunk. A file of another kind, and one that is compressed or remote, is
+    one segment, of which at most a table's index is read.
+    Returns the digest of each file, by name, and all segments in order. Raises ValueError for a damaged file.
     """
-    described, segments = {}, []
+    digests, segments = {}, []
     for file in files:
-        mtime_ns = None if file.listed is not None else Path(file.path).stat().st_mtime_ns
-        if file.kind == "jsonl" and mtime_ns is not None and not is_compressed(file.path):
-            sha256, of_file = _scan_lines(file, segment_bytes, mtime_ns)  # hashed on the way, so that it is read once
+        digests[file.name] = file.digest or file_digest(Path(file.path))
+        least = segment_bytes if file.is_cheap_to_seek else math.inf
+        if file.kind in TABLES:
+            with open_table(file) as table:
+                segments += _cut(file, _chunk_ends(table.chunks), least)
+        elif file.kind == "jsonl" and file.is_cheap_to_seek:
+            with open_plain(file.path) as stream:
+                segments += _cut(file, _line_ends(stream), least)
         else:
-            sha256 = file.listed[1] if file.listed is not None else file_digest(Path(file.path))
-            of_file = _cut(file, segment_bytes, mtime_ns)
-        described[file.name] = {"bytes": file.size, "sha256": sha256}
-        segments += of_file
-    return described, segments
+            n_bytes = file.n_bytes * (COMPRESSION if is_compressed(file.path) else 1)
+            segments.append(Segment(file, n_bytes=n_bytes, n_documents=1 if file.kind == "text" else None))
+    return digests, segments
 
 
-def _scan_lines(file: SourceFile, segment_bytes: int, mtime_ns: int) -> tuple[str, list[Segment]]:
-    """The sha256 of a JSONL file, and its segments of at least `segment_bytes`, except the last."""
-    sha256, segments = hashlib.sha256(), []
-    start = at = end = n_records = 0
-    first = 1
-    with open_plain(file.path) as stream:
-        for number, line in enumerate(stream, start=1):
-            sha256.update(line)
-            at += len(line)
-            if line.isspace():
-                continue
-            end, n_records = at, n_records + 1
-            if end - start >= segment_bytes:
-                segments.append(Segment(file, start, end - start, first, n_records, mtime_ns))
-                start, first, n_records = end, number + 1, 0
-    if n_records or not segments:  # a file without a record gets an empty segment, so that it is counted and named
-        segments.append(Segment(file, start, end - start, first, max(1, n_records), mtime_ns))
-    return sha256.hexdigest(), segments
+def _cut(file: SourceFile, ends: Iterable[tuple[int, int, int, int]], least: float) -> list[Segment]:
+    """Segments of at least `least` bytes. ends: for each place where the file can be cut, (bytes and documents since
+    the place before, the place, number of the next record)."""
+    segments, start, first_number, size, n_documents = [], 0, 1, 0, 0
+    for n_bytes, n_more, place, next_number in ends:
+        size, n_documents = size + n_bytes, n_documents + n_more
+        if size >= least and n_documents:
+            segments.append(Segment(file, start, place, size, first_number, n_documents))
+            start, first_number, size, n_documents = place, next_number, 0, 0
+    if n_documents or not segments:  # a file without a record gets a segment too, so that it is counted and named
+        segments.append(Segment(file, start, None, size, first_number, max(1, n_documents)))
+    return segments
 
 
-def _cut(file: SourceFile, segment_bytes: int, mtime_ns: int | None) -> list[Segment]:
-    if file.kind == "table":
-        coarse_bytes = segment_bytes * COSTLY_SEGMENTS
-        is_costly = mtime_ns is None or is_compressed(file.path)
-        parts = table_parts(file.path, coarse_bytes if is_costly else segment_bytes, coarse_bytes)
-        firsts = accumulate((n_rows for n_rows, _ in parts), initial=0)
-        return [
-            Segment(file, first, size, first + 1, n_rows, mtime_ns)
-            for first, (n_rows, size) in zip(firsts, parts, strict=False)
-        ]
-    n_bytes = file.size * (COMPRESSION if is_compressed(file.path) else 1)
-    return [Segment(file, 0, n_bytes, 1, 1 if file.kind in ("text", "docstrings") else None, mtime_ns)]
+def _line_ends(stream: BinaryIO) -> Iterator[tuple[int, int, int, int]]:
+    place = 0
+    for number, line in enumerate(stream, start=1):
+        place += len(line)
+        yield len(line), not line.isspace(), place, number + 1
+
+
+def _chunk_ends(chunks: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
+    next_number = 1
+    for place, (n_rows, n_bytes) in enumerate(chunks, start=1):
+        next_number += n_rows
+        yield n_bytes, n_rows, place, next_number
 
 
 def read_documents(
@@ -118,131 +102,67 @@ def read_documents(
 ) -> Iterator[Document | Conversation | BadDocument]:
     """The segment's documents in order, good and bad.
 
-    record_format: how a record is read; None: its field "text" is a text.
-    Raises ValueError if the file has changed since it was hashed, or is damaged.
+    record_format: how a record is read; None: its field "text" is a text. A text file is a record with the format's
+    first field alone.
+    Raises ValueError if the file is damaged.
     """
-    file, record_format = segment.file, record_format or TextFormat()
-    if segment.mtime_ns is not None and Path(file.path).stat().st_mtime_ns != segment.mtime_ns:
-        raise ValueError(f"{file.path} changed while it was being prepared; run again once it is complete")
-    if file.kind in ("text", "docstrings"):
+    file, record_format, number = segment.file, record_format or TextFormat(), None
+    if file.kind == "docstrings":
         with open_plain(file.path) as stream:
-            raw = stream.read()
-        whole = _documents(file.name, {TEXT_FIELD: raw}, TextFormat())
-        yield from whole if file.kind == "text" else read_docstrings(file.name, raw)
+            yield from read_docstrings(file.name, stream.read())
         return
-    number = None
     for number, record in numbered_records(segment, record_format.fields):
-        yield from _documents(f"{file.name}:{number}", record, record_format)
+        name = file.name if file.kind == "text" else f"{file.name}:{number}"
+        try:
+            if isinstance(record, Unusable):
+                raise record
+            if not isinstance(record, dict):
+                raise Unusable("missing_field", f"is no object with fields, but {type(record).__name__}")
+            yield from record_format.documents(name, record)
+        except Unusable as error:
+            yield BadDocument(name, hashlib.sha256(name.encode()).digest(), error.why, error.detail)
     if number is None:
         yield BadDocument(file.name, hashlib.sha256(file.name.encode()).digest(), "empty", "holds no record")
 
 
 def numbered_records(segment: Segment, fields: Collection[str] | None = None) -> Iterator[tuple[int, Any]]:
     """The segment's records with their numbers, each a mapping of fields to values, any other value of JSON, or why it
-    cannot be used (`Unusable`). fields: the ones to read of tables and archives; None: all."""
-    path, kind = segment.file.path, segment.file.kind
-    if kind == "table":
-        rows = table_rows(path, segment.start, segment.n_documents, fields)
-        yield from enumerate(rows, start=segment.first_number)
-    elif kind == "jsonl":
-        with open_plain(path) as stream:
+    cannot be used (`Unusable`). fields: the ones to read of tables; None: all."""
+    file = segment.file
+    if file.kind in TABLES:
+        yield from enumerate(table_rows(file, segment.start, segment.stop, fields), segment.first_number)
+        return
+    with open_plain(file.path) as stream:
+        if file.kind == "text":
+            yield 1, {(*(fields or ()), TEXT_FIELD)[0]: stream.read()}
+        elif file.kind == "jsonl":
             if segment.start:
                 stream.seek(segment.start)
-            lines = ((number, line) for number, line in enumerate(stream, segment.first_number) if not line.isspace())
-            for number, line in islice(lines, segment.n_documents):
-                yield number, _parse_json(line)
-    elif kind == "archive":
-        yield from enumerate(_archive_samples(path, fields), start=1)
-    else:
-        yield from _csv_rows(path) if kind == "csv" else enumerate(_array_elements(path), start=1)
+            place = segment.start
+            for number, line in enumerate(stream, segment.first_number):
+                if not line.isspace():
+                    yield number, _parse_json(line)
+                place += len(line)
+                if place == segment.stop:
+                    break
+        else:
+            yield from enumerate(_json_records(stream), start=1)
 
 
 def all_records(file: SourceFile) -> Iterator[tuple[int, Any]]:
     """All records of a file of records, as `numbered_records` gives them."""
-    return numbered_records(Segment(file, 0, 0, 1, None, None))
+    return numbered_records(Segment(file))
 
 
-def _csv_rows(path: str) -> Iterator[tuple[int, dict[str, str] | Unusable]]:
-    """The rows below the header, each with the number of its first line. A .tsv is separated by tabs, a .csv by commas
-    or, if its header has none, by semicolons or tabs. Bytes that are not UTF-8 become lone surrogates."""
-    csv.field_size_limit(CSV_FIELD_BYTES)
-    with open_plain(path) as stream:
-        text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
-        header = text.readline()
-        signs = "\t" if ".tsv" in Path(path).name.lower() else ",;\t"
-        delimiter = next((sign for sign in signs if sign in header), signs[0])
-        rows = csv.reader(chain([header], text), delimiter=delimiter, strict=True)
-        names = next(rows)
-        if (header and not any(names)) or len({*names}) < len(names):
-            raise ValueError(f"it must begin with the names of its fields, each once, and not with {names}")
-        while True:
-            number = rows.line_num + 1
-            try:
-                values = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                if "end of data" in str(error) or "field limit" in str(error):  # a quote is not closed
-                    raise
-                yield number, Unusable("bad_csv", f"is no row of CSV ({error})")
-                continue
-            if values and len(values) != len(names):
-                yield number, Unusable("bad_csv", f"has {len(values)} values, and the header {len(names)} names")
-            elif values:
-                yield number, dict(zip(names, values, strict=True))
-
-
-def _array_elements(path: str) -> list:
-    """The elements of a JSON array. Raises ValueError if the file is larger than ARRAY_BYTES, or is no array."""
-    with open_plain(path) as stream:
-        raw = stream.read(ARRAY_BYTES + 1)
-        if len(raw) > ARRAY_BYTES:
-            raise ValueError(f"it is a JSON array of more than {ARRAY_BYTES >> 20} MiB: convert it to JSONL")
-        array = json.loads(raw.decode("utf-8-sig", "surrogateescape"))
-        if not isinstance(array, list):
-            raise ValueError("it is no JSON array: give an array of records, or a record a line as .jsonl")
-    return array
-
-
-def _archive_samples(path: str, fields: Collection[str] | None) -> Iterator[dict[str, Any] | Unusable]:
-    """The samples of an archive in WebDataset's form. The files of a sample stand next to each other and share a name;
-    "a/7.chat.json" is the field "chat.json" of the sample "a/7". Fields that are not in `fields` are None."""
-    last, sample = None, dict[str, bytes | None]()
-    with open_plain(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-        for member in archive:
-            folder, _, name = member.name.rpartition("/")
-            stem, dot, field = name.partition(".")
-            if not (member.isfile() and stem and dot):
-                continue
-            if sample and (folder, stem) != last:
-                yield _parsed(sample)
-                sample = {}
-            content = archive.extractfile(member) if fields is None or field in fields else None
-            last, sample[field] = (folder, stem), None if content is None else content.read()
-    if sample:
-        yield _parsed(sample)
-
-
-def _parsed(sample: dict[str, bytes | None]) -> dict[str, Any] | Unusable:
-    """The values of an archive's sample. Fields named json hold JSON, all others bytes."""
-    values: dict[str, Any] = {}
-    for field, raw in sample.items():
-        values[field] = _parse_json(raw) if raw is not None and field.rpartition(".")[2] == "json" else raw
-        if isinstance(values[field], Unusable):
-            return values[field]
-    return values
-
-
-def _documents(name: str, record: Any, record_format: RecordFormat) -> Iterator[Document | Conversation | BadDocument]:
-    """The documents of the record `name`, or the one bad document that it is."""
-    try:
-        if isinstance(record, Unusable):
-            raise record
-        if not isinstance(record, dict):
-            raise Unusable("missing_field", f"is no object with fields, but {type(record).__name__}")
-        yield from record_format.documents(name, record)
-    except Unusable as error:
-        yield BadDocument(name, hashlib.sha256(name.encode()).digest(), error.why, error.detail)
+def _json_records(stream: BinaryIO) -> list:
+    """The elements of a JSON array, or the values in the lines of a file that is no array. Raises ValueError for more
+    than ARRAY_BYTES."""
+    raw = stream.read(ARRAY_BYTES + 1).removeprefix(b"\xef\xbb\xbf")
+    if len(raw) > ARRAY_BYTES:
+        raise ValueError(f"it is JSON of more than {ARRAY_BYTES >> 20} MiB: convert it to JSONL")
+    if not raw.lstrip().startswith(b"["):
+        return [_parse_json(line) for line in raw.split(b"\n") if line.strip()]
+    return json.loads(raw.decode("utf-8", "surrogateescape"))
 
 
 def _parse_json(raw: bytes) -> Any:

@@ -21,14 +21,13 @@ from tqdm import tqdm
 
 from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
-from longdraft.data_prep.failures import failures_described
 from longdraft.data_prep.formats import ChatFormat, TextFormat
 from longdraft.data_prep.recipe import Source, check_outside
 from longdraft.data_prep.records import SEGMENT_BYTES, read_documents, scan
 from longdraft.data_prep.response_generation import Asking, Completion, Generate, Prompt, answer
 from longdraft.data_prep.shards import MANIFEST
 from longdraft.data_prep.sources import list_files
-from longdraft.data_prep.tasks import add_up
+from longdraft.data_prep.tasks import add_up, failures_described
 from longdraft.models.files import WorkFolder, write_atomically, write_json
 from longdraft.models.schema import Int, validated_dataclass
 

@@ -1,75 +1,69 @@
-"""How the tasks of a folder are divided among machines (`--shard i/n`) and processes, and their records added up."""
+"""Runs the tasks of a folder in processes, adds up their records, and describes errors that the user must correct."""
 
-import hashlib
-import json
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import chain
 from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-NAMED_BAD = 20  # bad documents named in a manifest; all are counted
+KEPT = "what is finished is kept: call again"
 
 
-class Machine(NamedTuple):
-    """One of `of` machines that share the tasks of a folder; `number` counts from 1."""
+@contextmanager
+def failures_described(path: Path) -> Iterator[None]:
+    """Turn an OSError (a full disk, a missing right) or a lost connection to the hub into a ValueError of one line.
 
-    number: int
-    of: int
+    path: the folder that is made."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        from huggingface_hub.errors import HTTPError
 
-
-def read_machine(text: str) -> Machine:
-    """Parse the i/n of --shard."""
-    number, _, of = text.partition("/")
-    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-        raise ValueError(f"--shard: {text!r} is not valid; give i/n from 1/n to n/n, such as 1/4 for the first of four")
-    return Machine(int(number), int(of))
-
-
-def tasks_of(machine: Machine | None, tasks: Sequence[T]) -> Sequence[T]:
-    """The machine's tasks: every `of`-th one, beginning with the `number`-th. Without a machine, all of them."""
-    return tasks if machine is None else tasks[machine.number - 1 :: machine.of]
+        if not isinstance(error, (OSError, HTTPError)):
+            raise
+        raise ValueError(f"{str(path)[:200]}: {' '.join(str(error).split())[:300]}; {KEPT}") from error
 
 
 def run_in_processes(
-    work: Callable[[T], object], tasks: Sequence[T], n_workers: int, on_done: Callable[[T], object]
+    work: Callable[[T], object], tasks: Sequence[T], n_workers: int, on_done: Callable[[], object]
 ) -> None:
     """Call `work(task)` for all tasks, in the given order, in `n_workers` processes. They die with this process.
 
-    on_done: called in this process with each task that is done.
+    on_done: called in this process after each task.
     Raises ValueError if a worker was killed, and whatever `work` raises. After Ctrl-C no worker is left.
     """
-    # spawn: a fork would copy the locks of threads that the caller's libraries run (torch, tokenizers).
-    context, not_ours = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     with NamedTemporaryFile() as file:  # workers read it at the same time; a pipe would make them start one by one
         file.write(pickle.dumps(work))
         file.flush()
+        # spawn: a fork would copy the locks of threads that the caller's libraries run (torch, tokenizers).
+        context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (file.name,))
         try:
             # The first submit starts the workers. They inherit this mask and so never receive Ctrl-C.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
-                futures = {pool.submit(_work_on, task): task for task in tasks}
+                futures = [pool.submit(_work_on, task) for task in tasks]
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for future in as_completed(futures):
                 future.result()
-                on_done(futures[future])
+                on_done()
         except BrokenProcessPool:
-            raise ValueError(
-                "a worker was killed (out of memory?); finished shards are kept: call again, with fewer --workers"
-            ) from None
+            raise ValueError(f"a worker was killed (out of memory?); {KEPT}, with fewer --workers") from None
         except KeyboardInterrupt:
-            for worker in set(multiprocessing.active_children()) - not_ours:
+            for worker in multiprocessing.active_children():
                 worker.kill()  # nothing of a half-done task is kept anyway
             raise
         finally:
@@ -110,8 +104,3 @@ def _added(values: list[Any]) -> Any:
     if isinstance(values[0], list):
         return [*chain.from_iterable(values)]
     return values[0] if isinstance(values[0], str) else sum(values)
-
-
-def count_and_hash(sources: Mapping[str, dict]) -> dict:
-    """The number of a plan's source files, and one hash over their names and hashes."""
-    return {"files": len(sources), "sha256": hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()}

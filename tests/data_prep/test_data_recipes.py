@@ -13,7 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.shards import ShardSet
+from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tables import table_rows
 from longdraft.launch import prepare as prepare_command
 from longdraft.launch.prepare import main
@@ -99,20 +101,21 @@ def test_prolong(tmp_path, smollm2):
     for domain in domains:  # whose samples are those of mds/plain
         shutil.copytree(Path(__file__).parent / "mds" / "plain", root / domain)
     texts = []
-    for path in sorted((root / "arxiv").glob("*.mds")):
-        for row in table_rows(str(path), 0):
+    for file in list_files([Source(path=str(root / "arxiv"))]):
+        for row in table_rows(file):
             documents = (row["input_ids"][start:stop].tolist() for start, stop in row["indices"])
             texts += [smollm2.decode(ids, skip_special_tokens=True).strip("\ufffd") + "<|im_end|>" for ids in documents]
     sources = [f"sources.{name}.{field}" for name in ("code", "books", "arxiv") for field in
                (f"path={root}", "tokenizer=smollm2-135m", "streaming=false")]  # fmt: skip
     manifest = run("prolong-64k", tmp_path / "out", *sources, "seq_len=256", "max_tokens=2100", "heldout_share=0.2")
-    assert {*decoded(tmp_path / "out", smollm2)} <= {*texts}, "a document came back as another text"
+    for found in decoded(tmp_path / "out", smollm2):  # the document that reaches a budget is cut
+        assert any(text.startswith(found.rstrip("\ufffd")) for text in texts), "a document came back as another text"
     rows = ShardSet(tmp_path / "out" / "train")
     taken = {name.split("/")[1] for i in range(len(rows)) for name, _ in rows.pieces(i)}
     assert {*domains[:2]} <= taken <= {*domains[:3]}
     tokens = {name: tokens_of(manifest, name) for name in ("code", "books", "arxiv")}
     assert 700 < tokens["code"] <= 1000 and 700 < tokens["books"] <= 1000 and 0 < tokens["arxiv"] <= 100
-    assert manifest["sources"]["read_as"]["code"]["tokenizer"] == "smollm2-135m"
+    assert manifest["sources"]["code"]["tokenizer"] == "smollm2-135m"
 
 
 def long_sft(root):
@@ -188,12 +191,12 @@ def test_smollm2_mixed(tmp_path, smollm2):
     [
         (["sources.pg19.pat=x"], "sources.pg19.pat: unknown field; did you mean path?"),
         (["seqlen=5"], "seqlen: unknown field; did you mean seq_len?"),
-        (["sources.pg19.share=a"], "sources.pg19.share: 'a'"),
+        (["sources.pg19.weight=a"], "sources.pg19.weight: 'a'"),
         (["sources.pg19.path=${nope}"], "sources.pg19.path: "),
         (["--text-field", "x"], "--text-field is given with the recipe"),
         (["--source", "stdlib"], "--source is given with the recipe"),
         (["sources=5"], "sources: 5"),
-        (["sources.pg19.path=/none/such"], "source '/none/such' does not exist"),
+        (["sources.pg19.path=/none/such"], "source '/none/such' "),
     ],
 )
 def test_mistakes_are_named(argv, said, tmp_path, capsys, monkeypatch):
@@ -210,9 +213,7 @@ def test_without_a_folder_the_recipe_names_it(tmp_path, capsys, monkeypatch):
     (tmp_path / "corpus/a.txt").write_text(PROSE * 20)
     argv = [str(RECIPES / "pg19.yaml"), *TARGET, "sources.pg19.path=corpus", "sources.pg19.files=['*.txt']"]
     main([*argv, "seq_len=1", "heldout_share=0", "--seq-len", "64"])  # an option goes before the recipe
-    (out,) = (tmp_path / "data").iterdir()
-    address = json.loads((out / "manifest.json").read_text())["address"]
-    assert out.name == f"pg19-{address[:12]}" and f"-> data/{out.name}" in capsys.readouterr().out
+    assert (tmp_path / "data/pg19/manifest.json").exists() and "-> data/pg19" in capsys.readouterr().out
 
 
 def test_the_commands_in_the_training_recipes_prepare_what_they_read():

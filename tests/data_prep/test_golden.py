@@ -7,13 +7,11 @@ over the documents and their tokens. `python tests/data_prep/test_golden.py` pri
 import bz2
 import gzip
 import hashlib
-import io
 import json
 import random
 import shutil
 import sys
 import sysconfig
-import tarfile
 import tempfile
 from pathlib import Path
 
@@ -25,10 +23,9 @@ from transformers import PreTrainedTokenizerFast
 
 from longdraft.data_prep import prepare as prepare_module
 from longdraft.data_prep.inspection import inspect
-from longdraft.data_prep.prepare import merge, prepare
+from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.recipe import PrepareConfig, Source, changed
 from longdraft.data_prep.shards import ShardSet
-from longdraft.data_prep.tasks import Machine
 
 GOLDEN = Path(__file__).with_name("golden.json")
 MDS = Path(__file__).with_name("mds")
@@ -47,25 +44,22 @@ pair = {"prompt": "Say {{it}}: {text}", "answer": "{text}"}
 PREPARATIONS = {
     **{name: ({"one": {"path": name}}, {}) for name in ("text", "a.jsonl", "a.parquet", "file.arrow", "stream.arrow")},
     **{name: ({"one": {"path": name}}, {}) for name in ("a.jsonl.zst", "a.jsonl.gz", "a.jsonl.bz2", "stdlib")},
-    **{name: ({"one": {"path": name}}, {}) for name in ("a.csv", "a.tsv.gz", "a.json", "a.json.zst")},
+    **{name: ({"one": {"path": name}}, {}) for name in ("a.json", "a.json.zst")},
     "mds": ({"one": {"path": str(MDS / "plain")}}, {}),
     "mds.zst ids": ({"one": {"path": str(MDS / "zstd"), **mds_ids}}, {}),
-    "tar": ({"one": {"path": "a.tar", "text_field": "txt"}}, {}),
-    "tar chat": ({"one": {"path": "a.tar", "chat_field": "chat.json"}}, {}),
     "ids": ({"one": {"path": "a.jsonl", **ids}}, {}),
     "chat": ({"one": {"path": "a.jsonl", **chat}}, {"seq_len": 48}),
     "prompt and answer": ({"one": {"path": "a.parquet", **pair}}, {}),
     "stdlib-chat": ({"one": {"path": "stdlib-chat"}}, {"seq_len": 256}),
     "first": ({"one": {"path": "text"}}, {"documents": "first", "seq_len": 100}),
     "max_tokens": ({"one": {"path": "a.parquet"}}, {"max_tokens": 4000}),
-    "share": ({"one": {"path": "text", "share": 0.4}}, {"heldout_share": 0.3, "seed": 3}),
-    "no heldout": ({"one": {"path": "a.jsonl"}}, {"heldout_share": 0.0, "shard_bytes": None}),
+    "seed": ({"one": {"path": "text"}}, {"heldout_share": 0.3, "seed": 3}),
+    "no heldout": ({"one": {"path": "a.jsonl"}}, {"heldout_share": 0.0}),
     "weights": (
         {"a": {"path": "a.jsonl", "weight": 3}, "b": {"path": "text", "weight": 1}},
         {"max_tokens": 6000},
     ),
-    "text beside chat": ({"a": {"path": "a.jsonl", **chat}, "b": {"path": "a.csv", "text_field": "text"}}, {}),
-    "config and split": ({"one": {"path": "split", "split": "train"}}, {}),
+    "text beside chat": ({"a": {"path": "a.jsonl", **chat}, "b": {"path": "a.parquet", "text_field": "text"}}, {}),
 }
 
 
@@ -98,21 +92,11 @@ def make_inputs(root: Path) -> None:
     for name in ("a.json", "a.json.zst"):
         content = json.dumps(rows, indent=1, ensure_ascii=False).encode()
         (root / name).write_bytes(pa.compress(content, "zstd", asbytes=True) if name.endswith("zst") else content)
-    for name, sign in (("a.csv", ","), ("a.tsv.gz", "\t")):
-        records = "".join(f'{i}{sign}"{doubled}"\n' for i, doubled in enumerate(t.replace('"', '""') for t in texts))
-        quoted = f"id{sign}text\n{records}"
-        (root / name).write_bytes(gzip.compress(quoted.encode(), mtime=0) if name.endswith("gz") else quoted.encode())
     table = pa.Table.from_pylist(rows)
     pq.write_table(table, root / "a.parquet", row_group_size=30, compression="none", use_dictionary=False)
     for name, opened in (("file.arrow", pa.ipc.new_file), ("stream.arrow", pa.ipc.new_stream)):
         with pa.OSFile(str(root / name), "wb") as file, opened(file, table.schema) as writer:
             writer.write_table(table, max_chunksize=17)
-    with tarfile.open(root / "a.tar", "w") as tar:
-        for i, row in enumerate(rows):
-            for field, content in (("txt", row["text"]), ("chat.json", json.dumps(row["messages"]))):
-                info = tarfile.TarInfo(f"deep/{i:03d}.{field}")
-                info.size = len(content.encode())
-                tar.addfile(info, io.BytesIO(content.encode()))
     for i, text in enumerate(texts):
         for path, content in (
             (f"text/{'deep/' * (i % 2)}{i}.txt", text),
@@ -120,9 +104,6 @@ def make_inputs(root: Path) -> None:
         ):
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_bytes(content.replace('"""Return 7 ', "'").encode())
-    for split in ("train", "test"):
-        (root / "split").mkdir(exist_ok=True)
-        (root / f"split/{split}.jsonl").write_bytes(lines if split == "train" else lines[:20_000])
     (root / "template.jinja").write_text(TEMPLATE)
 
 
@@ -133,7 +114,7 @@ def config_of(name: str, root: Path, out: Path) -> PrepareConfig:
         path = how["path"] if how["path"].startswith(("stdlib", "/")) else str(root / how["path"])
         made[key] = Source(**{**how, "path": path})
     is_chat = any({"chat_field", "prompt"} & how.keys() or how["path"] == "stdlib-chat" for how in sources.values())
-    settings = {"seq_len": 64, "heldout_share": 0.2, "shard_bytes": 6000, "max_bad_share": 0.2, **settings}
+    settings = {"seq_len": 64, "heldout_share": 0.2, "max_bad_share": 0.2, **settings}
     return PrepareConfig(sources=made, out=out, chat_template=root / "template.jinja" if is_chat else None, **settings)
 
 
@@ -157,19 +138,15 @@ def digests(out: Path) -> list:
     return [len(paths), shards.hexdigest()[:20], hashlib.sha256(content.encode()).hexdigest()[:20]]
 
 
-def made(name: str, root: Path, out: Path, machines: int = 0, **fields) -> list:
-    """The digests of a preparation, by one call or by `machines` calls and a merge."""
+def made(name: str, root: Path, out: Path, **fields) -> list:
+    """The digests of a preparation."""
     tokenizer = fixed_tokenizer()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_module, "SEGMENT_BYTES", 3000)
-        patch.setattr(prepare_module, "WORKER_BYTES", 1)
+        patch.setattr(prepare_module, "SHARD_TEXT_BYTES", (6000, 6000))
         patch.setattr(sysconfig, "get_path", lambda _: str(root / "lib"))
-        for number in range(1, machines + 1) if machines else [None]:
-            machine = None if number is None else Machine(number, machines)
-            config = changed(config_of(name, root, out), **fields)
-            prepare(config, tokenizer, "hash", {"theirs": tokenizer}, machine, log=lambda _: None)
-    if machines:
-        merge(out, max_bad_share=0.2, log=lambda _: None)
+        config = changed(config_of(name, root, out), **fields)
+        prepare(config, tokenizer, "hash", {"theirs": tokenizer}, log=lambda _: None)
     return digests(out)
 
 
@@ -185,9 +162,8 @@ def test_shards_are_as_ever(root, tmp_path, name):
     assert made(name, root, tmp_path / "out") == json.loads(GOLDEN.read_text())[name]
 
 
-@pytest.mark.parametrize(("name", "how"), [("chat", {"workers": 2}), ("weights", {"machines": 3})])
-def test_workers_and_machines_change_nothing(root, tmp_path, name, how):
-    assert made(name, root, tmp_path / "out", **how) == json.loads(GOLDEN.read_text())[name]
+def test_workers_change_nothing(root, tmp_path):
+    assert made("chat", root, tmp_path / "out", workers=2) == json.loads(GOLDEN.read_text())["chat"]
 
 
 def test_a_folder_of_the_first_version_is_read(tmp_path):
@@ -197,8 +173,7 @@ def test_a_folder_of_the_first_version_is_read(tmp_path):
     assert digests(out) == [2, "26e51dbdf9e332cddcd0", "648e71d9ae3aa8c1bf99"]
     for split in ("train", "heldout"):
         ShardSet(out / split).verify(vocab_size=262)
-    assert merge(out) == json.loads((out / "manifest.json").read_text())
-    assert sum(split["documents"] for split in inspect(out)["splits"].values()) == 12
+    assert "chats: " in inspect(out)
 
 
 if __name__ == "__main__":

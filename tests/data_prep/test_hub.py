@@ -9,9 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.shards import ShardSet
-from longdraft.data_prep.sources import list_files
 
 # Prepares or lists, as each call says, and prints a line.
 SCRIPT = """
@@ -28,16 +26,6 @@ for call in json.loads(sys.argv[2]):
             print(*(file.name for file in list_files([Source(**call)])))
     except ValueError as error:
         print(str(error).replace("\\n", " "))
-"""
-README = """---
-configs:
-- config_name: default
-  data_files:
-  - {split: train, path: "data/train-*"}
-  - {split: test, path: "data/test-*"}
-- config_name: tables
-  data_files: "data/*.parquet"
----
 """
 TEXTS = {f"part {part} text {i} " + "word " * (i % 9) for part in range(4) for i in range(60)}
 WANTED = {"path": "me/set", "files": ["data/train-*"]}
@@ -110,20 +98,24 @@ def test_fetched_and_streamed_sets_are_the_same_documents(root, run, tmp_path, r
     assert plans[0]["sources"] == plans[1]["sources"], "the hub's hashes are those of the content"
 
 
-def test_streaming_reads_what_the_share_asks_for(root, run, tmp_path, serving):
-    source = {"path": "me/set", "files": ["data/*.parquet", "data/*.jsonl"], "streaming": True, "share": 0.3}
+def test_streaming_reads_what_the_budget_asks_for(root, run, tmp_path, serving):
+    source = {"path": "me/set", "files": ["data/*.parquet", "data/*.jsonl"], "streaming": True}
     with serving(root) as (address, requests):
-        run(address, [{"sources": {"set": source}, "out": str(tmp_path / "out")}])
+        run(address, [{"sources": {"set": source}, "out": str(tmp_path / "out"), "max_tokens": 200}])
         read = {name.rpartition("/")[2] for method, name, _ in requests if method == "GET" and "/resolve/" in name}
-    assert len(read) < 4, "files beyond the share were read"
-    mix = json.loads((tmp_path / "out" / "manifest.json").read_text())["splits"]
-    n_all = sum(text.startswith(("part 0", "part 2", "part 3")) for text in TEXTS) + 1
-    n = sum(split["documents"] for split in mix.values())
-    assert 0.15 * n_all < n < 0.45 * n_all
+    assert len(read) < 4, "files beyond the budget were read"
+    splits = json.loads((tmp_path / "out" / "manifest.json").read_text())["splits"].values()
+    assert 190 < sum(split["tokens"] for split in splits) <= 200
 
 
 def test_what_is_not_to_be_had_is_named(root, run, serving):
-    said = {"no/set": "Repository Not Found", "gated/set": "gated repo", "me/set@nope": "nope", "me/set": "none/*"}
+    said = {
+        "a/b/c": "repo_name",
+        "no/set": "Repository Not Found",
+        "gated/set": "gated repo",
+        "me/set@nope": "nope",
+        "me/set": "none/*",
+    }
     cases = [(path, streaming) for path in said for streaming in (False, True)]
     calls = [{"path": path, "streaming": streaming, "files": ["none/*"]} for path, streaming in cases]
     with serving(root) as (address, _):
@@ -131,35 +123,3 @@ def test_what_is_not_to_be_had_is_named(root, run, serving):
             assert line.startswith(f"source '{path}' ") and said[path] in line, line
     for line in run("http://127.0.0.1:9", calls[-2:]):
         assert line.startswith("source 'me/set' ") and "hub" in line
-
-
-def test_a_configuration_and_a_split_are_the_files_that_datasets_says(run, tmp_path, serving):
-    """Of a data set by name, fetched or streamed, and of a folder. Pattern signs in a name match only themselves."""
-    folder = tmp_path / "hub" / "me" / "parts"
-    (folder / "data").mkdir(parents=True)
-    (folder / "README.md").write_text(README)
-    for name in ("train-[0].jsonl", "train-0.jsonl", "train-1.jsonl", "test-0.jsonl"):
-        (folder / "data" / name).write_text(json.dumps({"text": name}))
-    pq.write_table(pa.table({"text": ["b"]}), folder / "data" / "other.parquet")
-    cases = [
-        ({"split": "train"}, ["data/train-0.jsonl", "data/train-1.jsonl", "data/train-[0].jsonl"]),
-        ({"split": "test"}, ["data/test-0.jsonl"]),
-        ({"config": "tables"}, ["data/other.parquet"]),
-        ({"config": "tables", "split": "test"}, "has no split 'test'; it has 'train'"),
-        ({"config": "nope"}, "config 'nope': BuilderConfig 'nope' not found. Available: ['default', 'tables']"),
-    ]
-    places = [("me/parts", {}), ("me/parts@main", {"streaming": True}), (str(folder), {})]
-    asked = [({"path": path, **how, **more}, wanted) for how, wanted in cases for path, more in places]
-    with serving(tmp_path / "hub") as (address, _):
-        lines = run(address, [case for case, _ in asked])
-    for (case, wanted), line in zip(asked, lines, strict=True):
-        if isinstance(wanted, str):
-            assert line.startswith(f"source '{case['path']}'") and line.endswith(wanted)
-        else:
-            name = "parts" if case["path"] == str(folder) else case["path"]
-            assert line.split(" ") == [f"{name}/{file}" for file in wanted]
-    (folder / "parts.py").write_text("import datasets")
-    with pytest.raises(ValueError, match=r"parts.*Dataset scripts are no longer supported"):
-        list_files([Source(path=str(folder), split="train")])
-    with pytest.raises(ValueError, match=r"'stdlib' .*split"):
-        list_files([Source(path="stdlib", split="train")])

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from longdraft.data_prep.inspection import as_text, inspect
+from longdraft.data_prep.inspection import inspect
 from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.recipe import PrepareConfig, same_way
 from longdraft.data_prep.shards import ShardSet
@@ -36,25 +36,15 @@ def folder(tmp_path_factory, tiny_tokenizer):
     return config.out
 
 
-def test_numbers_are_those_of_the_texts(folder, tiny_tokenizer):
-    found = inspect(folder)
-    train, heldout = found["splits"]["train"], found["splits"]["heldout"]
-    assert train["documents"] + heldout["documents"] == 73 and train["copies"] + heldout["copies"] == 3
-    assert train["supervised_share"] == 1.0
-    assert train["filler_share"] == pytest.approx(1 - train["tokens"] / (64 * train["rows"]))
-    lengths = {split: [] for split in found["splits"]}
-    for i in range(70):
-        ids = tiny_tokenizer(f"document {i} " + "word " * (5 * i))["input_ids"]
-        lengths["heldout" if f"lines.jsonl:{i + 1}" in names(folder / "heldout") else "train"].append(len(ids) + 1)
-    assert [split["lengths"][-1] for split in (train, heldout)] == [max(lengths[split]) for split in lengths]
-    assert [split["lengths"][0] for split in (train, heldout)] == [min(lengths[split]) for split in lengths]
-    assert sum(sum(split["bad"].values()) for split in (train, heldout)) == 2
-    assert found["samples"] == []
-
-
-def names(split):
-    rows = ShardSet(split)
-    return {name for i in range(len(rows)) for name, _ in rows.pieces(i)}
+def test_numbers_are_those_of_the_manifests(folder, capsys):
+    main(["--inspect", str(folder)])
+    shown = capsys.readouterr().out
+    train, heldout = (ShardSet(folder / split) for split in ("train", "heldout"))
+    assert (
+        f"train: {len(train):,} rows, {train.manifest['tokens']:,} tokens" in shown and f"{len(heldout)} rows" in shown
+    )
+    assert "1 field_not_text, first lines.jsonl:75" in shown and "1 empty, first lines.jsonl:74" in shown
+    assert train.manifest["documents"] + heldout.manifest["documents"] == 73 and "sample" not in shown
 
 
 def test_samples_decode_and_mark_what_counts(tmp_path, tiny_tokenizer):
@@ -67,24 +57,11 @@ def test_samples_decode_and_mark_what_counts(tmp_path, tiny_tokenizer):
         heldout_share=0.2, chat_template=tmp_path / "template.jinja",
     )  # fmt: skip
     prepare(config, tiny_tokenizer, "hash")
-    found = inspect(config.out, tiny_tokenizer, "hash")
-    assert len(found["samples"]) == 3
-    for sample in found["samples"]:
-        counted = "".join(text for text, in_loss in sample["runs"] if in_loss)
-        assert counted == "an answer<|end|>"
-        assert sample["runs"][0][0].rstrip().endswith("assistant:") and not sample["runs"][0][1]
-    assert "《an answer<|end|>》" in as_text(config.out, found)
-    assert 0 < found["splits"]["train"]["supervised_share"] < 0.5
+    shown = inspect(config.out, tiny_tokenizer, "hash")
+    assert shown.count("  sample, train row ") == shown.count("《an answer<|end|>》") == 3
+    assert shown.count("assistant:《") == 3 and shown.count("《") == 3
     with pytest.raises(ValueError, match="--target: "):
         inspect(config.out, tiny_tokenizer, "other")
-
-
-def test_the_command(folder, capsys):
-    main(["--inspect", str(folder)])
-    assert "field_not_text" in capsys.readouterr().out
-    main(["--inspect", str(folder), "--json"])
-    report = json.loads(capsys.readouterr().out)
-    assert report["seq_len"] == 64 and report["splits"]["train"]["rows"] > report["splits"]["heldout"]["rows"] > 0
 
 
 def damage_a_bit(folder):
@@ -96,7 +73,7 @@ def damage_a_bit(folder):
 
 @pytest.mark.parametrize(("damage", "named"), [
     (damage_a_bit, "shard-00000.arrow"),
-    (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
+    (lambda folder: (folder / "manifest.json").unlink(), "manifest.json"),
     (lambda folder: (folder / "train/manifest.json").write_text("{"), "train/manifest.json"),
     (lambda folder: (folder / "train/manifest.json").write_text("[]"), "train/manifest.json"),
 ])  # fmt: skip
@@ -112,13 +89,13 @@ def test_damaged_folders_are_not_called_sound(folder, tmp_path, capsys, damage, 
 @pytest.mark.parametrize(("argv", "named"), [
     (["--inspect", "nowhere"], "nowhere"),
     (["--inspect", "x", "--seq-len", "64", "--workers", "2"], "--seq-len, --workers"),
-    (["--inspect", "x", "--merge"], "--merge"),
     (["--inspect", "x", "--seed", "0"], "--seed"),
-    (["--merge", "--out", "x", "--target", "y"], "--target"),
-    (["--merge"], "--out"),
-    (["recipe.yaml", "--merge", "--out", "x"], "recipe"),
-    (["--json", "--out", "x"], "--json"),
-    (["--out", "x"], "--source, --target, --seq-len"),
+    (["--out", "x"], "--target"),
+    (["--target", "x"], "sources: missing"),
+    (["--target", "x", "--source", "stdlib"], "out: missing"),
+    (["--target", "x", "--out", "x", "--source", "stdlib"], "seq_len: missing"),
+    (["--target", "x", "--out", "x", "--source", "stdlib", "--seq-len", "1"], "seq_len: "),
+    *((["--out", "x", option, "1/2"], option) for option in ("--shard", "--split", "--config")),
 ])  # fmt: skip
 def test_mistakes_are_named(argv, named, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -36,11 +36,12 @@ def chats(tmp_path):
 
 
 @pytest.fixture
-def config(tmp_path, chats):
+def config(tmp_path, chats, monkeypatch):
+    monkeypatch.setattr("longdraft.data_prep.prepare.SHARD_TEXT_BYTES", (20_000, 20_000))
     (tmp_path / "template.jinja").write_text(CHATML)
     sources = same_way([str(tmp_path / "chats.jsonl")], chat_field="messages")
     template = tmp_path / "template.jinja"
-    settings = {"heldout_share": 0.2, "shard_bytes": 20_000, "chat_template": template}
+    settings = {"heldout_share": 0.2, "chat_template": template}
     return PrepareConfig(sources=sources, out=tmp_path / "out", seq_len=64, **settings)
 
 
@@ -103,11 +104,11 @@ def test_rows_give_conversations_and_answers_back(config, chats, tiny_tokenizer,
     assert sum(split["tokens"] for split in splits) == sum(map(len, found.values()))
     supervised = sum(counts for sequence in found.values() for _, counts in sequence)
     assert sum(split["supervised_tokens"] for split in splits) == supervised
-    assert [sum(split[key] for split in splits) for key in ("documents", "split_by_turn")] == [90, 0]
+    assert sum(split["documents"] for split in splits) == 90
     assert all((split["bad"], split["dropped"]) == ({}, {}) for split in splits)
-    assert manifest["sources"]["read_as"] == {"chats.jsonl": {"chat_field": "messages", "share": 1.0}}
+    assert manifest["sources"] == {"chats.jsonl": {"chat_field": "messages", "weight": 1.0}}
     assert manifest["documents_end_with_eos"] is False
-    assert f"tokens of 90 conversations, {supervised:,} of them supervised, " in capsys.readouterr().out
+    assert f"tokens of 90 documents, {supervised:,} of them supervised, " in capsys.readouterr().out
 
 
 def test_conversations_by_turn_are_whole_and_on_one_side(config, chats, tiny_tokenizer):
@@ -115,7 +116,7 @@ def test_conversations_by_turn_are_whole_and_on_one_side(config, chats, tiny_tok
     manifest = prepare(config, tiny_tokenizer, "hash")
     found = sequences(config.out)
     several = [i for i, messages in enumerate(chats, start=1) if len(messages) > 2]
-    assert sum(split["split_by_turn"] for split in manifest["splits"].values()) == len(several) > 30
+    assert len(several) > 30
     assert sum(split["documents"] for split in manifest["splits"].values()) == 90
     for i, messages in enumerate(chats, start=1):
         names = (
@@ -156,8 +157,8 @@ def test_bad_conversations_are_counted_and_named(config, chats, tiny_tokenizer, 
     counted = {why: sum(split["bad"].get(why, 0) for split in splits) for why in bad}
     assert counted == {why: len(many) for why, many in bad.items()}
     assert sum(split["documents"] for split in splits) == 91
-    named = [entry["document"] for split in splits for entry in split["bad_named"]]
-    assert sorted(named) == sorted(f"chats.jsonl:{i}" for i in [*range(91, 104), 105, 106])
+    named = {example.split()[0] for split in splits for example in split["examples"].values()}
+    assert {"chats.jsonl:106", "chats.jsonl:105"} <= named <= {f"chats.jsonl:{i}" for i in range(91, 107)}
     with pytest.raises(ValueError, match=r"15 of 106 .*content_not_text: 2"):
         prepare(changed(config, max_bad_share=0.1, overwrite=True), tiny_tokenizer, "hash")
 
@@ -172,12 +173,9 @@ def test_another_template_or_field_is_named(config, tiny_tokenizer):
 
 
 def test_what_does_not_go_with_conversations_is_refused(config, tiny_tokenizer, tmp_path):
-    (tmp_path / "in").mkdir()
-    write(tmp_path / "in" / "chats.jsonl", [])
-    (tmp_path / "in" / "README.md").write_text("about these chats")
+    (tmp_path / "text.md").write_text("about these chats")
     cases = {
-        r"in/README\.md": {"sources": same_way([str(tmp_path / "in")], chat_field="messages", files=("*",))},
-        "documents": {"documents": "first"},
+        "not_a_list": {"sources": same_way([str(tmp_path / "text.md")], chat_field="messages"), "out": tmp_path / "b"},
         r"none\.jinja": {"chat_template": tmp_path / "none.jinja"},
         "chat_template is for conversations": {"sources": as_text(config)},
         "has no chat template": {"chat_template": None},
@@ -192,10 +190,12 @@ def test_command_prepares_docstrings_of_the_standard_library(tmp_path, smollm2, 
     out = tmp_path / "out"
     argv = f"--source stdlib-chat --target smollm2-135m --out {out} --seq-len 256 --max-tokens 30000"
     main([*argv.split(), "--heldout-share", "0.2", "--workers", "1"])
-    assert "conversations, " in capsys.readouterr().out
+    assert " documents, " in capsys.readouterr().out
     found = sequences(out)
     assert len(found) > 50
-    for sequence in found.values():
+    whole = [sequence for sequence in found.values() if (smollm2.eos_token_id, True) in sequence]
+    assert len(found) - len(whole) <= 4, "more conversations than those that reach the budget of a task are cut"
+    for sequence in whole:
         (answer,) = learned(smollm2, sequence, smollm2.eos_token_id)
         assert len(answer) > 40
         assert smollm2.decode([token for token, _ in sequence]).startswith("<|im_start|>system\nYou are a helpful AI")

@@ -49,13 +49,13 @@ def largest_file(n_bytes):
 def test_a_full_disk_is_an_error_that_loses_nothing(
     tmp_path, make_corpus, config, tiny_tokenizer, monkeypatch, workers
 ):
-    monkeypatch.setattr(prepare_module, "WORKER_BYTES", 1)
+    monkeypatch.setattr(prepare_module, "SHARD_TEXT_BYTES", (20_000, 20_000))
     make_corpus(tmp_path / "corpus", 100)
-    config = changed(config, shard_bytes=20_000, workers=workers)
+    config = changed(config, workers=workers)
     whole = changed(config, out=tmp_path / "whole", workers=1)
     prepare(whole, tiny_tokenizer, "hash")
     sizes = sorted(path.stat().st_size for path in whole.out.rglob("*.arrow"))
-    with largest_file(sizes[len(sizes) // 2]), pytest.raises(ValueError, match=f"no room for {config.out}"):
+    with largest_file(sizes[len(sizes) // 2]), pytest.raises(ValueError, match=rf"{config.out}.*File too large"):
         prepare(config, tiny_tokenizer, "hash")
     assert not (config.out / "manifest.json").exists() and not list(config.out.rglob("*.tmp"))
     with pytest.raises(ValueError, match=r"train/manifest\.json"):
@@ -74,8 +74,9 @@ def test_lines_of_many_megabytes(tmp_path, tiny_tokenizer):
     settings = {"seq_len": 8192, "heldout_share": 0, "max_bad_share": 0.3}
     config = PrepareConfig(sources=same_way([str(path)]), out=tmp_path / "out", **settings)
     split = prepare(config, tiny_tokenizer, "hash")["splits"]["train"]
-    assert (split["documents"], split["text_bytes"]) == (3, len(text) + 2)
-    assert split["bad_named"] == [{"document": "long.jsonl:4", "why": "bad_json"}]
+    assert (split["documents"], split["bad"]) == (3, {"bad_json": 1})
+    assert split["examples"]["bad_json"].startswith("long.jsonl:4 ")
+    assert split["tokens"] > len(text) / 6
 
 
 def test_a_damaged_file_is_named_before_anything_is_made(config, tmp_path, tiny_tokenizer):
@@ -103,7 +104,7 @@ def test_a_file_that_the_system_does_not_give_is_named(config, tiny_tokenizer, m
         return opened(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ValueError, match=r"file003\.txt.*Permission denied"):
+    with pytest.raises(ValueError, match=r"Permission denied.*file003\.txt"):
         prepare(config, tiny_tokenizer, "hash")
 
 
