@@ -12,9 +12,8 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.launch.prepare import main
 
 TEMPLATE = (
-    "{% for m in messages %}{{ '<|start|>' + m.role + ':' }}"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|end|>' }}{% endgeneration %}"
-    "{% else %}{{ m.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|start|>' + m.role + ':' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant:' }}{% endif %}"
 )
 
 
