@@ -227,8 +227,8 @@ def export() -> ArgumentParser:
     add("--draft-vocab-size", type=int, help=help)
     help = "take the weights that decoded best during training (default: the newest)"
     add("--best", action="store_true", help=help)
-    add("--card", action="store_true", help="also write a model card, and generate.py for transformers")
-    add("--push", metavar="OWNER/NAME", help="upload it, with its card, to this repository on the hub")
+    help = "also write a model card and generate.py for transformers, for this repository of the hub if it is named"
+    add("--card", nargs="?", const="", metavar="OWNER/NAME", help=help)
     return parser
 
 

@@ -12,8 +12,7 @@ main = partial(cli.run, "export")
 def run(args: argparse.Namespace) -> None:
     from longdraft.train.export import export
 
-    options = {name: getattr(args, name) for name in ("draft_vocab_size", "best", "card", "push")}
-    export(args.run_dir, args.out, **options)
+    export(**vars(args))
 
 
 if __name__ == "__main__":

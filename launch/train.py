@@ -11,11 +11,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from longdraft.launch import arguments, cli
+from longdraft.launch import arguments
 from longdraft.launch.console import note, run_command, show
 from longdraft.models.files import STOP_SIGNALS, signals_noted
-
-start = partial(cli.run, "train")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longdraft.models.files import file_digest, sync, write_tensors
-from longdraft.train.config import Config, config_from_dict, to_flat_dict
+from longdraft.train.config import Config, saved_config_from_dict, to_flat_dict
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.ranks import Ranks, TrainingError
 
@@ -143,7 +143,7 @@ def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
     if file := target.pop("gguf_file", None):  # of a former version: now a part of the path
         target["path"] += f"/{file}"
     try:
-        return config_from_dict(
+        return saved_config_from_dict(
             values | {"target": target, "train": {**values.get("train", {}), "run_dir": str(run_dir)}}
         )
     except ValueError as error:

@@ -4,45 +4,34 @@ A YAML file has one section for each class below (config_file.py reads it); what
 models/drafts/.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
 from omegaconf import OmegaConf
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.files import from_home
-from longdraft.models.rope import RopeConfig
 from longdraft.models.schema import Bool, Float, Int, Schema, Str, validate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The first tokens of a piece that keep their positions, in LongSpec's paper.
 SINKS = 4
-# Section: two of its fields, of which exactly one is set. They say how long to train, and how long to warm up.
-EITHER = {"train": ("steps", "epochs"), "optimizer": ("warmup_steps", "warmup_share")}
 MAX_NUMBER = 2**31 - 1
-# Stands for any target where a draft section's own fields alone are checked.
-_ANY_TARGET = DecoderConfig(1 << 40, 2, 2, 1, 1, 1, 2, 1e-6, 1 << 40, RopeConfig(2, 1 << 40))
-
-
-def _greedy_or_sampled(temperature: float) -> float:
-    if 0 < temperature < 1e-6:  # the sampler's own limit (infer/sampling.py)
-        raise ValueError(f"{temperature:g}; give 0 (greedy) or a number from 1e-06 on")
-    return temperature
-
+# Fields of former versions, which the configs of their runs and drafts still have.
+REMOVED = ("decoding.share", "log.wandb_project")
 
 Count = Annotated[Int, Field(gt=0, le=MAX_NUMBER)]
 Natural = Annotated[Int, Field(ge=0, le=MAX_NUMBER)]
 Share = Annotated[Float, Field(gt=0, le=1)]
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 Weight = Annotated[Float, Field(ge=0, le=MAX_NUMBER)]
-Temperature = Annotated[Weight, AfterValidator(_greedy_or_sampled)]
-Name = Annotated[Str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$")]
+InitStd = Annotated[Float, Field(ge=0, le=10)]
+Name = Annotated[Str, Field(pattern=r"\S")]
 PathName = Annotated[Name, AfterValidator(from_home)]
 
 
@@ -66,7 +55,7 @@ class DraftFields(Schema):
 
     method: str
     start_from: Name | None = None
-    draft_vocab_size: Natural | None = None
+    draft_vocab_size: Count | None = None
 
     def network_fields(self) -> dict[str, Any]:
         """The fields that the network's config has too."""
@@ -74,35 +63,35 @@ class DraftFields(Schema):
 
 
 class TokenSwiftSection(DraftFields):
-    """TokenSwift's heads; its own fields are those of TokenSwiftConfig."""
+    """TokenSwift's heads (TokenSwiftConfig)."""
 
     method: Literal["tokenswift"] = "tokenswift"
-    n_heads: Natural = 3
-    kind: Str = "linear_chain"
-    out_norm_init: Str = "ones"
-    init_std: Annotated[Float, Field(le=10)] = 0.02
+    n_heads: Count = 3
+    kind: Literal["linear_chain", "silu_chain"] = "linear_chain"
+    out_norm_init: Literal["ones", "target"] = "ones"
+    init_std: InitStd = 0.02
 
     def network(self, target: DecoderConfig) -> TokenSwiftConfig:
         return TokenSwiftConfig(target.hidden_size, target.rms_norm_eps, **self.network_fields())
 
 
 class MedusaSection(DraftFields):
-    """Medusa-1's heads; its own fields are those of MedusaConfig."""
+    """Medusa-1's heads (MedusaConfig)."""
 
     method: Literal["medusa"] = "medusa"
-    n_heads: Natural = 3
-    init_std: Annotated[Float, Field(le=10)] = 0.0
+    n_heads: Count = 3
+    init_std: InitStd = 0.0
 
     def network(self, target: DecoderConfig) -> MedusaConfig:
         return MedusaConfig(target.hidden_size, **self.network_fields())
 
 
 class LongSpecSection(DraftFields):
-    """LongSpec's block; its own fields are those of LongSpecConfig."""
+    """LongSpec's block (LongSpecConfig)."""
 
     method: Literal["longspec"] = "longspec"
-    window: Natural = 512
-    noise: Natural = 5
+    window: Count = 512
+    noise: Count = 5
     final_norm: Bool = False
     warm_start: Bool = False
 
@@ -126,8 +115,8 @@ class DataSection(Schema):
     and the others move on by a random offset, to at most `max_position`.
     `query_share`: the share of each piece's tokens, in blocks, that the draft runs for, which bounds its memory at any
     length. The target always reads all tokens.
-    `max_dropped_share`: the largest share of documents that the preparation may have left out as bad or unfit (those
-    left out by `--max-tokens` do not count). Above it, training is refused.
+    `max_dropped_share`: the largest share of documents that the preparation may have dropped as bad or unfit (those
+    dropped by `--max-tokens` do not count). Above it, training is refused.
     """
 
     path: PathName
@@ -137,11 +126,6 @@ class DataSection(Schema):
     sinks: Natural = SINKS
     query_share: Share = 1.0
     max_dropped_share: Annotated[Float, Field(ge=0, le=1)] = 0.5
-
-    @field_validator("sinks", mode="before")
-    @classmethod
-    def _default_sinks(cls, value: Any) -> Any:
-        return SINKS if value is None else value  # saved configs of plain positions have none
 
     def check_positions(self, target: str, limit: int) -> None:
         """Raises ValueError where rows or moved positions go beyond the target's `limit`."""
@@ -155,14 +139,14 @@ class DataSection(Schema):
 
 class TrainSection(Schema):
     """One step takes `global_batch` rows, for any number of ranks, in passes of `micro_batch` rows (the last pass takes
-    what is left) that are dealt to the ranks in turn. Either `steps` or `epochs` says how long to train.
+    what remains) that are dealt to the ranks in turn. Either `steps` or `epochs` says how long to train.
 
     `precision`: fp32, or bf16 with fp32 master weights; the target is loaded in the same precision.
     `zero_stage`: the draft's. `offload_optimizer` keeps the optimizer's state and step on the host.
     `sequence_parallel`: the number of ranks that share one long row; beyond that, ranks are data-parallel.
     `device`: auto takes the GPUs, and the CPU only where there is none; cuda and cpu insist.
     `deterministic`: the same bytes again on the same hardware and number of ranks, on a GPU at some cost in speed.
-    `max_skipped`: a pass whose loss, or a step whose gradient, is not a number is left out and counted. With more of
+    `max_skipped`: a pass whose loss, or a step whose gradient, is not a number is skipped and counted. With more of
     them the run stops, at most a step later and before anything is logged or saved.
 
     `loss`: cross_entropy of the text; kl, from the target's own distribution to the draft's; mix, both, with
@@ -255,15 +239,13 @@ class HeldoutSection(Schema):
 class DecodingSection(Schema):
     """Every `every` steps (0: never), and after the last one, decode for real with the current weights: `prompts`
     held-out prompts of each length in `contexts`, each continued by `new_tokens` tokens at each of `temperatures`, of
-    which 0 is greedy (train/evaluate.py). Decoding takes at most `share` of the training's time: what would exceed it
-    is put off, except after the last step."""
+    which 0 is greedy (train/evaluate.py)."""
 
     every: Natural = 0
     prompts: Count = 8
     contexts: tuple[Count, ...] = ()
     new_tokens: Count = 64
-    temperatures: tuple[Temperature, ...] = Field(default=(0.0,), min_length=1)
-    share: Share = 0.1
+    temperatures: tuple[Weight, ...] = Field(default=(0.0,), min_length=1)
 
 
 class LogSection(Schema):
@@ -272,8 +254,6 @@ class LogSection(Schema):
 
     every: Count = 1
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    # W&B's own rules for the name of a project.
-    wandb_project: Annotated[Str, Field(max_length=128, pattern=r"^[^\s/\\#?%:\x00][^/\\#?%:\x00]*$")] = "longdraft"
 
 
 class Config(Schema):
@@ -288,14 +268,10 @@ class Config(Schema):
 
     @model_validator(mode="after")
     def _fields_fit(self) -> "Config":
-        try:
-            self.draft.network(_ANY_TARGET)
-        except ValueError as error:
-            raise ValueError(f"draft.{str(error).removeprefix('draft.')}") from None
-        for name, is_met, message in _rules(self):
+        for name, is_met, remedy in _rules(self):
             if not is_met:
                 section, field = name.split(".")
-                raise ValueError(f"{name}: {getattr(getattr(self, section), field)} {message}")
+                raise ValueError(f"{name}: {getattr(getattr(self, section), field)}; {remedy}")
         return self
 
     def changed(self, **sections: Mapping[str, Any]) -> "Config":
@@ -306,15 +282,12 @@ class Config(Schema):
     def resolved(self, n_rows: int) -> "Config":
         """The config with epochs and shares turned into steps, for a training split of `n_rows` rows.
 
-        Raises ValueError where that leaves less than one step, or none after the warm-up or after `train.kl_steps`.
+        Raises ValueError where that gives less than one step, or none after the warm-up or after `train.kl_steps`.
         """
         train, optimizer = self.train, self.optimizer
-        steps = train.steps if train.steps is not None else int((train.epochs or 0) * n_rows / train.global_batch)
-        if steps < 1:
-            raise ValueError(
-                f"train.epochs: {train.epochs} of {n_rows} rows are less than one step of train.global_batch = "
-                f"{train.global_batch}; prepare more data, or make the batch smaller"
-            )
+        steps = train.steps or int((train.epochs or 0) * n_rows / train.global_batch)
+        if not steps:
+            raise ValueError(f"train.epochs: {train.epochs} of {n_rows} rows are less than one step; prepare more data")
         warmup = optimizer.warmup_steps
         if warmup is None:
             warmup = int((optimizer.warmup_share or 0) * steps)
@@ -323,40 +296,31 @@ class Config(Schema):
         )
 
 
-def _rules(config: Config) -> Iterator[tuple[str, bool, str]]:
-    """What fields must be to each other: a field, whether its value is valid beside the others, and what is said after
-    the value otherwise."""
+def _rules(config: Config) -> list[tuple[str, bool, str]]:
+    """What fields must be to each other: a field, whether its value is valid beside the others, and what to do where it
+    is not."""
     data, train, optimizer, decoding = config.data, config.train, config.optimizer, config.decoding
-    draft: Any = config.draft
-    for section, pair in EITHER.items():
-        values = [getattr(getattr(config, section), name) for name in pair]
-        yield f"{section}.{pair[0]}", values.count(None) == 1, f"beside {pair[1]} = {values[1]}; set one of them"
-    for name, losses in (("text_weight", ("mix",)), ("kl_steps", ("overlap", "acceptance"))):
-        is_met = (getattr(train, name) is not None) == (train.loss in losses)
-        yield f"train.{name}", is_met, f"with train.loss = {train.loss}; give it with {' or '.join(losses)} alone"
-    for name, value in (("optimizer.warmup_steps", optimizer.warmup_steps), ("train.kl_steps", train.kl_steps)):
-        is_below = train.steps is None or value is None or value < train.steps
-        yield name, is_below, f"must be below the {train.steps} steps of the run"
-    whole = train.zero_stage < 3 and not train.offload_optimizer
-    remedy = "takes whole matrices on the device: set train.zero_stage to 1 or 2, train.offload_optimizer to false"
-    yield "optimizer.name", optimizer.name != "adamuon" or whole, remedy
-    if train.level_weights is not None:
-        n_levels = getattr(draft, "noise", 0)
-        is_met = len(train.level_weights) == n_levels > 0 and train.level_weights[0] > 0
-        remedy = f"with {draft.method}; give as many numbers as draft.noise, {n_levels}, the first above 0"
-        yield "train.level_weights", is_met, remedy
-    n_heads = getattr(draft, "n_heads", -1)
-    yield "data.seq_len", data.seq_len > n_heads + 1, f"leaves no label for draft.n_heads = {n_heads}"
-    moves = data.positions == "anchor_offset"
-    is_met = (data.max_position or 0) >= data.seq_len if moves else data.max_position is None
-    remedy = f"with {data.positions}: anchor_offset takes a number from data.seq_len = {data.seq_len} on, plain none"
-    yield "data.max_position", is_met, remedy
-    yield "data.sinks", moves or data.sinks == SINKS, "has no effect on plain positions; leave it out"
-    is_met = bool(decoding.contexts) or not decoding.every
-    yield "decoding.contexts", is_met, f"with decoding.every = {decoding.every}; give lengths, as [512, 2048]"
-    for name in ("contexts", "temperatures"):
-        values = getattr(decoding, name)
-        yield f"decoding.{name}", len(set(values)) == len(values), "has a value twice; give each once"
+    n_levels, n_heads = getattr(config.draft, "noise", 0), getattr(config.draft, "n_heads", -1)
+    moves, weights, steps = data.positions == "anchor_offset", train.level_weights, train.steps or MAX_NUMBER + 1
+    max_position_fits = (data.max_position or 0) >= data.seq_len if moves else data.max_position is None
+    weights_fit = weights is None or (len(weights) == n_levels > 0 and weights[0] > 0)
+    is_whole = train.zero_stage < 3 and not train.offload_optimizer  # as AdaMuon needs the optimizer on each rank
+    begins_with_kl = train.loss in ("overlap", "acceptance")
+    warms_up_once = (optimizer.warmup_steps is None) != (optimizer.warmup_share is None)
+    return [
+        ("train.steps", (train.steps is None) != (train.epochs is None), "set either this or train.epochs"),
+        ("optimizer.warmup_steps", warms_up_once, "set either this or optimizer.warmup_share"),
+        ("optimizer.warmup_steps", (optimizer.warmup_steps or 0) < steps, "it must be below train.steps"),
+        ("optimizer.name", is_whole or optimizer.name != "adamuon", "it needs zero_stage 1 or 2 without offloading"),
+        ("train.text_weight", (train.text_weight is None) == (train.loss != "mix"), "it goes with train.loss=mix"),
+        ("train.kl_steps", (train.kl_steps is not None) == begins_with_kl, "it goes with loss=overlap and acceptance"),
+        ("train.kl_steps", (train.kl_steps or 0) < steps, "it must be below train.steps"),
+        ("train.level_weights", weights_fit, f"give a number for each of draft.noise = {n_levels}, the first above 0"),
+        ("data.seq_len", data.seq_len > n_heads + 1, f"no label is left for draft.n_heads = {n_heads}"),
+        ("data.max_position", max_position_fits, "data.positions=anchor_offset takes one from data.seq_len on"),
+        ("data.sinks", moves or data.sinks == SINKS, "it has no effect on plain positions"),
+        ("decoding.contexts", bool(decoding.contexts) or not decoding.every, "give lengths, as [512, 2048]"),
+    ]
 
 
 def config_from_dict(values: Any) -> Config:
@@ -370,6 +334,17 @@ def config_from_dict(values: Any) -> Config:
     return validate(Config, values)
 
 
+def saved_config_from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
+    """The config that this version or a former one saved. A former one may have fields in REMOVED, and null for a
+    field's default."""
+    return config_from_dict(
+        {
+            name: {key: value for key, value in section.items() if value is not None and f"{name}.{key}" not in REMOVED}
+            for name, section in values.items()
+        }
+    )
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain dicts, lists and scalars, for JSON and W&B."""
     return config.model_dump(mode="json")
@@ -381,6 +356,5 @@ def to_flat_dict(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """YAML that load_config reads back; a `${` in a value is escaped, since it is not a reference."""
-    escaped = json.loads(json.dumps(to_dict(config)).replace("${", r"\\${"))
-    return OmegaConf.to_yaml(OmegaConf.create(escaped))
+    """YAML that load_config reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))

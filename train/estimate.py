@@ -1,10 +1,14 @@
-"""`longdraft train --estimate`: what each stage of a config needs on one rank, printed before anything is loaded.
+"""What a run needs, counted before anything is loaded: the memory of a rank, and the operations and hours of a step.
+`longdraft train --estimate` prints it.
 
-Beside memory (memory.py), a step's operations: r is those of the whole step over those of the target's pass, as far as
-the method reads that (for LongSpec, up to the last layer's keys and values). No step can be faster than that pass; with
-all parts equally fast it takes r times as long. A multiplication and an addition count as two operations; norms,
-rotations and the optimizer count as none.
-Shapes: L tokens of a row, one piece; D hidden, F the query heads' width, I feed-forward, V tokens that can be proposed.
+Counted is what is large: weights, masters and moments, gradients with DeepSpeed's buffers (ZeRO, arXiv 1910.02054), the
+target's pass, and the draft's with the chunk of logits in its loss. tests/train/test_memory.py holds it to 15 % of
+what runs on a CPU take. For a GPU it is arithmetic, without the allocator's fragmentation.
+
+r is the operations of a step over those of the target's pass, as far as the method reads that (for LongSpec, up to the
+last layer's keys and values). No step can be faster than that pass; with all parts equally fast it takes r times as
+long. A multiplication and an addition count as two operations; norms, rotations and the optimizer count as none.
+Shapes: N tokens of a pass, end to end; n of them a rank's where ranks share rows; Q queries of the draft; D hidden.
 """
 
 from collections.abc import Sequence
@@ -15,17 +19,124 @@ from typing import Any
 
 import torch
 
+from longdraft.kernels.chain_attention import BLOCK
+from longdraft.kernels.linear_cross_entropy import rows_per_block, rows_per_chunk
+from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.draft_folder import DRAFTS
 from longdraft.models.drafts.longspec import LongSpecConfig
+from longdraft.models.footprint import feed_forward_numbers
 from longdraft.models.hf import read_target_config
-from longdraft.train.config import DataSection, DraftSection, TrainSection
+from longdraft.train.config import DTYPES, Config, DataSection, DraftSection, TrainSection
 from longdraft.train.config_file import Stage
-from longdraft.train.memory import Estimate, estimate
+from longdraft.train.sequence_parallel import check_heads
+from longdraft.train.teacher import ROW_CHUNK
 from longdraft.train.tracking import read_metrics
 
+# What a process has beside tensors. On a CPU, after the imports: the tokenizer, libraries' buffers, freed memory that
+# the allocator keeps. On a GPU: CUDA's context, NCCL, cuBLAS workspaces; a guess.
+PROCESS_CPU, PROCESS_GPU = 120 * 2**20, 1536 * 2**20
+HOST = "optimizer on the host"
+# fp32 values beside each logit of the block in work, at most (kernels/linear_distillation.py).
+BESIDE_LOGITS = {"cross_entropy": 1, "kl": 6, "mix": 6, "overlap": 7, "acceptance": 13}
 # Operations of a backward pass over those of its forward pass. A product: the gradients of its input and its weight.
 # Attention: the scores once more, and the gradients of weights, queries, keys and values.
 BACKWARD_PRODUCT, BACKWARD_ATTENTION = 2.0, 2.5
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank: `kept` on its device, by what holds them; what each of `passes` takes beside them; `process`,
+    beside all tensors; `host`, what the optimizer of a GPU keeps on the host."""
+
+    kept: dict[str, int]
+    passes: dict[str, int]
+    process: int
+    host: int
+
+    @property
+    def peak(self) -> int:
+        return self.process + sum(self.kept.values()) + max(self.passes.values())
+
+    def table(self) -> str:
+        """A table for people, in GiB."""
+        largest = max(self.passes, key=self.passes.__getitem__)
+        lines = {**self.kept, "the process itself": self.process, f"the {largest}": self.passes[largest]}
+        lines |= {"at most": self.peak} | ({"and on the host": self.host} if self.host else {})
+        return "\n".join([f"{'':30}       GiB", *(f"{title:30}{n / 2**30:10,.2f}" for title, n in lines.items())])
+
+
+def memory(config: Config, target: DecoderConfig, n_ranks: int, gpu: bool) -> Memory:
+    """The memory of one of `n_ranks` ranks, where every row is full and a single piece.
+
+    Args:
+        gpu: a rank is a GPU; else it is a process on a CPU.
+
+    Raises ValueError where that number of ranks cannot share rows.
+    """
+    train, size = config.train, DTYPES[config.train.precision].itemsize
+    check_heads(target, train.sequence_parallel)
+    with torch.device("meta"):
+        draft = DRAFTS[config.draft.method][1](config.draft.network(target))  # pyright: ignore[reportArgumentType]
+        model = Decoder(target)
+    n, whole, *layers = (sum(p.numel() for p in one.parameters()) for one in (draft, model, *model.layers))
+    own_tokens = -(-train.pass_rows * config.data.seq_len // train.sequence_parallel)
+    passes = {
+        "target's pass": target_pass(target, own_tokens, size),
+        "draft's pass": draft_pass(config.draft, config.data, train, target, gpu),
+    }
+    if config.target.zero_stage == 3:  # a pass gathers a layer and the next one
+        whole += sum(layers) // n_ranks - sum(layers)
+        passes["target's pass"] += 2 * size * max(layers)
+    kept = {"target's weights": size * whole, **zero_bytes(n, train, config.optimizer.name, n_ranks)}
+    host = kept.pop(HOST, 0) if gpu else 0
+    return Memory(kept, passes, PROCESS_GPU if gpu else PROCESS_CPU, host)
+
+
+def zero_bytes(n: int, train: TrainSection, optimizer: str, n_ranks: int) -> dict[str, int]:
+    """Bytes of a draft with n weights on one rank, by what holds them, as measured with DeepSpeed 0.19.8."""
+    size = DTYPES[train.precision].itemsize
+    gradients = (14 if train.zero_stage == 3 else 10) + (6 if optimizer == "adamuon" else 0)
+    return {
+        "draft's weights": size * n // (n_ranks if train.zero_stage == 3 else 1),
+        "gradients and buffers": gradients * n,
+        **({HOST: 20 * n // n_ranks} if train.offload_optimizer else {"masters and moments": 12 * n // n_ranks}),
+    }
+
+
+def target_pass(target: DecoderConfig, n: int, size: int) -> int:
+    """Bytes of the target's pass over n tokens, in a layer's projections or in its feed-forward of a chunk."""
+    heads, kv = target.n_heads * target.head_dim, target.n_kv_heads * target.head_dim
+    qkv, qk = heads + 2 * kv, heads + kv
+    feed_forward = heads * n + feed_forward_numbers(target) * min(n, ROW_CHUNK)
+    return size * ((target.hidden_size + qkv + qk) * n + max((qkv + 2 * qk) * n, feed_forward))
+
+
+def draft_pass(draft: DraftSection, data: DataSection, train: TrainSection, target: DecoderConfig, gpu: bool) -> int:
+    """Bytes of what the draft reads of the target, what it keeps for its gradient, and its loss."""
+    shape: Any = draft.network(target)
+    d, heads, kv = target.hidden_size, target.n_heads * target.head_dim, target.n_kv_heads * target.head_dim
+    size, norm = DTYPES[train.precision].itemsize, 1 if gpu else 2  # the copies that a norm keeps
+    n_tokens, distils = train.pass_rows * data.seq_len, train.loss != "cross_entropy"
+    n = -(-n_tokens // train.sequence_parallel)
+    n_labels = q = round(data.query_share * n)
+    kept = d * (n + distils * q)  # states of the target or embeddings, and states for the target's distribution
+    if isinstance(shape, LongSpecConfig):
+        kept += 2 * kv * n_tokens + (7 * heads + 3 * kv + 4 * target.intermediate_size + (4 * norm + 3) * d) * q
+        n_masked = min(q, BLOCK * train.pass_rows)
+        if q < n_tokens:  # the block has keys and values of all tokens
+            kept += (norm * d + 2 * kv) * n_tokens
+            n_masked = q
+        if not gpu:
+            kept += n_masked * (data.seq_len // 2 + min(data.seq_len, BLOCK + shape.window))
+    else:
+        n_labels *= shape.n_heads
+        kept += (2 * norm + 1 if getattr(shape, "kind", "") == "linear_chain" else 2) * d * shape.n_heads * n
+    # A chunk of logits, of both models in a distillation, and the fp32 values of the block in work.
+    n_words, of_logits = shape.draft_vocab_size or target.vocab_size, size * (1 + distils)
+    rows = min(n_labels, rows_per_chunk(n_words, of_logits, gpu))
+    block = min(rows, rows_per_block(n_words, gpu)) * 4 * BESIDE_LOGITS[train.loss]
+    return size * (kept + d * n_labels) + (rows * of_logits + block) * n_words
 
 
 @dataclass(frozen=True)
@@ -34,8 +145,7 @@ class Operations:
     of the LM head and the loss for each label. `labels`: how many of them a token has."""
 
     target: float
-    forward: float
-    backward: float
+    draft: float
     head: float
     labels: float
 
@@ -45,7 +155,7 @@ class Operations:
 
     def of_step(self, n_tokens: int, n_labels: float) -> float:
         """Operations of a step of so many tokens, in rows of one piece each, with so many labels."""
-        return n_tokens * (self.target + self.forward + self.backward) + n_labels * self.head
+        return n_tokens * (self.target + self.draft) + n_labels * self.head
 
 
 def operations(draft: DraftSection, data: DataSection, loss: str, target: DecoderConfig) -> Operations:
@@ -71,8 +181,7 @@ def operations(draft: DraftSection, data: DataSection, loss: str, target: Decode
         products, attention = 2 * d * d * shape.n_heads, 0.0  # for all tokens, labels or not
     return Operations(
         target=seen,
-        forward=products + attention,
-        backward=BACKWARD_PRODUCT * products + BACKWARD_ATTENTION * attention,
+        draft=(1 + BACKWARD_PRODUCT) * products + (1 + BACKWARD_ATTENTION) * attention,
         # Logits and the gradient of their input (the LM head is frozen), and the target's logits in a distillation.
         head=(6 if distils else 4) * d * (shape.draft_vocab_size or t.vocab_size),
         labels=share * (1 if is_block else shape.n_heads),
@@ -88,7 +197,7 @@ def mean_keys(length: int, window: int | None) -> float:
 def report(
     stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None = None, tflops: float | None = None
 ) -> str:
-    """For each stage, a table of bytes, the operations and the hours that they take, for one of `n_ranks` ranks.
+    """For each stage, a table of bytes, r, and the hours, for one of `n_ranks` ranks.
 
     Args:
         n_ranks: the ranks on all machines. None: one for each GPU of this machine, or a single one without GPUs.
@@ -100,52 +209,33 @@ def report(
     Raises ValueError where a target cannot be read, is not for our decoder or has too few positions, or that number of
     ranks cannot share rows.
     """
-    gpu = torch.cuda.is_available() if gpu is None else gpu
-    gpu = gpu and all(stage.config.train.device != "cpu" for stage in stages)
-    n_ranks = (torch.cuda.device_count() if gpu else 1) if n_ranks is None else n_ranks
-    for name, given in (("num_gpus", n_ranks), ("tflops", tflops)):
-        if given is not None and not given > 0:
-            raise ValueError(f"{name}: {given}; give a number above 0")
-    read = cache(read_target_config)  # reading the metadata of a .gguf file takes seconds
-    parts = []
+    gpu = (torch.cuda.is_available() if gpu is None else gpu) and stages[0].config.train.device != "cpu"
+    n_ranks = n_ranks or (torch.cuda.device_count() if gpu else 1)
+    read, parts = cache(read_target_config), []  # reading the metadata of a .gguf file takes seconds
     for stage in stages:
         config, section, train = stage.config, stage.config.target, stage.config.train
         if section.loader != "longdraft":
             raise ValueError(f"target.loader: {section.loader}, but --estimate counts what our decoder allocates")
         target = read(section.path, section.max_positions)
         config.data.check_positions(section.path, target.max_positions)
-        title = "" if stage.name is None else f"Stage {stage.name}: "
-        shared = f", {train.sequence_parallel} ranks a row" if train.sequence_parallel > 1 else ""
-        found = operations(config.draft, config.data, train.loss, target)
+        counted = operations(config.draft, config.data, train.loss, target)
         parts += [
-            f"{title}{config.draft.method} for {section.path} in {train.precision} on {n_ranks} "
-            f"{'GPUs' if gpu else 'CPU processes'}{shared}; a pass of {train.pass_rows} x {config.data.seq_len:,} "
-            f"tokens, {train.n_passes(n_ranks)} a step",
-            memory_table(estimate(config, target, n_ranks, gpu)),
-            f"Millions of operations a token: target {found.target / 1e6:,.1f}, draft {found.forward / 1e6:,.1f} "
-            f"forward and {found.backward / 1e6:,.1f} backward, LM head and loss {found.labels * found.head / 1e6:,.1f}"
-            f"\nr, a step over the target's pass: {found.r:.3f}" + _hours(found, train, config.data, n_ranks, tflops),
+            f"{'' if stage.name is None else f'Stage {stage.name}: '}{config.draft.method} for {section.path} in "
+            f"{train.precision} on {n_ranks} {'GPUs' if gpu else 'CPU processes'}; a pass of {train.pass_rows} x "
+            f"{config.data.seq_len:,} tokens, {train.n_passes(n_ranks)} a step",
+            memory(config, target, n_ranks, gpu).table(),
+            f"r, a step over the target's pass: {counted.r:.3f}" + _hours(counted, train, config.data, n_ranks, tflops),
         ]
     return "\n\n".join(parts)
 
 
-def memory_table(found: Estimate) -> str:
-    """A table for people, in GiB: what is there all the time, and what each moment of a step adds."""
-    name, peak = found.peak
-    lines = {**found.kept, "the process itself": found.process}
-    lines |= {f"+ {moment}": n_bytes for moment, n_bytes in found.moments.items()}
-    lines |= {f"at most, in: {name}": peak} | ({"and on the host": found.host} if found.host else {})
-    return "\n".join([f"{'':50}       GiB", *(f"{title:50}{n / 2**30:10,.2f}" for title, n in lines.items())])
-
-
-def _hours(found: Operations, train: TrainSection, data: DataSection, n_ranks: int, tflops: float | None) -> str:
+def _hours(counted: Operations, train: TrainSection, data: DataSection, n_ranks: int, tflops: float | None) -> str:
     """The time of all steps, or of a thousand where their number is not known before the data."""
-    source = "as given"
     if tflops is None:
         measured = [record["tflops_per_rank"] for record in read_metrics(train.run_dir) if "tflops_per_rank" in record]
         if not measured:
             return ""
-        tflops, source = float(median(measured)), f"as the run in {train.run_dir} measured"
+        tflops = float(median(measured))
     n_tokens, n_steps = train.global_batch * data.seq_len, train.steps or 1000
-    hours = n_steps * found.of_step(n_tokens, n_tokens * found.labels) / (tflops * 1e12 * n_ranks) / 3600
-    return f"\n{hours:,.2f} hours for {n_steps:,} steps at {tflops:g} TFLOP/s a rank, {source}"
+    hours = n_steps * counted.of_step(n_tokens, n_tokens * counted.labels) / (tflops * 1e12 * n_ranks) / 3600
+    return f"\n{hours:,.2f} hours for {n_steps:,} steps at {tflops:g} TFLOP/s a rank"

@@ -43,10 +43,7 @@ def rank_devices(num_gpus: int | None, device: str) -> list[str]:
     """The device of each rank of this machine, as a value of CUDA_VISIBLE_DEVICES: the number or UUID of a GPU or of a
     part of one, taken in order from that variable where it is set; on a CPU -1, which hides all GPUs.
 
-    Args:
-        num_gpus: the number of ranks, at least 1. None: one for each GPU, or a single one on a CPU.
-        device: "cuda" or "cpu".
-
+    num_gpus: the number of ranks; None: one for each GPU, or a single one on a CPU. device: "cuda" or "cpu".
     Raises ValueError where there are fewer GPUs.
     """
     from longdraft.models.device import n_gpus
@@ -57,8 +54,7 @@ def rank_devices(num_gpus: int | None, device: str) -> list[str]:
     # CUDA takes the names in order, up to the first one that does not exist.
     names = [str(i) for i in range(count)] if visible is None else [name.strip() for name in visible.split(",")][:count]
     if num_gpus is not None and num_gpus > len(names):
-        whose = "this machine has" if visible is None else f"{VISIBLE}={visible} leaves"
-        raise ValueError(f"num_gpus: {num_gpus} ranks, but {whose} {len(names)} GPUs; start at most {len(names)}")
+        raise ValueError(f"num_gpus: {num_gpus} ranks, but there are {len(names)} GPUs ({VISIBLE}={visible})")
     return names[:num_gpus]
 
 
@@ -102,16 +98,14 @@ def launch_ranks(argv: Sequence[str], devices: Sequence[str]) -> int:
             time.sleep(POLL_S)
     failure = failure or _failure(statuses)
     if failure < 0:
-        name = signal.Signals(-failure).name
-        why = f"a rank was killed by {name} (often a lack of memory) and the others were ended"
+        why = f"a rank was killed by {signal.Signals(-failure).name} (often a lack of memory) and the others were ended"
         print(f"longdraft train: error: {why}; the same command goes on from the newest checkpoint", file=sys.stderr)
     return failure if failure >= 0 else 128 - failure
 
 
 def _failure(statuses: Sequence[int | None]) -> int:
-    """The status of the rank that failed: the others fail because they miss it. 0 where none did."""
-    failed = [status for status in statuses if status]
-    return min(failed) if any(status < 0 for status in failed) else (failed or [0])[0]
+    """The status of the rank that failed, one that a signal killed before those that miss it; 0 if none did."""
+    return min(filter(None, statuses), default=0)
 
 
 def stop_with_launcher() -> None:

@@ -147,8 +147,10 @@ def _restore(run: Run, found: Found | None, stop: Sequence[int], stage: str | No
         extra = found[1]["extra"]
         run.step, run.skipped, run.heldout = found[1]["step"], extra["skipped"], extra["heldout"]
     ranks.log(describe(run))
-    if run.decoding is not None:
-        run.decoding.begin(extra.get("decoding"), found is not None)
+    if run.decoding is not None and found is None:  # what lies there is from a run that ended before its checkpoint
+        ranks.from_first(partial(checkpoint.forget_best, config.train.run_dir))
+    elif run.decoding is not None and extra.get("decoding"):
+        run.decoding.last_step = extra["decoding"]["last_step"]
     if ranks.first:
         text = to_yaml(config)
         write_atomically(Path(config.train.run_dir) / "config.yaml", lambda file: file.write_text(text, "utf-8"))
@@ -195,8 +197,7 @@ def _decode(run: Run, heldout: dict[str, Any]) -> None:
     decoded = run.decoding.after_step(run.engine, run.step, heldout, run.stop)
     if run.tracker and decoded is not None:
         run.tracker.write({"step": run.step} | decoded)
-        if "decode_tokens_per_step" in decoded:
-            draw_curves(run.config.train.run_dir, read_metrics(run.config.train.run_dir))
+        draw_curves(run.config.train.run_dir, read_metrics(run.config.train.run_dir))
 
 
 def _save(run: Run) -> Path:
@@ -207,7 +208,7 @@ def _save(run: Run) -> Path:
         "skipped": run.skipped,
         "data": run.rows.identity(),
         "target_weights": run.target_weights,
-        "decoding": run.decoding and run.decoding.saved(),
+        "decoding": run.decoding and {"last_step": run.decoding.last_step},
     }
     train, state = run.config.train, {"step": run.step, "config": to_dict(run.config), "extra": extra}
     return checkpoint.save(run.engine, train.run_dir, state, keep=train.keep_checkpoints)

@@ -23,8 +23,8 @@ from longdraft.train.batches import EpochRow
 from longdraft.train.checkpoint import Found
 from longdraft.train.config import DTYPES, Config, DataSection, DraftSection, TargetSection
 from longdraft.train.deepspeed_engine import DraftEngine
+from longdraft.train.estimate import memory
 from longdraft.train.evaluate import Evaluator
-from longdraft.train.memory import estimate
 from longdraft.train.methods.base import Method, MicroBatch
 from longdraft.train.methods.build import open_method
 from longdraft.train.ranks import Ranks
@@ -152,7 +152,7 @@ def check_room(config: Config, ranks: Ranks) -> None:
     """Raises ValueError, on all ranks and before anything is loaded, where a GPU has no room for what training keeps
     there all the time."""
     target = read_target_config(config.target.path, config.target.max_positions)
-    kept = estimate(config, target, ranks.world_size, gpu=True).kept
+    kept = memory(config, target, ranks.world_size, gpu=True).kept
     # The process has taken what it needs beside tensors by now.
     free, place = min(ranks.gather((free_bytes(ranks.device), f"{ranks.device} of {socket.gethostname()}")))
     if sum(kept.values()) > free:

@@ -1,6 +1,5 @@
 """The draft on held-out rows: its loss, how often its candidates are right, and how often they are the target's choice.
 
-Not here: real decoding during training (evaluate.py).
 Shapes: N tokens end to end, D hidden, P parts of the loss, K ranks, M sampled labels of a part, R their tokens.
 """
 
@@ -34,6 +33,7 @@ def validate(run: Run, rows: Rows) -> dict[str, Any]:
     config, ranks, method, teacher = run.config, run.ranks, run.method, run.teacher
     n_parts = len(method.part_names)
     n_rows = min(config.heldout.rows, len(rows))
+    n_choices = -(-config.heldout.choices // n_rows)
     totals = torch.zeros(n_parts, 2 + 2 * (TOP_K + 1) + 1, dtype=torch.float64, device=ranks.device)
     degree = config.train.sequence_parallel  # the number of ranks that read the same row
     n_readers = ranks.world_size // degree
@@ -49,18 +49,15 @@ def validate(run: Run, rows: Rows) -> dict[str, Any]:
         for micro_batch in eval_batches:
             if index >= n_rows:
                 micro_batch = micro_batch.without_labels()
-            labels, n_chosen, distillation = _choices(
-                method, micro_batch, teacher, post_norm_ND, -(-config.heldout.choices // n_rows)
-            )
+            labels, n_chosen, distillation = _choices(method, micro_batch, teacher, post_norm_ND, n_choices)
             micro_batch = micro_batch.to(ranks.device)
             text, choice = (
                 run.engine.deepspeed(*method.arguments(labelled, output, teacher), teacher.lm_head_VD, True, taught)
                 for labelled, taught in ((micro_batch, None), (micro_batch._replace(parts=labels), distillation))
             )
-            columns = [text.sums[:, None], text.n_labels[:, None], text.top_k_counts, text.n_labels[:, None]]
-            columns += [choice.top_k_counts, from_host(torch.tensor(n_chosen)[:, None], ranks.device)]
-            columns += [choice.overlaps[:, None]]
-            totals += torch.cat([column.double() for column in columns], dim=1)
+            chosen_P = from_host(torch.tensor(n_chosen), ranks.device)
+            columns = [text.sums, text.n_labels, *text.top_k_counts.T, text.n_labels, *choice.top_k_counts.T, chosen_P]
+            totals += torch.stack([column.double() for column in [*columns, choice.overlaps]], dim=1)
     totals = torch.tensor(ranks.sum(totals.flatten().tolist())).view(totals.shape)
     weights = method.loss_weights(totals[:, 1].tolist())
     loss = sum(total * weight for total, weight in zip(totals[:, 0].tolist(), weights, strict=True))

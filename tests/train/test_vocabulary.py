@@ -79,12 +79,14 @@ def test_among_these_alone(rows, n):
     assert found.tolist() == sorted([49, *ranked[: n - 1]])
 
 
-def test_errors(rows):
-    for n in (0, -3, VOCAB + 1):
-        with pytest.raises(ValueError, match=f"draft_vocab_size: {n}; give 1 to {VOCAB}, the target's vocabulary"):
-            frequent_tokens(rows, VOCAB, n)
-    with pytest.raises(ValueError, match="draft_vocab_size: 2, but 3 tokens end a sequence; give at least as many"):
-        frequent_tokens(rows, VOCAB, 2, always=(1, 2, 3))
-    largest = max(counted(rows))
-    with pytest.raises(ValueError, match=rf"holds the token \d+, but the target's vocabulary has {largest}; prepare"):
-        frequent_tokens(rows, largest, 2)
+@pytest.mark.parametrize(
+    ("n", "always", "among"), [(0, (), None), (VOCAB + 1, (), None), (2, (1, 2, 3), None), (4, (), [1, 2, 3])]
+)
+def test_a_size_that_cannot_be(rows, n, always, among):
+    with pytest.raises(ValueError, match=f"^draft_vocab_size: {n};"):
+        frequent_tokens(rows, VOCAB, n, always, None if among is None else torch.tensor(among))
+
+
+def test_tokens_beyond_the_vocabulary(rows):
+    with pytest.raises(ValueError, match=r"^data\.path: "):
+        frequent_tokens(rows, max(counted(rows)), 2)
