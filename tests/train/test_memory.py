@@ -4,6 +4,7 @@ resident memory, of a tiny target's passes by every allocation. For large target
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,7 +179,7 @@ def test_drafts_under_zero_take_what_is_estimated(tmp_path, monkeypatch, start_r
         assert of_ranks == pytest.approx([size] * 2, rel=0.15), case
 
 
-def states_bytes(precision: str, stage: int, offload: bool, optimizer: str) -> int:
+def states_bytes(precision: Any, stage: int, offload: bool, optimizer: str) -> int:
     """What one of two ranks holds of the draft in ranks_memory.py."""
     train = TrainSection(
         run_dir="x", global_batch=1, micro_batch=1, precision=precision, zero_stage=stage, offload_optimizer=offload
