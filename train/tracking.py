@@ -80,6 +80,8 @@ class Tracker:
         try:
             work()
         except Exception as error:
+            if not (isinstance(error, (OSError, ValueError)) or type(error).__module__.startswith("wandb.")):
+                raise
             self._run = None
             reason = (str(error).splitlines() or [""])[0]  # other lines may show a key
             print(f"log.wandb: W&B failed ({type(error).__name__}: {reason}); training goes on without it", flush=True)
