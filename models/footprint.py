@@ -138,18 +138,10 @@ def size(count: int) -> str:
 
 
 def check_memory(parts: Mapping[str, int], batch: int, capacity: int, device: torch.device) -> None:
-    """Raise ValueError if an estimate exceeds what is free, with the number of positions that would fit."""
-    free, needed = available_bytes(device), _needed(parts)
-    if free is None or needed <= free:
-        return
-    fitting = max(0, int((free - needed + parts["cache"]) // (parts["cache"] // capacity)))
-    raise ValueError(
-        f"memory: {batch} sequences of {capacity} positions need {size(needed)} besides the weights "
-        f"({text_of(parts)}), and {size(free)} is free: about {fitting} positions each would fit; lower max_length, "
-        "max_new_tokens or slots"
-    )
-
-
-def _needed(parts: Mapping[str, int]) -> int:
-    """What is to be allocated: the weights are there already."""
-    return sum(count for name, count in parts.items() if name != "weights")
+    """Raise ValueError if an estimate exceeds what is free. The weights are there already."""
+    free, needed = available_bytes(device), sum(parts.values()) - parts["weights"]
+    if free is not None and needed > free:
+        raise ValueError(
+            f"memory: {batch} sequences of {capacity} positions need {size(needed)} besides the weights "
+            f"({text_of(parts)}), and {size(free)} is free; lower max_length, max_new_tokens or slots"
+        )

@@ -29,8 +29,6 @@ def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
         configuration ties them.
     """
     config, name = decoder_config(model.config), model.name_or_path or type(model).__name__
-    if getattr(model, "is_quantized", False):
-        raise ValueError(f"{name}: its weights are quantised; give it dequantised, by model.dequantize()")
     with torch.device("meta"):
         decoder = Decoder(config)
     weights = _weights(model)
@@ -51,16 +49,12 @@ def _weights(model: Any) -> dict[str, Tensor]:
 def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
     """Put the model's tensors into a meta decoder where they are whole parameters of it; allocate the others, unset."""
     table = places(decoder.config, loaded=True)
-    dtypes_and_devices = {(weights[key].dtype, weights[key].device) for key in table}
-    if len(dtypes_and_devices) > 1 or "meta" in {device.type for _, device in dtypes_and_devices}:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in dtypes_and_devices))
-        raise ValueError(f"{name}: its weights are {found}; bring them to one dtype and device by model.to(...)")
-    ((dtype, device),) = dtypes_and_devices
     embedding = weights["model.embed_tokens.weight"]
+    dtype, device = embedding.dtype, embedding.device
+    if any((weights[key].dtype, weights[key].device) != (dtype, device) for key in table):
+        raise ValueError(f"{name}: its weights have several dtypes or devices; bring them to one by model.to(...)")
     if decoder.config.tie_embeddings and weights.get("lm_head.weight", embedding).data_ptr() != embedding.data_ptr():
-        raise ValueError(
-            f"{name}: tie_word_embeddings is True, but its lm_head.weight is not the embedding; set it to False"
-        )
+        raise ValueError(f"{name}: tie_word_embeddings is True, but lm_head.weight is not the embedding; set it False")
     whole = {place.parameter: weights[key] for key, place in table.items() if place.is_whole}
     shared = {key: tensor for key, tensor in whole.items() if tensor.is_contiguous()}
     copied = {key: parameter.shape for key, parameter in decoder.named_parameters() if key not in shared}

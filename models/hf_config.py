@@ -8,17 +8,9 @@ from transformers import PretrainedConfig
 from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 from longdraft.models.rope import RopeConfig
 
-SUPPORTED = {
-    "llama": "Llama 2/3/3.1, Vicuna, LongChat, YaRN-Llama, SmolLM2",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2, Qwen2.5, QwQ",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3-MoE: 30B-A3B, 235B-A22B",
-    "mixtral": "Mixtral",
-    "gemma3_text": "Gemma 3",
-    "gemma3": "Gemma 3, its text alone",
-    "gpt_oss": "gpt-oss",
-}
+# By model_type: Llama 2 and 3, Vicuna, LongChat, YaRN-Llama and SmolLM2; Mistral; Qwen2, 2.5 and QwQ; Qwen3; Qwen3-MoE;
+# Mixtral; Gemma 3, of its larger models the text alone; gpt-oss.
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "gemma3", "gpt_oss")
 
 
 def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None) -> DecoderConfig:
@@ -31,21 +23,21 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
     """
     model_type = hf_config.model_type
     if model_type not in SUPPORTED:
-        supported = "; ".join(f"{name} ({models})" for name, models in SUPPORTED.items())
         raise ValueError(
-            f"model_type {model_type!r} is not supported; supported: {supported}; others may work through transformers "
-            "(in training target.loader=transformers, in generate and serve --loader transformers)"
+            f"model_type {model_type!r} is not supported; supported: {', '.join(SUPPORTED)}; others may work through "
+            "transformers (in training target.loader=transformers, in generate and serve --loader transformers)"
         )
     if model_type == "gemma3":
         return decoder_config(hf_config.get_text_config(), max_positions)
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     if model_type == "gemma3_text":
-        of_family = _gemma(hf_config, head_dim)
+        field, activation, of_family = "hidden_activation", "gelu_pytorch_tanh", _gemma(hf_config, head_dim)
     else:
-        _check_activation(hf_config, "hidden_act", "silu")
-        rope = _rope_config(hf_config, head_dim)
+        field, activation, rope = "hidden_act", "silu", _rope_config(hf_config, head_dim)
         of_family = {"rope": rope, "max_positions": _positions(hf_config, rope)}
+    if (given := getattr(hf_config, field, activation)) != activation:
+        raise ValueError(f"{field} is {given!r}; only {activation!r} is supported")
     bias = bool(getattr(hf_config, "attention_bias", False))
     config = DecoderConfig(
         vocab_size=hf_config.vocab_size,
@@ -69,12 +61,6 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
     return config if max_positions is None else replace(config, max_positions=max_positions)
 
 
-def _check_activation(hf_config: PretrainedConfig, field: str, supported: str) -> None:
-    activation = getattr(hf_config, field, supported)
-    if activation != supported:
-        raise ValueError(f"{field} is {activation!r}; only {supported!r} is supported")
-
-
 def _gemma(hf_config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
     """The fields in which Gemma 3 differs.
 
@@ -82,7 +68,6 @@ def _gemma(hf_config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
 
     Raises ValueError for options of Gemma 3's configuration that none of its published models uses.
     """
-    _check_activation(hf_config, "hidden_activation", "gelu_pytorch_tanh")
     for field in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if value := getattr(hf_config, field, None):
             raise ValueError(f"{field} is {value!r}; only models without it are supported")
@@ -104,24 +89,17 @@ def _gemma(hf_config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
 
 def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
     """The experts, read from the configuration as transformers' own model classes do; None for a dense model."""
-    if hf_config.model_type == "mixtral":
-        return ExpertsConfig(
-            hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size, normalised=True
-        )
-    if hf_config.model_type == "gpt_oss":
-        gate = hf_config.swiglu_alpha, hf_config.swiglu_limit
-        return ExpertsConfig(
-            hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size,
-            normalised=True, bias=True, clamped_gate=gate,
-        )  # fmt: skip
-    if hf_config.model_type != "qwen3_moe" or not hf_config.num_experts:
+    model_type = hf_config.model_type
+    if model_type in ("mixtral", "gpt_oss"):
+        shape = hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size
+        gate = (hf_config.swiglu_alpha, hf_config.swiglu_limit) if model_type == "gpt_oss" else None
+        return ExpertsConfig(*shape, normalised=True, bias=gate is not None, clamped_gate=gate)
+    if model_type != "qwen3_moe" or not hf_config.num_experts:
         return None
     step, mlp_only = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
     dense = tuple(i for i in range(hf_config.num_hidden_layers) if i in mlp_only or (i + 1) % step)
-    return ExpertsConfig(
-        hf_config.num_experts, hf_config.num_experts_per_tok, hf_config.moe_intermediate_size,
-        bool(hf_config.norm_topk_prob), dense,
-    )  # fmt: skip
+    shape = hf_config.num_experts, hf_config.num_experts_per_tok, hf_config.moe_intermediate_size
+    return ExpertsConfig(*shape, normalised=bool(hf_config.norm_topk_prob), dense_layers=dense)
 
 
 def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> RopeConfig:
@@ -160,16 +138,9 @@ def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | No
     window, layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
     if window is None or hf_config.model_type == "llama":
         return None
-    layer_types = getattr(hf_config, "layer_types", None)
-    if hf_config.model_type in ("mistral", "mixtral", "qwen3_moe"):
-        if layer_types is not None and set(layer_types) != {"sliding_attention"}:
-            raise ValueError(
-                f"layer_types of a {hf_config.model_type} model are {sorted(set(layer_types))}; "
-                "only whole-model sliding_window"
-            )
-        return (window,) * layers
-    unknown = set(layer_types or ()) - {"sliding_attention", "full_attention"}
-    if unknown or layer_types is None:
-        raise ValueError(f"layer_types has {sorted(unknown)}; supported: sliding_attention, full_attention")
-    windows = tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
-    return windows if any(windows) else None
+    of_all = hf_config.model_type in ("mistral", "mixtral", "qwen3_moe")
+    types = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * layers
+    if unknown := set(types) - ({"sliding_attention"} if of_all else {"sliding_attention", "full_attention"}):
+        raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, which {hf_config.model_type} is not read with")
+    windows = tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
+    return windows if any(one is not None for one in windows) else None

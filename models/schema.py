@@ -126,10 +126,7 @@ def validate(kind: type[T], values: Any, where: str = "") -> T:
         return _adapter(kind).validate_python(values)
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter:
-    """Made once for a type, since that compiles its validation."""
-    return TypeAdapter(kind)
+_adapter = cache(TypeAdapter)  # making one compiles the type's validation
 
 
 @contextmanager

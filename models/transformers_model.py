@@ -10,7 +10,7 @@ d head width.
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 
-from longdraft.kernels.rotate import rotate
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.fingerprint import json_hash, shape_hash, weights_hash
@@ -111,7 +110,7 @@ class TransformersModel(Decoder):
 
     Attributes:
         hf_model: the model. hf_attention: the attention function that transformers chose for it.
-        rotates: whether the last layer's keys are rotated as models/rope.py does it, by `config.rope`.
+        rotates: whether, by its configuration, the last layer's keys are rotated as models/rope.py does it.
 
     Raises ValueError, which names the reason, for a model whose layers, attention, positions or logits are not served.
     """
@@ -145,11 +144,12 @@ class TransformersModel(Decoder):
         self.norm = norms[-1]
         self.norm.register_forward_pre_hook(_keep_pre_norm)
         probed = self._probe()
-        self.config = known or _foreign_config(model, probed.heads, probed.windows, max_positions)
+        rope = _known_rope(model.config.get_text_config())
+        self.rotates = known is not None or rope is not None
+        self.config = known or _foreign_config(model, probed, rope, max_positions)
         if max_positions is not None:
             self.config = replace(self.config, max_positions=max_positions)
         self.rope = Rope(self.config.rope)
-        self.rotates = known is not None or self._rotates()
 
     @torch.no_grad()
     def forward(self, inputs: Pass) -> TargetOutput:
@@ -221,18 +221,6 @@ class TransformersModel(Decoder):
             self.lm_head.weight.mul_(factor)
         return running
 
-    def _rotates(self) -> bool:
-        """Whether a lone token's key at a later position is its key at position 0, rotated by `config.rope`."""
-        last = min(100, self.config.max_positions - 1)
-        positions_12 = torch.tensor([[0, last]], device=self.embed_tokens.weight.device)
-        tokens_12 = torch.zeros_like(positions_12)
-        output = self(Pass(tokens_12, positions_BT=positions_12, borders=[0, 1, 2], needs={"last_kv"}))
-        assert output.last_kv is not None
-        k_12Kd = output.last_kv[0].float()
-        cos, sin = self.rope(positions_12[:, 1:], None, torch.float32)
-        rotated = rotate(k_12Kd[:, :1].contiguous(), cos / self.rope.scaling, sin / self.rope.scaling)
-        return distance(rotated, k_12Kd[:, 1:]) < TOLERANCES[output.last_kv[0].dtype]
-
 
 @torch.no_grad()
 def check_against(model: TransformersModel) -> dict[str, str]:
@@ -300,16 +288,13 @@ def _not_served(model: nn.Module, what: str) -> ValueError:
 
 
 def _foreign_config(
-    model: Any, heads: tuple[int, int, int], windows: Sequence[int | None], max_positions: int | None
+    model: Any, probed: _Running, rope: dict[str, Any] | None, max_positions: int | None
 ) -> DecoderConfig:
     """Our configuration for a model of a family that our decoder does not know: what drafts and caches read of it.
 
-    Args:
-        heads: number of query heads, number of key heads, their width. windows: the sliding window of each layer.
-        max_positions: used if the model's own configuration has no number.
-    Raises: ValueError if there is no number of positions in either.
+    Raises ValueError if neither the model's configuration nor `max_positions` says how many positions it takes.
     """
-    text, (n_heads, n_kv_heads, head_dim) = model.config.get_text_config(), heads
+    text, (n_heads, n_kv_heads, head_dim) = model.config.get_text_config(), probed.heads
     vocab_size, width = model.get_output_embeddings().weight.shape
     positions = getattr(text, "max_position_embeddings", None) or max_positions
     if positions is None:
@@ -320,14 +305,14 @@ def _foreign_config(
         vocab_size=vocab_size,
         hidden_size=width,
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * width,
-        n_layers=len(windows),
+        n_layers=len(probed.windows),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=next((getattr(text, name) for name in EPSILONS if getattr(text, name, None)), 1e-6),
         max_positions=positions,
-        rope=_rope(text, head_dim, positions),
-        sliding_windows=tuple(windows) if any(windows) else None,
+        rope=RopeConfig(head_dim, positions, rope) if rope else RopeConfig(head_dim, positions),
+        sliding_windows=tuple(probed.windows) if any(probed.windows) else None,
     )
 
 
@@ -337,10 +322,8 @@ def _rope_parameters(text: Any) -> dict[str, dict[str, Any]]:
     return found if all(isinstance(value, dict) for value in found.values()) else {"all": found}
 
 
-def _rope(text: Any, head_dim: int, positions: int) -> RopeConfig:
-    """The last layer's RoPE. If models/rope.py does not know its type: the default type, which its keys do not have."""
+def _known_rope(text: Any) -> dict[str, Any] | None:
+    """The parameters of the last layer's RoPE; None if there is none that models/rope.py knows."""
     kinds, parameters = getattr(text, "layer_types", None) or ["all"], _rope_parameters(text)
     last = parameters.get(kinds[-1]) or next(iter(parameters.values()), {})
-    if last.get("rope_type") in ROPE_TYPES and last.get("partial_rotary_factor") in (None, 1.0):
-        return RopeConfig(head_dim, positions, last)
-    return RopeConfig(head_dim, positions)
+    return last if last.get("rope_type") in ROPE_TYPES and last.get("partial_rotary_factor") in (None, 1.0) else None

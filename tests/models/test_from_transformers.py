@@ -120,10 +120,8 @@ def test_transformers_models_that_cannot_be_targets_are_refused(tiny_model):
         target_from_transformers(AutoModelForCausalLM.from_config(GPT2Config(n_embd=8, n_layer=1, n_head=1)))
     model = tiny_model("llama")
     model.model.norm.to(torch.float64)
-    with pytest.raises(ValueError, match=r"float32 on cpu, torch.float64 on cpu; bring them to one dtype"):
+    with pytest.raises(ValueError, match="several dtypes"):
         target_from_transformers(model)
-    with pytest.raises(ValueError, match="meta; bring them to one dtype and device"):
-        target_from_transformers(tiny_model("llama").to("meta"))
     with pytest.raises(ValueError, match=r"missing model\.layers\.0"):
         target_from_transformers(tiny_model("llama").model)
     model = tiny_model("llama", tie_word_embeddings=True)

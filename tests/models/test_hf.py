@@ -186,7 +186,7 @@ def test_weights_that_do_not_fit_are_named(folder):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*supported: llama .*mistral .*qwen2 .*qwen3"),
+        ({"model_type": "gpt2"}, "gpt2.*supported: llama, mistral, qwen2, qwen3"),
         ({"model_type": "made-up"}, r"config\.json.*made-up"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
