@@ -9,9 +9,10 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ def from_home(path: str) -> str:
 
 
 @contextmanager
-def locked(path: Path, field: str, busy: str, wait: float = 0) -> Iterator[None]:
+def locked(path: Path, field: str, busy: str) -> Iterator[None]:
     """Hold the lock file `path` for the block; no other process can. The system releases it when the process dies.
 
     The file is made if needed and stays. On a file system without locks the block runs after a printed warning.
@@ -104,14 +105,13 @@ def locked(path: Path, field: str, busy: str, wait: float = 0) -> Iterator[None]
     Args:
         field: the setting that named the folder ("train.run_dir"), with which messages begin.
         busy: what another process does that holds the lock, and what to do ("another process trains in X; stop it").
-        wait: seconds to wait for another process.
 
     Raises:
         ValueError: another process holds the lock, or the file cannot be written.
     """
-    lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     try:
-        lock.acquire(timeout=wait)
+        lock.acquire()
     except Timeout:
         raise ValueError(f"{field}: {busy}") from None
     except OSError as error:
@@ -125,14 +125,14 @@ def locked(path: Path, field: str, busy: str, wait: float = 0) -> Iterator[None]
 
 
 @contextmanager
-def signals_noted(numbers: Sequence[int] = STOP_SIGNALS) -> Iterator[list[int]]:
-    """Inside, these signals are appended to the list instead of ending the process, and so are those that the process
+def signals_noted() -> Iterator[list[int]]:
+    """Inside, STOP_SIGNALS are appended to the list instead of ending the process, and so are those that the process
     that started this one has held back. A SIGHUP that is ignored, as under nohup, stays ignored. Only the main thread
     may enter."""
     noted: list[int] = []
-    caught = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    caught = [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda n, _: noted.append(n)) for number in caught}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         yield noted
     finally:
@@ -141,8 +141,7 @@ def signals_noted(numbers: Sequence[int] = STOP_SIGNALS) -> Iterator[list[int]]:
 
 
 PLAN, PROGRESS = "plan.json", "progress"
-HALF_WRITTEN = re.compile(r"(?<![^/])\.([^/]+)\.\d+\.tmp$")  # as write_atomically names it; group 1: its final name
-SHOWN_DIFFERENCES = 4
+HALF_WRITTEN = r"(?<![^/])\.([^/]+)\.\d+\.tmp$"  # as write_atomically names it; group 1: its final name
 
 
 class WorkFolder:
@@ -150,10 +149,10 @@ class WorkFolder:
 
     plan.json            what was asked for, with `address`, its digest; a later call with another plan is refused
     progress/TASK.json   a task's record, renamed into place after its output files
-    progress/*.lock      held while somebody works in the folder
+    progress/all.lock    held while somebody works in the folder
 
-    The plan decides the tasks, and a task its output. So any number of processes and machines writes the same bytes,
-    and a kill loses no more than the tasks that were running.
+    The plan decides the tasks, and a task its output. So any number of processes writes the same bytes, and a kill
+    loses no more than the tasks that were running.
 
         folder = WorkFolder(out, {"settings": settings}, own_files=r"part-.*")
         with folder.opened():
@@ -171,52 +170,39 @@ class WorkFolder:
     def __init__(self, path: Path, plan: Mapping[str, Any], own_files: str = "(?!)"):
         self.path, self.plan = path, dict(plan)
         self.address = hashlib.sha256(json.dumps(self.plan, sort_keys=True).encode()).hexdigest()
-        self._own_files = rf"{re.escape(PLAN)}|{PROGRESS}/[^/]+\.(?:json|lock)|{own_files}"
+        self._own_files = rf"{re.escape(PLAN)}|{PROGRESS}/[^/]+\.json|{own_files}"
 
     @contextmanager
-    def opened(self, share: str = "", overwrite: bool = False) -> Iterator[None]:
+    def opened(self, overwrite: bool = False) -> Iterator[None]:
         """Lock the folder for the block, and write the plan or compare it with the one that is there.
 
-        share: one of several calls that do different tasks at the same time ("2-of-4"); "" excludes all others.
         overwrite: first remove what an earlier call wrote, whatever its plan.
 
         Raises ValueError if the folder was made by another plan (the message names the differences) or holds files of
         somebody else, or if another process works in it.
         """
-        if share and overwrite:
-            raise ValueError("overwrite would remove the other shards' work; leave it out, or choose another folder")
+        path, progress = self.path / PLAN, self.path / PROGRESS
         foreign = [name for name in self._files() if not re.fullmatch(rf"\.?{PLAN}.*|{PROGRESS}/.*", name)]
-        if (
-            foreign and not (self.path / PLAN).exists()
-        ):  # looked for last: another machine may have written it meanwhile
+        if foreign and not path.exists():
             raise ValueError(f"{self.path} holds {foreign[0]} and no {PLAN}; choose a new or empty folder")
-        (self.path / PROGRESS).mkdir(parents=True, exist_ok=True)
-        with self._locked(share):
+        progress.mkdir(parents=True, exist_ok=True)
+        busy = f"another process works in {self.path}; wait for it or choose another"
+        with locked(progress / "all.lock", "out", busy):
+            before = read_plan(self.path) if path.exists() else None
+            if before is None or overwrite:
+                self._remove(".*")
+                write_json(path, {"address": self.address, **self.plan})
+            elif found := _differences(before, json.loads(json.dumps(self.plan))):
+                raise ValueError(
+                    f"{self.path} was begun with other settings: {'; '.join(found[:4])}; choose another folder, or "
+                    "overwrite it"
+                )
+            self._remove(HALF_WRITTEN)
             try:
-                self._make_ready(share, overwrite)
                 yield
             finally:
-                if not share and not self.tasks():
+                if not self.tasks():
                     self.remove_progress()
-
-    def _make_ready(self, share: str, overwrite: bool) -> None:
-        if overwrite and (self.path / PLAN).exists():
-            read_plan(self.path)
-            # The plan is the last, so that a kill leaves a folder that can be cleared again.
-            for name in sorted(self._own(), key=lambda name: name == PLAN):
-                if not name.endswith(".lock"):
-                    (self.path / name).unlink()
-        if not share:
-            for name in self._own():
-                if HALF_WRITTEN.search(name):
-                    (self.path / name).unlink()
-        if not (self.path / PLAN).exists():
-            write_json(self.path / PLAN, {"address": self.address, **self.plan})
-        if found := _differences(read_plan(self.path), json.loads(json.dumps(self.plan))):
-            raise ValueError(
-                f"{self.path} was begun with other settings: {'; '.join(found[:SHOWN_DIFFERENCES])}; choose another "
-                "folder, or overwrite it"
-            )
 
     def read(self, task: str) -> dict[str, Any] | None:
         """The task's record, or None unless it is finished by this plan and its output files have their sizes."""
@@ -232,13 +218,10 @@ class WorkFolder:
 
     def read_all(self, tasks: Sequence[str]) -> list[dict[str, Any]]:
         """The records of the tasks, in order. Raises ValueError if a task is not finished by this plan."""
-        found = {task: self.read(task) for task in tasks}
-        if missing := [task for task, record in found.items() if record is None]:
-            raise ValueError(
-                f"{self.path} lacks {len(missing)} of {len(tasks)} tasks, such as {missing[0]}; put the folders of all "
-                "--shard calls together, or call again without --shard"
-            )
-        return [record for record in found.values() if record is not None]
+        records = [record for task in tasks if (record := self.read(task)) is not None]
+        if len(records) < len(tasks):
+            raise ValueError(f"{self.path} lacks {len(tasks) - len(records)} of {len(tasks)} tasks; call again")
+        return records
 
     def write(self, task: str, record: Mapping[str, Any], outputs: Sequence[Path] = ()) -> None:
         """Mark the task as finished. Its output files, which lie in the folder, have been written before."""
@@ -250,38 +233,23 @@ class WorkFolder:
         return sorted(path.stem for path in (self.path / PROGRESS).glob("[!.]*.json"))
 
     def remove_progress(self) -> None:
-        """Remove records and locks of a folder that is complete, and `progress` itself unless it holds other files."""
-        for name in self._own():
-            if name.startswith(f"{PROGRESS}/"):
-                (self.path / name).unlink()
-        if (self.path / PROGRESS).is_dir() and not any((self.path / PROGRESS).iterdir()):
-            (self.path / PROGRESS).rmdir()
+        """Remove the records and the lock of a folder that is complete."""
+        shutil.rmtree(self.path / PROGRESS, ignore_errors=True)
 
     def _record_path(self, task: str) -> Path:
         return self.path / PROGRESS / f"{task}.json"
-
-    @contextmanager
-    def _locked(self, share: str) -> Iterator[None]:
-        """A call for all tasks holds `all.lock` and each share's lock. A share takes its own lock under the first."""
-        progress, busy = self.path / PROGRESS, f"another process works in {self.path}; wait for it or choose another"
-        with ExitStack() as held:
-            with ExitStack() as first:
-                everything = locked(progress / "all.lock", "out", busy, wait=2.0 if share else 0.0)
-                (first if share else held).enter_context(everything)
-                names = [f"{share}.lock"] if share else sorted(path.name for path in progress.glob("*.lock"))
-                for name in names:
-                    if name != "all.lock":
-                        held.enter_context(locked(progress / name, "out", busy))
-            yield
 
     def _files(self) -> list[str]:
         """All files in the folder, relative to it."""
         found = (Path(root, name) for root, _, names in os.walk(self.path) for name in names)
         return sorted(path.relative_to(self.path).as_posix() for path in found)
 
-    def _own(self) -> list[str]:
-        """Those that this class or its caller wrote, half-written ones too."""
-        return [name for name in self._files() if re.fullmatch(self._own_files, HALF_WRITTEN.sub(r"\1", name))]
+    def _remove(self, pattern: str) -> None:
+        """Remove the files of this name that this class or its caller wrote, half-written ones too. The plan is the
+        last, so that a kill leaves a folder that can be cleared again."""
+        for name in sorted(self._files(), key=lambda name: name == PLAN):
+            if re.search(pattern, name) and re.fullmatch(self._own_files, re.sub(HALF_WRITTEN, r"\1", name)):
+                (self.path / name).unlink()
 
 
 def read_plan(folder: Path) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def test_finished_tasks_are_read_back_and_damaged_ones_are_not(tmp_path):
     with folder.opened():
         assert [folder.read(task) for task in "abcde"] == [{"text": "aaa"}, *[None] * 4]
         assert folder.tasks() == [*"abcd"] and not (folder.path / ".b.txt.77.tmp").exists()
-        with pytest.raises(ValueError, match=r"3 of 4 tasks, such as b"):
+        with pytest.raises(ValueError, match="3 of 4 tasks"):
             folder.read_all("abcd")
     assert WorkFolder(folder.path, {"seed": 1}).read("a") is None
     with folder.opened():
@@ -138,17 +138,9 @@ def test_a_folder_of_another_program_is_left_alone(tmp_path, content):
     assert (tmp_path / "weights.bin").read_text() == "precious"
 
 
-def test_shares_work_side_by_side_and_a_whole_call_alone(tmp_path):
-    def opens(**how):
-        try:
-            with WorkFolder(tmp_path, {"seed": 0}).opened(**how):
-                return True
-        except ValueError as error:
-            assert "works in" in str(error) or "remove the other" in str(error)
-            return False
-
-    with WorkFolder(tmp_path, {"seed": 0}).opened(share="1-of-2"):
-        assert opens(share="2-of-2") and not opens(share="1-of-2") and not opens()
-    with WorkFolder(tmp_path, {"seed": 0}).opened():
-        assert not opens(share="1-of-2") and not opens()
-    assert opens() and not opens(share="1-of-2", overwrite=True)
+def test_a_folder_is_opened_by_one_process_at_a_time(tmp_path):
+    folder = WorkFolder(tmp_path, {"seed": 0})
+    with folder.opened(), pytest.raises(ValueError, match="another process works in"), folder.opened():
+        pass
+    with folder.opened():
+        pass
