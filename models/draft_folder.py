@@ -7,9 +7,8 @@ draft's shape is never read with another's weights.
 
 import json
 import re
-import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -24,15 +23,13 @@ from typing_extensions import TypedDict
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
-from longdraft.models.files import damage_named, file_digest, sync, write_tensors
+from longdraft.models.files import damage_named, file_digest, sync, write_atomically, write_tensors
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hub import hub_folder
 from longdraft.models.schema import Float, Int, Str, validate, validated_dataclass
 from longdraft.models.target import Target
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# The folder, inside the final one, that both files are written in. A kill may leave it; the next export removes it.
-STAGED = ".export.tmp"
 FORMAT_VERSION = 1
 MODEL_TYPE = "longdraft"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -119,8 +116,8 @@ def check_out(folder: str | Path) -> None:
     wrote. Changes nothing."""
     folder = Path(folder)
     try:
-        inside = {entry.name for entry in folder.iterdir()} - {STAGED}
-        is_free = not inside or read_config(folder).keys() >= {"format_version", "method"}
+        is_empty = all(entry.name.startswith(".") for entry in folder.iterdir())  # as a kill may leave them
+        is_free = is_empty or read_config(folder).keys() >= {"format_version", "method"}
     except FileNotFoundError:
         return
     except (OSError, ValueError):
@@ -129,12 +126,8 @@ def check_out(folder: str | Path) -> None:
         raise ValueError(f"out: {folder} is no folder for a draft, or holds other files; give a new or an empty one")
 
 
-def save_draft(
-    folder: str | Path, draft: Draft, info: DraftInfo, check: Callable[[Path], None] = lambda staged: None
-) -> None:
+def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
     """Write both files, which replace an older pair once both are complete.
-
-    check: called with the folder of the new pair before that; raises to keep the older one.
 
     Raises: ValueError as `check_out`, for a weight that is not finite, and if the files cannot be written.
     """
@@ -142,31 +135,26 @@ def save_draft(
     check_out(folder)
     weights = {name: p.detach().cpu().contiguous() for name, p in draft.state_dict().items()}
     if wrong := [name for name, p in weights.items() if not bool(p.isfinite().all())]:
-        raise ValueError(
-            f"out: the draft has NaN or infinite weights ({', '.join(wrong[:3])}); export a good checkpoint"
-        )
+        raise ValueError(f"out: the draft has NaN or infinite weights ({wrong[0]}); export a good checkpoint")
     method = next(name for name, (_, network) in DRAFTS.items() if isinstance(draft, network))
     # model_type and architectures tell transformers, and what builds on it such as vLLM, which network this is.
     content: dict[str, Any] = {"format_version": FORMAT_VERSION, "method": method}
     content |= {"model_type": MODEL_TYPE, "architectures": [type(draft).__name__]}
     content |= {"draft": asdict(draft.config)} | asdict(info)
-    staged = folder / STAGED
+
+    def write(temporary: Path) -> None:
+        """Write the weights, and replace config.json just before they are renamed into place."""
+        write_tensors(weights, temporary, {"format": "pt"})
+        sync(temporary)
+        content["weights_sha256"] = file_digest(temporary)
+        text = json.dumps(content, indent=2) + "\n"
+        write_atomically(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+
     try:
-        shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir(parents=True)
-        write_tensors(weights, staged / WEIGHTS, {"format": "pt"})
-        content["weights_sha256"] = file_digest(staged / WEIGHTS)
-        (staged / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        for name in (WEIGHTS, CONFIG):
-            sync(staged / name)
-        check(staged)
-        for name in (WEIGHTS, CONFIG):
-            (staged / name).rename(folder / name)
-        sync(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / WEIGHTS, write)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"out: no draft can be written to {folder}: {error}; make room there") from error
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
 
 
 def local_folder(draft: str | Path, revision: str | None = None) -> Path:

@@ -1,5 +1,4 @@
-"""Export a run's newest checkpoint as a draft folder (models/draft_folder.py), which is read back and compared with the
-trained draft before it is put in its place.
+"""Export a run's newest checkpoint as a draft folder (models/draft_folder.py).
 
 Shapes: E draft vocabulary.
 """
@@ -10,7 +9,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from longdraft.models.draft_folder import Draft, DraftInfo, check_out, load_draft, save_draft, target_entry
+from longdraft.models.draft_folder import Draft, DraftInfo, check_out, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.drafts.loss import TOP_K
 from longdraft.models.hf import lasting_name
@@ -47,8 +46,8 @@ def export(
             hub repository OWNER/NAME, or for the folder if this is "".
 
     Raises ValueError where run_dir has no whole checkpoint or no best weights, the vocabulary cannot be restricted to
-    that size, `out` holds anything but a draft of ours or cannot be written, or what is read back is not the trained
-    draft. A draft that is there already is then untouched.
+    that size, `out` holds anything but a draft of ours or cannot be written. A draft that is there already is then
+    untouched.
     """
     found = checkpoint.best(run_dir) if best else checkpoint.newest(run_dir, read=[checkpoint.WEIGHTS])
     if found is None:
@@ -63,11 +62,10 @@ def export(
     if draft_vocab_size is not None:
         draft = _restricted(config, target, draft, draft_vocab_size)
     info = _info(config, saved, target, draft)
-    save_draft(out, draft, info, lambda staged: _check_same(load_draft(staged), draft))
+    save_draft(out, draft, info)
     ids, vocab_size = draft.token_ids, target.model.config.vocab_size
     n_known = "" if ids is None else f", for {len(ids)} of {vocab_size} tokens"
-    # Equal weights under an equal config are equal logits.
-    print(f"Exported step {saved['step']} of {run_dir} to {out}{n_known}: reloaded, largest difference of a logit 0")
+    print(f"Exported step {saved['step']} of {run_dir} to {out}{n_known}")
     if card is not None:
         model_card.write_card(run_dir, out, config, saved["step"], card)
     return out
@@ -95,11 +93,3 @@ def _info(config: Config, saved: dict[str, Any], target: Target, draft: Draft) -
         noise=noise,
         step=saved["step"],
     )
-
-
-def _check_same(exported: Draft, trained: Draft) -> None:
-    """Raises ValueError where the draft that was read back has another config or another weight."""
-    found, expected = exported.state_dict(), trained.state_dict()
-    same = exported.config == trained.config and found.keys() == expected.keys()
-    if not (same and all(found[name].equal(weight.cpu()) for name, weight in expected.items())):
-        raise ValueError("out: the draft that is read again is not the trained one, and is not put there; export again")

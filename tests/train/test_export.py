@@ -74,9 +74,9 @@ def made_run(config_file, tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_export_is_the_trained_draft(runs, tmp_path, capsys, name):
+def test_export_is_the_trained_draft(runs, tmp_path, name):
     out = export(runs / name, tmp_path / "draft")
-    assert out == tmp_path / "draft" and "largest difference of a logit 0\n" in capsys.readouterr().out
+    assert out == tmp_path / "draft"
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     found = checkpoint.newest(runs / name)
     assert found is not None
@@ -159,7 +159,7 @@ def test_an_export_that_finds_no_room_leaves_the_older_one(made_run, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and all("error: out: " in error and "File too large" in error for error in errors)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not (run / "new").exists()
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not any((run / "new").iterdir())
 
 
 @pytest.mark.parametrize("moment", ["load_target", "frozen_draft", "save_draft"])
@@ -178,19 +178,6 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(made_run, capsys, monkeypatch, mo
     assert capsys.readouterr().err == "longdraft export: interrupted\n"
     held = [path.name for path in (run / "draft").iterdir()] if (run / "draft").exists() else []
     assert held == []
-
-
-def test_a_draft_that_fails_its_proof_does_not_replace_a_good_one(made_run, capsys, monkeypatch):
-    run, target, _ = made_run("medusa")
-    out = export(run, target=target)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    monkeypatch.setattr("longdraft.train.export.load_draft", lambda staged: exported)
-    exported = load_draft(out)
-    exported.proj[0].weight.data[0, 0] += 1
-    for folder in (out, run / "new"):
-        assert main([str(run), "--out", str(folder)]) == 2
-        assert "error: out: " in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before and not (run / "new").exists()
 
 
 def test_weights_that_are_no_numbers_are_not_exported(made_run, capsys):
@@ -244,7 +231,6 @@ def test_every_method(made_run, capsys, name, precision):
     out = export(run)
     said = capsys.readouterr().out
     assert out == run / "draft" and f"Exported step 7 of {run} to {out}" in said
-    assert said.endswith(": reloaded, largest difference of a logit 0\n")
     assert (", for 20 of 97 tokens" in said) == ("draft_vocab_size" in SECTIONS[name])
     exported, weights = load_draft(out), trained.state_dict()
     assert exported.config == trained.config and exported.state_dict().keys() == weights.keys()
@@ -257,25 +243,6 @@ def test_every_method(made_run, capsys, name, precision):
     assert info.train_config["draft"] | SECTIONS[name] == info.train_config["draft"]
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_an_export_that_is_not_the_trained_draft_is_refused(made_run, monkeypatch, name):
-    """Any weight in its last bit, and the restricted vocabulary."""
-    run, target, trained = made_run(name)
-    for key in trained.state_dict():
-
-        def damaged(folder, key=key):
-            draft = load_draft(folder)
-            bits = draft.state_dict()[key].flatten()[-1:].view(torch.uint8)
-            bits[0] ^= 1
-            return draft
-
-        with monkeypatch.context() as patch:
-            patch.setattr("longdraft.train.export.load_draft", damaged)
-            with pytest.raises(ValueError, match=r"^out: "):
-                export(run, target=target)
-        assert not (run / "draft").exists(), key
-
-
 @pytest.mark.parametrize("restrict", [False, True])
 def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_folder, capsys, restrict):
     """Exactly, with the folder's tree, for the whole vocabulary or the most frequent tokens of the training data."""
@@ -283,7 +250,7 @@ def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_fold
     assert main([str(run), *(["--draft-vocab-size", "30"] if restrict else [])]) == 0
     draft = load_draft(run / "draft", target)
     if restrict:
-        assert ", for 30 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
+        assert ", for 30 of 97 tokens\n" in capsys.readouterr().out
         assert read_info(run / "draft").train_config["draft"]["draft_vocab_size"] is None  # trained with all tokens
         rows = ShardSet(data_folder / "train")
         assert torch.equal(draft.token_ids, frequent_tokens(rows, 97, 30, target.eos_token_ids))
@@ -309,7 +276,7 @@ def test_a_restricted_draft_is_restricted_further(made_run, data_folder, capsys)
     """To the most frequent of the tokens it was trained with, which need not be those of the training data."""
     run, target, trained = made_run("longspec-narrow")
     assert main([str(run), "--draft-vocab-size", "10"]) == 0
-    assert ", for 10 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
+    assert ", for 10 of 97 tokens\n" in capsys.readouterr().out
     draft = load_draft(run / "draft", target)
     kept, most = set(draft.token_ids.tolist()), frequent_tokens(ShardSet(data_folder / "train"), 97, 10)
     assert len(kept) == draft.config.draft_vocab_size == 10
@@ -328,7 +295,7 @@ def test_the_runtime_decodes_with_heads_of_few_words(made_run, data_folder, caps
     run, target, trained = made_run(name)
     restrict = [] if name == "silu_narrow" else ["--draft-vocab-size", "20"]
     assert main([str(run), *restrict]) == 0
-    assert ", for 20 of 97 tokens: reloaded, largest difference of a logit 0\n" in capsys.readouterr().out
+    assert ", for 20 of 97 tokens\n" in capsys.readouterr().out
     draft = load_draft(run / "draft", target)
     ids = trained.token_ids
     if restrict:
