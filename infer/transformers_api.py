@@ -10,6 +10,7 @@ row's new tokens.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,7 @@ from longdraft.models.schema import Bool, Float, Instance, Int, Schema, Str, val
 from longdraft.models.target import Target
 
 DEFAULT_DRAFTER = "token_recycling"
+_own_tokenizer = cache(load_tokenizer)
 # Numbers that SamplingParams takes as they are.
 PASSED_ON = ("temperature", "top_k", "top_p", "min_p", "eta_cutoff")
 
@@ -148,11 +150,7 @@ def generate_with_draft(
 
     A draft's custom_generate/generate.py calls it with the arguments of `model.generate`.
     """
-    tokenizer = kwargs.pop("tokenizer", None)
-    if tokenizer is None:
-        kept = _KEPT.get(model)
-        tokenizer = kept and kept.target.tokenizer
-    tokenizer = tokenizer or load_tokenizer(model.name_or_path)
+    tokenizer = kwargs.pop("tokenizer", None) or _own_tokenizer(model.name_or_path)
     prompt = inputs if input_ids is None else input_ids
     return generate(model, prompt, tokenizer=tokenizer, drafter=draft_method(draft), draft=draft, **kwargs)
 

@@ -21,6 +21,8 @@ PAPERS = ("longspec", "tokenswift", "triforce", "token-recycling")
 # Defaults of `longdraft bench`.
 PROMPTS, TEXT_TOKENS, NEW_TOKENS = 4, 256, 128
 API_KEY = "LONGDRAFT_API_KEY"  # the environment variable of `longdraft serve`
+DRAFTING = "drafting (affects speed, never the text)"
+TARGET = "a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)"
 MANY: dict[str, Any] = {"nargs": "+", "action": "extend"}
 # Fields of SamplingParams, which has their types and limits, and their help.
 SAMPLING = {
@@ -64,13 +66,9 @@ def node_budget(text: str) -> str | int:
     return at_least(1)(text)
 
 
-def add_target(add: Callable[..., Any]) -> None:
-    add("--target", help="a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)")
-
-
 def add_loading(add: Callable[..., Any], dtype: str | None = "bf16", dtype_help: str = "default: bf16") -> None:
     """Add the target and how it is loaded."""
-    add_target(add)
+    add("--target", help=TARGET)
     add("--loader", choices=LOADERS, help="whose model classes compute the target (default: as its draft was trained)")
     add("--dtype", choices=DTYPES, default=dtype, help=dtype_help)
     add("--device", help="default: cuda if there is a GPU, else cpu")
@@ -100,12 +98,7 @@ def add_drafters(add: Callable[..., Any], several: bool) -> None:
     add("--nodes", type=node_budget, help=help)
 
 
-def add_drafting(parser: ArgumentParser, several: bool) -> None:
-    """Add the drafters and their options."""
-    add_drafters(parser.add_argument_group("drafting (affects speed, never the text)").add_argument, several)
-
-
-def add_numbers(add: Callable[..., Any], helps: Mapping[str, str], **defaults: float) -> None:
+def add_fields(add: Callable[..., Any], helps: Mapping[str, str], **defaults: float) -> None:
     """Add an option for each of these fields of SamplingParams, which has their kinds and limits."""
     for name, help in helps.items():
         unset = getattr(SamplingParams(), name)
@@ -122,7 +115,7 @@ def add_sampling(add: Callable[..., Any], helps: Mapping[str, str]) -> None:
     """Add a preset, and the options of these fields of SamplingParams."""
     help = "sampling as published for a model; options given with it take precedence"
     add("--preset", choices=tuple(PRESETS), help=help)
-    add_numbers(add, helps)
+    add_fields(add, helps)
 
 
 def given_sampling(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -143,7 +136,7 @@ def generate() -> ArgumentParser:
     add("--prompt-tokens", type=at_least(1), metavar="N", help="use only the first N tokens of the prompt")
     add("--chat", action="store_true", help="put the prompt into the target's chat template, as a user's message")
     add("--system", help="the system message of a chat (implies --chat)")
-    add_drafting(parser, several=True)
+    add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=True)
     add = parser.add_argument_group("sampling").add_argument
     add_sampling(add, OF_ONE_TEXT | SAMPLING)
     add = parser.add_argument_group("output").add_argument
@@ -157,7 +150,7 @@ def serve() -> ArgumentParser:
     parser = ArgumentParser(prog="longdraft serve", description=description)
     add = add_model(parser)
     add("--slots", type=at_least(1), default=8, help="requests decoded together (default: 8)")
-    add_drafting(parser, several=False)
+    add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=False)
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
     add("--port", type=at_least(0), default=8000, help="default: 8000; 0 takes a free one, which is shown")
@@ -172,7 +165,7 @@ def bench() -> ArgumentParser:
     parser = ArgumentParser(prog="longdraft bench", description=description)
     add = parser.add_argument_group("model").add_argument
     add_loading(add, dtype=None, dtype_help="dtype of the timed decoding (default: bf16, or the --paper's)")
-    add_drafting(parser, several=True)
+    add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=True)
     add = parser.add_argument_group("prompts").add_argument
     help = "a published suite of prompts; --data then holds its files as they were published"
     add("--suite", choices=SUITES, help=help)

@@ -83,11 +83,6 @@ def run_bench(args: argparse.Namespace) -> dict:
     return result
 
 
-def _small_models(drafting: Drafting) -> list[str]:
-    """The other targets that the options name as draft models."""
-    return [str(value) for key, value in drafting.options.items() if key.split(".")[-1] == "small"]
-
-
 def suite_of(args: argparse.Namespace) -> tuple[str | None, Suite | None]:
     """The suite that was named, or the paper's, with --prompt-tokens applied; (None, None) without one."""
     if args.paper is None and args.suite is None:
@@ -184,25 +179,21 @@ def texts_of(drafting: Drafting) -> list[list[int]]:
     return [used_tokens(rows[i])[:length] for i in _evenly(long, args.prompts or PROMPTS)]
 
 
-def asked_for(drafting: Drafting, settings: BenchSettings, prompts: object) -> dict[str, Any]:
+def asked_for(drafting: Drafting, settings: BenchSettings, questions: object) -> dict[str, Any]:
     """All that the answers depend on. A record continues only where this is the same."""
     args, source, options = drafting.args, drafting.source, drafting.options
-    names = ("nodes", "temperatures", "seed", "new_tokens", "sampling", "ignore_eos")
     of_drafters = {name: options_for(name, options) for name in drafting.names}
-    return {
+    small = [str(value) for key, value in options.items() if key.split(".")[-1] == "small"]  # other targets
+    return vars(settings) | {
         "suite": args.suite,
-        "only": args.only,
-        "prompt_tokens": None if args.suite else args.prompt_tokens,
-        "questions": digest(repr(prompts).encode()),
+        "questions": digest(repr(questions).encode()),
         "target": Path(source).name,
         "loader": drafting.loader,
         "checkpoint": checkpoint_digest(source),
-        "draft": [checkpoint_digest(local_folder(draft)) for draft in args.draft],
+        "draft": ",".join(checkpoint_digest(local_folder(draft)) for draft in args.draft) or None,
         "drafters": {name: {key: str(value) for key, value in of.items()} for name, of in of_drafters.items()},
-        "small": [checkpoint_digest(small) for small in _small_models(drafting)],
+        "small": [checkpoint_digest(one) for one in small],
         "dtype": args.dtype,
-        **{name: getattr(settings, name) for name in names},
-        "exactness": args.exactness,
         "transformers": args.transformers,
     }
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longdraft.launch.arguments import at_least
-from longdraft.launch.console import INTERRUPTED, note, run_command
+from longdraft.launch.console import note, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG, DATA = "configs/quickstart.yaml", "data/quickstart"
@@ -36,11 +36,8 @@ def _quickstart(steps: int | None) -> int:
     todo = commands(run, steps)
     print(f"{len(todo)} steps" + ("" if steps else ", from the start about 5 minutes on 2 quiet cores"), flush=True)
     for number, (what, command) in enumerate(todo, start=1):
-        print(f"\n[{number}/{len(todo)}] {what}\n$ {shlex.join(command)}", flush=True)
-        status = call(command)
-        if status == INTERRUPTED:
-            raise KeyboardInterrupt
-        if status:
+        print(f"\n[{number}/{len(todo)}] {what}\n$ longdraft {shlex.join(command)}", flush=True)
+        if status := call(command):
             note(f"\nStep {number} failed with status {status}; `make quickstart` continues from here.")
             return status
     print(f"\nDone in {(time.monotonic() - begin) / 60:.1f} minutes: {run}/report.html, the draft in {run}/draft")
@@ -48,9 +45,9 @@ def _quickstart(steps: int | None) -> int:
 
 
 def call(command: Sequence[str]) -> int:
-    """Run a command to its end and return its status."""
-    # This interpreter and the programs of its environment, whatever the caller's PATH is.
-    process = subprocess.Popen([Path(sys.executable).parent / command[0], *command[1:]], cwd=ROOT)
+    """Run a command of longdraft to its end and return its status."""
+    # By this interpreter, whatever the caller's PATH is.
+    process = subprocess.Popen([sys.executable, "-m", "longdraft.launch.cli", *command], cwd=ROOT)
     try:
         return process.wait()
     except KeyboardInterrupt:
@@ -69,19 +66,15 @@ def commands(run: str, steps: int | None) -> list[tuple[str, list[str]]]:
         f"--prompt-tokens 192 --new-tokens 96 --transformers --out {run}/bench --report {run}/report.html"
     )
     return [
-        (f"Python's standard library to packed rows of tokens -> {DATA}", words("python launch/prepare.py", PREPARE)),
+        (f"Python's standard library to packed rows of tokens -> {DATA}", ["prepare", *PREPARE.split()]),
         (
             f"train the heads under DeepSpeed on {ranks} ranks -> {run}",
-            words(f"longdraft train --num-gpus {ranks} {CONFIG}", *overrides),
+            ["train", "--num-gpus", str(ranks), CONFIG, *overrides],
         ),
-        (f"export and reload the draft -> {run}/draft", words(f"python launch/export.py {run}")),
-        ("decode a held-out prompt, plainly and with the draft", words("python launch/generate.py", decode)),
-        (f"verify and measure -> {run}/report.html", words("python launch/bench.py", bench)),
+        (f"export and reload the draft -> {run}/draft", ["export", run]),
+        ("decode a held-out prompt, plainly and with the draft", ["generate", *decode.split()]),
+        (f"verify and measure -> {run}/report.html", ["bench", *bench.split()]),
     ]
-
-
-def words(*parts: str) -> list[str]:
-    return shlex.split(" ".join(parts))
 
 
 def ranks_here() -> int:

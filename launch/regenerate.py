@@ -23,7 +23,7 @@ from longdraft.data_prep.endpoints import PROBE, EndpointClient
 from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
 from longdraft.data_prep.response_generation import Completion, Generate
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch.arguments import MANY, SAMPLING, add_drafters, add_numbers, add_target, at_least
+from longdraft.launch.arguments import MANY, SAMPLING, TARGET, add_drafters, add_fields, at_least
 from longdraft.launch.console import read_text, run_command, show
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Fields of SamplingParams that are settings of every answer, and their help.
 OPTIONAL = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NUMBERS = {
-    "max_new_tokens": "maximum tokens of an answer; see --unfinished",
+    "max_new_tokens": "maximum tokens of an answer (default: 1024); see --unfinished",
     "temperature": "0, the default, is greedy",
     "seed": "an answer's seed is made of this, the conversation's content and the turn",
     **{name: SAMPLING[name] for name in OPTIONAL},
@@ -50,17 +50,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-field", default="messages", help="field of a record that holds the messages (default: messages)")
     help = "continue texts instead, after each document's first N tokens (N-M: a number chosen by the document's hash)"
     add("--prompt-tokens", type=_token_range, metavar="N[-M]", help=help)
-    add("--text-field", default="text", help="with --prompt-tokens: field of a record that holds the text")
+    add("--text-field", default="text", help="with --prompt-tokens: field with the text (default: text)")
     add("--out", required=True, type=Path, help="folder to create, or to continue")
     add = parser.add_argument_group("target").add_argument
-    add_target(add)
+    add("--target", help=TARGET)
     add("--chat-template", type=Path, metavar="FILE", help="Jinja, the same as for `longdraft prepare`")
     add("--dtype", choices=("fp32", "bf16"), default="bf16", help="default: bf16")
     add("--device", help="default: cuda if there is a GPU, else cpu")
     help = "maximum tokens of a prompt and its answer (default: the target's limit)"
     add("--max-length", type=at_least(2), help=help)
     add = parser.add_argument_group("answers").add_argument
-    add_numbers(add, NUMBERS, max_new_tokens=1024, seed=0)
+    add_fields(add, NUMBERS, max_new_tokens=1024, seed=0)
     help = "drop a conversation whose answer gets longer (default), or keep the answer up to there, without an end "
     add("--unfinished", choices=("drop", "keep"), help=help + "token to learn (default for texts)")
     add = parser.add_argument_group("servers, instead of decoding here").add_argument

@@ -114,13 +114,11 @@ def drafter_names(given: Sequence[str] | None, drafts: Sequence[str]) -> list[st
     methods = [draft_method(draft) for draft in drafts] if len(drafts) > 1 or given is None else []
     if len(set(methods)) < len(methods):
         raise ValueError(f"--draft: {', '.join(drafts)}: two are made for one method; give one of each method")
-    names = list(given or methods or ["plain"])
+    names = list(dict.fromkeys(given or methods or ["plain"]))
     for part in "+".join(names).split("+"):
         if part not in DRAFTERS:
             known = ", ".join(DRAFTERS)
             raise ValueError(f"--drafter: unknown name {part!r}; known: {known}, or several as a+b in one tree")
-    if len(set(names)) < len(names):
-        raise ValueError(f"--drafter: {', '.join(names)}: name each once")
     return names
 
 

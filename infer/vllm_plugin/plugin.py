@@ -7,16 +7,13 @@ patched: the plugin uses only its registries, a model's own attention layers and
 themselves are those of models/drafts/.
 """
 
-import logging
 from typing import Any
 
-import vllm  # pyright: ignore[reportMissingImports]
 from transformers import AutoConfig, PretrainedConfig
 from vllm.model_executor.models import ModelRegistry  # pyright: ignore[reportMissingImports]
 
 from longdraft.models.draft_folder import DRAFTS, MODEL_TYPE
 
-TRIED = "0.32"
 # vLLM looks up a folder's `architectures` under their own names, then with its speculative method as a prefix.
 METHODS = ("", "Eagle", "Eagle3")
 
@@ -44,13 +41,7 @@ class DraftFolderConfig(PretrainedConfig):
 
 
 def register() -> None:
-    """Register the folders' config and networks. Logs a warning if this version of vLLM was not tried."""
-    if not vllm.__version__.startswith(f"{TRIED}."):
-        logging.getLogger(__name__).warning(
-            "longdraft: vLLM %s, but its drafts were tried only with %s. The text is the target's with any draft, but "
-            "drafts may not load, or may guess badly; install vllm==%s.*",
-            *(vllm.__version__, TRIED, TRIED),
-        )
+    """Register the folders' config and networks. Tried with vLLM 0.32."""
     AutoConfig.register(MODEL_TYPE, DraftFolderConfig, exist_ok=True)
     for method in METHODS:
         for name, (_, network) in DRAFTS.items():

@@ -124,7 +124,7 @@ def test_a_record_knows_its_texts_and_its_checkpoint(tiny, tmp_path):
         drafting.args.draft = [] if draft is None else [str(draft)]
         return asked_for(drafting, BenchSettings(), [])
 
-    found = [of(), of("--prompt-tokens 9"), of("--loader transformers")]
+    found = [of(), of("--loader transformers")]
     assert all(one != other for i, one in enumerate(found) for other in found[:i])
     copy = shutil.copytree(tiny, tmp_path / tiny.name)
     assert of(target=copy) == found[0] and of("--loader longdraft") == found[0]
