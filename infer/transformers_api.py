@@ -51,7 +51,6 @@ class Supported(Schema):
 
     max_length: Count | None = None
     max_new_tokens: Count | None = None
-    min_length: Int | None = None
     min_new_tokens: Int | None = None
     stop_strings: Annotated[tuple[Str, ...], BeforeValidator(_as_list)] = ()
     eos_token_id: TokenIds = ()
@@ -120,7 +119,7 @@ def generate(
     width, longest = input_ids.shape[1], max(map(len, prompts))
     shape = kept.target.model.config
     new = _new_tokens(config, default_length, width, longest, shape.max_positions)
-    params = _sampling(config, new, seed, len(prompts), width, shape.vocab_size)
+    params = _sampling(config, new, seed, len(prompts), shape.vocab_size)
     with kept.engine(drafter, draft, options) as engine:
         rows = [generation.tokens for generation in engine.generate(prompts, params)]
     # Prompts and new tokens, with shorter rows filled.
@@ -223,22 +222,20 @@ def _new_tokens(config: Supported, default: bool, width: int, longest: int, posi
     if new is None:
         name, new = "max_length", min(length, positions - width) if default else length - width
     if new < 1 or longest + new > positions:
-        raise ValueError(
-            f"{name}: {new} new tokens after {longest} do not fit into {positions} positions; give 1 to "
-            f"{positions - longest}, or a max_length beyond the prompt's {width}"
-        )
+        raise ValueError(f"{name}: {new} new tokens; give 1 to {positions - longest}, the positions after the prompt")
     return new
 
 
-def _sampling(
-    config: Supported, new: int, seed: int | None, count: int, width: int, vocab_size: int
-) -> list[SamplingParams]:
+def _sampling(config: Supported, new: int, seed: int | None, count: int, vocab_size: int) -> list[SamplingParams]:
     """One SamplingParams for each row. End tokens outside the vocabulary, such as -1, are skipped."""
     names = ["repetition_penalty", *(PASSED_ON if config.do_sample else ())]
     ends = tuple(token for token in config.eos_token_id if 0 <= token < vocab_size)
-    least = (config.min_length or 0) - width if config.min_new_tokens is None else config.min_new_tokens
     fixed = {name: value for name in names if (value := getattr(config, name)) is not None}
-    fixed |= {"max_new_tokens": new, "min_new_tokens": max(0, least), "banned_token_ids": config.suppress_tokens}
+    fixed |= {
+        "max_new_tokens": new,
+        "min_new_tokens": config.min_new_tokens or 0,
+        "banned_token_ids": config.suppress_tokens,
+    }
     # The end tokens are the configuration's, not the target's.
     fixed |= {"stop_strings": config.stop_strings, "stop_token_ids": ends, "ignore_eos": True}
     if not config.do_sample:

@@ -61,9 +61,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 def node_budget(text: str) -> str | int:
     """The type of --nodes."""
-    if text in ("auto", "all"):
-        return text
-    return at_least(1)(text)
+    return text if text in ("auto", "all") else at_least(1)(text)
 
 
 def add_loading(add: Callable[..., Any], dtype: str | None = "bf16", dtype_help: str = "default: bf16") -> None:
@@ -86,16 +84,10 @@ def add_model(parser: ArgumentParser) -> Callable[..., Any]:
 def add_drafters(add: Callable[..., Any], several: bool) -> None:
     """Add the drafters and their options. `several`: they can be compared."""
     number: dict[str, Any] = MANY if several else {"nargs": 1}
-    drafters = "one or more drafters" if several else "a drafter"
-    help = f"{drafters}; a+b combines several in one tree (default: the draft's own, or plain without a draft)"
-    add("--drafter", help=help, **number)
-    drafts = "; for several drafters, give one for each method" if several else ""
-    help = f"folder written by `longdraft export`, its hub name, or a draft that comes with longdraft{drafts}"
-    add("--draft", default=[], help=help, **number)
-    help = "an option of the drafters; DRAFTER.KEY=VALUE for one of several"
-    add("--option", default=[], metavar="KEY=VALUE", help=help, **MANY)
-    help = "drafted nodes to verify in a step: auto (default: as many as pay off), all, or a maximum"
-    add("--nodes", type=node_budget, help=help)
+    add("--drafter", help="a+b combines several in one tree (default: the draft's own, or plain)", **number)
+    add("--draft", default=[], help="a draft's folder, hub name, or name if it comes with longdraft", **number)
+    add("--option", default=[], metavar="KEY=VALUE", help="of the drafters; DRAFTER.KEY=VALUE for one of them", **MANY)
+    add("--nodes", type=node_budget, help="drafted nodes to verify in a step: auto (default), all, or a maximum")
 
 
 def add_fields(add: Callable[..., Any], helps: Mapping[str, str], **defaults: float) -> None:
@@ -113,8 +105,7 @@ def add_fields(add: Callable[..., Any], helps: Mapping[str, str], **defaults: fl
 
 def add_sampling(add: Callable[..., Any], helps: Mapping[str, str]) -> None:
     """Add a preset, and the options of these fields of SamplingParams."""
-    help = "sampling as published for a model; options given with it take precedence"
-    add("--preset", choices=tuple(PRESETS), help=help)
+    add("--preset", choices=tuple(PRESETS), help="as published for a model; other options take precedence")
     add_fields(add, helps)
 
 
@@ -140,8 +131,7 @@ def generate() -> ArgumentParser:
     add = parser.add_argument_group("sampling").add_argument
     add_sampling(add, OF_ONE_TEXT | SAMPLING)
     add = parser.add_argument_group("output").add_argument
-    help = "print one JSON object instead of the text: text, tokens, finish reason, statistics"
-    add("--json", action="store_true", help=help)
+    add("--json", action="store_true", help="print one JSON object: text, tokens, finish reason, statistics")
     return parser
 
 
@@ -155,8 +145,7 @@ def serve() -> ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
     add("--port", type=at_least(0), default=8000, help="default: 8000; 0 takes a free one, which is shown")
     add("--model-name", help="the model's name in requests (default: the target's name)")
-    help = "requests that may wait for a slot (default: 256); more are answered with 429"
-    add("--queue", type=at_least(0), default=256, help=help)
+    add("--queue", type=at_least(0), default=256, help="requests that may wait (default: 256); more get 429")
     return parser
 
 
@@ -167,39 +156,30 @@ def bench() -> ArgumentParser:
     add_loading(add, dtype=None, dtype_help="dtype of the timed decoding (default: bf16, or the --paper's)")
     add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=True)
     add = parser.add_argument_group("prompts").add_argument
-    help = "a published suite of prompts; --data then holds its files as they were published"
-    add("--suite", choices=SUITES, help=help)
-    help = "suite, drafter, tree, sampling, dtype and end tokens as in a paper's table, except what is given here; the "
-    add("--paper", choices=PAPERS, help=help + "paper's figures are shown beside ours")
+    add("--suite", choices=SUITES, help="a published suite of prompts, whose files --data holds as published")
+    add(
+        "--paper",
+        choices=PAPERS,
+        help="suite, drafter, tree, sampling and dtype as in a paper's table, beside its figures",
+    )
     add("--only", nargs="+", default=[], help="with --suite: only these of its tasks, categories or files")
-    help = "a prepared folder: the texts are the beginnings of its held-out rows. With --suite: a folder, a file or a "
-    add("--data", help=help + "data set on the hub")
-    help = "instead of --data: the texts are the beginnings of these files"
-    add("--text-file", nargs="+", type=Path, help=help)
-    help = f"with --data: most prompts, evenly spaced (default: {PROMPTS}, or all of a suite)"
-    add("--prompts", type=at_least(1), metavar="N", help=help)
-    help = f"tokens of a text (default: {TEXT_TOKENS}, or the suite's)"
-    add("--prompt-tokens", type=at_least(2), metavar="N", help=help)
-    help = f"maximum tokens of an answer (default: {NEW_TOKENS}, or the suite's)"
-    add("--new-tokens", type=at_least(1), metavar="N", help=help)
+    add("--data", help="a prepared folder with held-out rows; with --suite, a folder, a file or a data set on the hub")
+    add("--text-file", nargs="+", type=Path, help="instead of --data: the beginnings of these files")
+    prompts, tokens, new = f"default: {PROMPTS}", f"default: {TEXT_TOKENS}", f"default: {NEW_TOKENS}"
+    add("--prompts", type=at_least(1), metavar="N", help=f"of --data, evenly spaced ({prompts}, or all of a suite)")
+    add("--prompt-tokens", type=at_least(2), metavar="N", help=f"tokens of a text ({tokens}, or the suite's)")
+    add("--new-tokens", type=at_least(1), metavar="N", help=f"most tokens of an answer ({new}, or the suite's)")
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", nargs="+", type=float, help="one or more; 0 is greedy (default: 0, or the suite's)")
     add("--seed", type=int, default=0, help="default: 0")
     add_sampling(add, SAMPLING)
     add = parser.add_argument_group("measurements").add_argument
-    add(
-        "--exactness",
-        choices=FORMS,
-        default=FORMS[0],
-        help="how exactness is shown: fp32, computed one layer at a time (default); serving, in --dtype, counting "
-        "tokens that differ at near-ties; or off, and the result says so",
-    )
+    help = "how it is shown: in fp32 (default); serving, in --dtype, counting tokens that differ at near-ties; or off"
+    add("--exactness", choices=FORMS, default=FORMS[0], help=help)
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
     add = parser.add_argument_group("output").add_argument
-    help = "keep a record of every answer here; a run that was stopped continues from it"
-    add("--out", type=Path, metavar="FOLDER", help=help)
-    help = "with --out: also show the record as an HTML page"
-    add("--report", type=Path, metavar="FILE", help=help)
+    add("--out", type=Path, metavar="FOLDER", help="keep every answer here; a run that was stopped continues from it")
+    add("--report", type=Path, metavar="FILE", help="with --out: also write an HTML page of it")
     return parser
 
 
@@ -216,10 +196,8 @@ def export() -> ArgumentParser:
     add = parser.add_argument
     add("run_dir", help="the run's folder (train.run_dir)")
     add("--out", help="folder to write (default: RUN_DIR/draft)")
-    help = "let the draft propose only this many tokens, the most frequent ones of the run's training data"
-    add("--draft-vocab-size", type=int, help=help)
-    help = "take the weights that decoded best during training (default: the newest)"
-    add("--best", action="store_true", help=help)
+    add("--draft-vocab-size", type=int, help="propose only the most frequent tokens of the training data, so many")
+    add("--best", action="store_true", help="the weights that decoded best during training (default: the newest)")
     help = "also write a model card and generate.py for transformers, for this repository of the hub if it is named"
     add("--card", nargs="?", const="", metavar="OWNER/NAME", help=help)
     return parser
@@ -231,8 +209,7 @@ def convert() -> ArgumentParser:
     add = parser.add_argument
     add("source", help="the draft's file of weights, its folder as it was published, or its hub name")
     add("--out", required=True, help="draft folder to write")
-    help = "the model that it drafts for (default: as the authors pair them; a merged checkpoint drafts for itself, "
-    add("--target", help=help + "unless the base model in it is given)")
+    add("--target", help="the model that it drafts for (default: as the authors pair them)")
     return parser
 
 
@@ -244,10 +221,8 @@ def train() -> ArgumentParser:
     add("--stage", help="of a config with stages: start with this one (default: the first unfinished)")
     add("--from-draft", help="draft folder whose weights the training starts from")
     add("--estimate", action="store_true", help="print the memory, operations and hours it takes")
-    help = "10^12 operations a second of a rank, for the hours (default: those of the run so far)"
-    add("--tflops", type=float, help=help)
-    help = "ranks on this machine (default: one for each GPU, or for each in CUDA_VISIBLE_DEVICES; 1 on a CPU)"
-    add("--num-gpus", type=at_least(1), help=help)
+    add("--tflops", type=float, help="10^12 operations a second of a rank, for the hours (default: those measured)")
+    add("--num-gpus", type=at_least(1), help="ranks on this machine (default: one for each visible GPU; 1 on a CPU)")
     add("--local_rank", type=int, help=SUPPRESS)  # given to each rank by DeepSpeed's launcher, as LOCAL_RANK is
     return parser
 

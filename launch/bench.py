@@ -151,10 +151,7 @@ def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -
         named = [one for one in left_out if one["why"] == why]
         note(f"{len(named)} of {len(questions)} questions are left out, {why}: {named_with_tokens(named)}")
     if not asked:
-        raise ValueError(
-            f"--suite: none of {len(questions)} questions fits ({left_out[0]['why']}); ask for fewer --new-tokens than "
-            f"{settings.new_tokens} or take a target with more positions"
-        )
+        raise ValueError(f"--suite: no question fits ({left_out[0]['why']}); ask for fewer --new-tokens")
     return asked, left_out
 
 

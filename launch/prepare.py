@@ -1,8 +1,8 @@
 """Pack text into shards of tokens, by options or by a recipe, or inspect the result:
 
-    python launch/prepare.py --source stdlib --target smollm2-135m --out data/quickstart --seq-len 256
-    python launch/prepare.py configs/data/pg19.yaml --target meta-llama/Llama-3.1-8B
-    python launch/prepare.py --inspect data/quickstart --target smollm2-135m
+    longdraft prepare --source stdlib --target smollm2-135m --out data/quickstart --seq-len 256
+    longdraft prepare configs/data/pg19.yaml --target meta-llama/Llama-3.1-8B
+    longdraft prepare --inspect data/quickstart --target smollm2-135m
 
 Only argument parsing is here; the work is in data_prep/prepare.py and data_prep/inspection.py. `prepare regenerate` is
 another command, launch/regenerate.py.
@@ -31,9 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         return regenerate(argv[1:])
     parser = _parser()
     given = vars(parser.parse_intermixed_args(argv))
-    unread = [flag(name) for name in given if "inspect" in given and name not in ("inspect", "target")]
-    if unread:
-        parser.error(f"--inspect prepares nothing and does not read {', '.join(unread)}; leave it out")
     if "inspect" not in given and "target" not in given:
         parser.error("the following arguments are required: --target")
     work = partial(_inspect if "inspect" in given else _prepare, given)

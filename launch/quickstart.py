@@ -7,7 +7,6 @@ import argparse
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _quickstart(steps: int | None) -> int:
-    begin = time.monotonic()
     run = f"runs/quickstart-{steps}" if steps else "runs/quickstart"
     if (ROOT / run / "report.html").exists():
         print(f"Done already: {run}/report.html, the draft in {run}/draft. Remove {run} to start over.")
@@ -40,7 +38,7 @@ def _quickstart(steps: int | None) -> int:
         if status := call(command):
             note(f"\nStep {number} failed with status {status}; `make quickstart` continues from here.")
             return status
-    print(f"\nDone in {(time.monotonic() - begin) / 60:.1f} minutes: {run}/report.html, the draft in {run}/draft")
+    print(f"\nDone: {run}/report.html, the draft in {run}/draft")
     return 0
 
 

@@ -30,21 +30,18 @@ def run(args: argparse.Namespace) -> int:
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer files, so no text can be served; add them")
     model = args.model_name or Path(target.name).name
-    api_key, listening = os.environ.get(API_KEY, ""), _listen(args.host, args.port)
+    try:
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listening = socket.create_server((args.host, args.port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--host, --port: {error}; give others") from error
+    api_key = os.environ.get(API_KEY, "")
     service = Service(engine, model, api_key, args.queue)
     place, key = f"http://{args.host}:{listening.getsockname()[1]}", ", with a key" if api_key else ""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it runs, the server handles signals itself
     note(f"Serving {model} on {place} with {args.slots} slots of {engine.max_length} positions{key}")
     Server(service).run([listening])
     return ENGINE_FAILED if service.thread.failed else 0
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ValueError if the address cannot be used."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"--host, --port: cannot listen at {host}:{port}: {error}; give others") from error
 
 
 if __name__ == "__main__":

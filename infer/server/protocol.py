@@ -21,7 +21,6 @@ from longdraft.models.schema import Bool, Int, Schema, Str, short_repr, validate
 from longdraft.models.target import Target
 
 MOST_CHOICES = 128  # prompts times n
-MOST_CHARACTERS = 300  # of an error, which repeats names and values that the client chose
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 # Fields that SamplingParams validates, by their names there.
 SAMPLING = {"min_tokens": "min_new_tokens", "stop": "stop_strings"}
@@ -155,7 +154,7 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
 
 def _refused(error: ValueError, names: Mapping[str, str]) -> ApiError:
     """The answer to an error that begins with a field's name; names: what the body calls it."""
-    text = str(error)[:MOST_CHARACTERS]
+    text = str(error)[:300]  # it may repeat what the client chose
     found = re.match("[a-z_]+", text)
     name = found and names.get(found[0], found[0])
     return ApiError(400, text if found is None else f"{name}{text[found.end() :]}", name)

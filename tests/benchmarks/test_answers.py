@@ -166,7 +166,7 @@ def test_another_proof_than_the_records_is_refused(tiny, suite, tmp_path, capsys
     command += f" --dtype bf16 --out {tmp_path / 'out'}"
     for form, status in (("serving", 0), ("fp32", 2)):
         assert bench.main([*command.split(), "--exactness", form]) == status
-        assert ("exactness is serving" in capsys.readouterr().err) == (status == 2)
+        assert ("proof is serving" in capsys.readouterr().err) == (status == 2)
 
 
 def test_what_is_no_record_is_refused_and_left_as_it_is(tmp_path):

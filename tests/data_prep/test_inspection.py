@@ -87,8 +87,6 @@ def test_damaged_folders_are_not_called_sound(folder, tmp_path, capsys, damage, 
 
 @pytest.mark.parametrize(("argv", "named"), [
     (["--inspect", "nowhere"], "nowhere"),
-    (["--inspect", "x", "--seq-len", "64", "--workers", "2"], "--seq-len, --workers"),
-    (["--inspect", "x", "--seed", "0"], "--seed"),
     (["--out", "x"], "--target"),
     (["--target", "x"], "sources: missing"),
     (["--target", "x", "--source", "stdlib"], "out: missing"),

@@ -87,7 +87,6 @@ CASES = {
     "suppress_tokens": {"max_new_tokens": 17, "suppress_tokens": list(range(0, 90, 2))},
     "no_effect_when_greedy": {"max_new_tokens": 9, "temperature": 0.3, "top_k": 3, "top_p": 0.5},
     "min_new_tokens": {"max_new_tokens": 17, "min_new_tokens": 9, "eos_token_id": list(range(2, 97, 2))},
-    "min_length": {"max_new_tokens": 17, "min_length": 14, "eos_token_id": list(range(2, 97, 2))},
     "off": {"max_new_tokens": 9, "num_beams": 1, "output_scores": False, "use_cache": True},
 }
 

@@ -138,9 +138,6 @@ def test_what_cannot_be_served_is_refused_with_the_remedy(vllm, drafts, target, 
     heads = {"model": str(drafts["linear_chain"]), "num_speculative_tokens": 3}
     refused("method: eagle, but .* needs eagle3; give that", method="eagle", **heads)
     refused("6, but the draft has 3 heads", method="eagle3", **heads | {"num_speculative_tokens": 6})
-    other = TokenSwift(TokenSwiftConfig(64, 1e-5))
-    save_draft(tmp_path / "other", other, DraftInfo(target_entry(target), 64, {}, {}, {}))
-    refused("hidden_size 64, and the target 576", method="eagle3", **heads | {"model": str(tmp_path / "other")})
     config = LongSpecConfig.for_target(target.model.config, draft_vocab_size=6)
     scaled = LongSpecConfig(**vars(config) | {"rope": {"rope_type": "dynamic", "rope_theta": 1e5, "factor": 2.0}})
     save_draft(tmp_path / "rope", LongSpec(scaled), DraftInfo(target_entry(target), 64, {}, {}, {}))
