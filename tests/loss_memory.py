@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from longdraft.benchmarks.drafters.timing import peak_bytes
-from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
+from longdraft.kernels.linear_loss import LossPart, linear_loss
 
 
 def loss_peak_memory(
@@ -25,9 +25,11 @@ def loss_peak_memory(
 
     hiddens = [draw(n_rows, hidden_size).requires_grad_() for _ in range(n_heads)]
     weight_VD = draw(vocab_size, hidden_size).mul_(hidden_size**-0.5)
+    rows = torch.arange(n_rows, device=device)
     labels = [torch.randint(vocab_size, (n_rows,), generator=generator).to(device) for _ in hiddens]
+    parts = [LossPart(rows, labels_N) for labels_N in labels]
 
     def run() -> None:
-        linear_cross_entropy(hiddens, weight_VD, labels, top_k=3).loss_sums.sum().backward()
+        linear_loss(hiddens, weight_VD, parts, top_k=3).sums.sum().backward()
 
     return peak_bytes(run, weight_VD.device)

@@ -48,7 +48,7 @@ from longdraft.infer import graphs
 from longdraft.kernels import (
     backend,
     gate,
-    linear_cross_entropy,
+    linear_loss,
     rms_norm,
     segment_attention,
     tree_attention,
@@ -524,5 +524,5 @@ def _cross(q, keys, values, lengths, n_splits=None) -> tuple[Tensor, Tensor]:
 
 OTHERWISE: dict[str, dict[str, Callable[..., Any]]] = {
     "tree_attention": {"tree_attention": _dense, "cross_attention": _cross},
-    "linear_cross_entropy": {"chunk_losses": linear_cross_entropy.chunk_losses},
+    "linear_cross_entropy": {"chunk_losses": linear_loss.chunk_losses},
 }

@@ -151,7 +151,7 @@ class TrainSection(Schema):
 
     `loss`: cross_entropy of the text; kl, from the target's own distribution to the draft's; mix, both, with
     cross-entropy weighted by `text_weight`; overlap, -log of the sum of min(p, q) over both distributions; acceptance,
-    -log of how often both choose the same token under the same noise (kernels/linear_distillation.py). The last two
+    -log of how often both choose the same token under the same noise (kernels/distillation.py). The last two
     begin after `kl_steps` steps of kl.
     `level_weights`: how often each of LongSpec's noise shifts 1 to J is drawn, best as often as serving reaches its
     level. None: all equally often.
@@ -189,7 +189,7 @@ class TrainSection(Schema):
         return self.steps
 
     def distillation(self, step: int) -> tuple[str, float] | None:
-        """`objective` and `text_weight` of `linear_distillation` in step 0, 1, ...; None for cross-entropy."""
+        """`objective` and `text_weight` of `Distillation` in step 0, 1, ...; None for cross-entropy."""
         if self.loss == "cross_entropy":
             return None
         is_kl = self.loss in ("kl", "mix") or step < (self.kl_steps or 0)

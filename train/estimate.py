@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from longdraft.kernels.chain_attention import BLOCK
-from longdraft.kernels.linear_cross_entropy import rows_per_block, rows_per_chunk
+from longdraft.kernels.linear_loss import rows_per_block, rows_per_chunk
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.draft_folder import DRAFTS
@@ -37,7 +37,7 @@ from longdraft.train.tracking import read_metrics
 # the allocator keeps. On a GPU: CUDA's context, NCCL, cuBLAS workspaces; a guess.
 PROCESS_CPU, PROCESS_GPU = 120 * 2**20, 1536 * 2**20
 HOST = "optimizer on the host"
-# fp32 values beside each logit of the block in work, at most (kernels/linear_distillation.py).
+# fp32 values beside each logit of the block in work, at most (kernels/distillation.py).
 BESIDE_LOGITS = {"cross_entropy": 1, "kl": 6, "mix": 6, "overlap": 7, "acceptance": 13}
 # Operations of a backward pass over those of its forward pass. A product: the gradients of its input and its weight.
 # Attention: the scores once more, and the gradients of weights, queries, keys and values.

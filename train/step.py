@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from longdraft.kernels.linear_loss import LinearLoss
 from longdraft.kernels.transfer import HostCopy, Moment, from_host
-from longdraft.models.drafts.loss import TOP_K, DraftLoss
+from longdraft.models.drafts.loss import TOP_K
 from longdraft.train.batches import EpochRow, rank_rows, read_batch, step_rows
 from longdraft.train.deepspeed_engine import learning_rate
 from longdraft.train.estimate import Operations, operations
@@ -44,7 +45,7 @@ class StepResult:
     `n_labels` [P]: the labels of all ranks. `seconds`: the whole step. `parts`: seconds in each of PARTS, where the
     step is logged."""
 
-    loss: DraftLoss
+    loss: LinearLoss
     n_labels: list[float]
     seconds: float
     parts: dict[str, float]
@@ -129,7 +130,7 @@ def train_step(run: Run) -> StepResult | None:
     inputs, run.next_input = run.next_input, None
     weights_P = from_host(torch.tensor(run.method.loss_weights(n_labels)), ranks.device)
     run.engine.set_rate(learning_rate(run.step, train.n_steps, run.config.optimizer))
-    losses: list[DraftLoss] = []
+    losses: list[LinearLoss] = []
     flags: list[HostCopy] = []  # of passes left out
     vote: Callable[[], list[float]] | None = None
     for number, micro_batch in enumerate(inputs.micro_batches, start=1):
@@ -146,14 +147,14 @@ def train_step(run: Run) -> StepResult | None:
             run.next_input = _read_input(run, run.step + 1)
         with clock.part("backward"):
             run.engine.backward((loss.sums * weights_P).sum(), left_out)
-        losses.append(DraftLoss(*(field.detach() for field in loss)))
+        losses.append(LinearLoss(*(field.detach() for field in loss)))
     begin_step_sum(run, _count_left_out(run, inputs.rows_by_pass, flags))
     # Where the norm of the whole gradient is not finite, DeepSpeed leaves weights and optimizer as they are.
     if not run.engine.deepspeed.was_step_applied():
         names = _row_names(inputs.all_rows)
         ranks.log(f"The gradient of step {run.step + 1} is not a number, the step is left out; rows {names}")
         count_skipped(run, 1, run.step + 1)
-    loss = DraftLoss(*(torch.stack(field).sum(0) for field in zip(*losses, strict=True)))
+    loss = LinearLoss(*(torch.stack(field).sum(0) for field in zip(*losses, strict=True)))
     parts = clock.seconds()
     return StepResult(loss, n_labels, time.perf_counter() - begin, parts)
 
@@ -173,7 +174,7 @@ def _read_input(run: Run, step: int) -> StepInput:
     return StepInput(rows, rows_by_pass, micro_batches, n_labels)
 
 
-def _forward(run: Run, micro_batch: MicroBatch, count_top_k: bool, clock: Clock) -> tuple[DraftLoss, torch.Tensor]:
+def _forward(run: Run, micro_batch: MicroBatch, count_top_k: bool, clock: Clock) -> tuple[LinearLoss, torch.Tensor]:
     """Target and draft of one pass.
 
     Returns the loss, and whether the pass is left out because its loss is not a number: bool, on the device, so that
@@ -191,9 +192,9 @@ def _forward(run: Run, micro_batch: MicroBatch, count_top_k: bool, clock: Clock)
         distillation = plan.with_states(output.of_spans)
     arguments = method.arguments(micro_batch, output, teacher)
     with clock.part("draft"):
-        loss: DraftLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_top_k, distillation)
+        loss: LinearLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_top_k, distillation)
     left_out = teacher.any(~loss.sums.detach().isfinite().all())  # ranks that share these rows leave them out together
-    return DraftLoss(*(field.masked_fill(left_out, 0) for field in loss)), left_out
+    return LinearLoss(*(field.masked_fill(left_out, 0) for field in loss)), left_out
 
 
 def _count_left_out(run: Run, rows_by_pass: Sequence[list[EpochRow]], flags: Sequence[HostCopy]) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longdraft.kernels.linear_distillation import TargetStates
+from longdraft.kernels.distillation import Distillation
+from longdraft.kernels.linear_loss import IGNORED, LossPart
 from longdraft.kernels.transfer import from_host
-from longdraft.models.drafts.loss import IGNORED, TOP_K, Distillation, LossPart
+from longdraft.models.drafts.loss import TOP_K
 from longdraft.train.batches import EpochRow, Rows, read_batch
 from longdraft.train.methods.base import Method, MicroBatch
 from longdraft.train.setup import Run
@@ -94,7 +95,7 @@ def _choices(
     for rows_M, taught_M in zip(rows, taught, strict=True):
         labels_M = method.as_labels(choices_R[taught_M])
         parts.append(LossPart(from_host(rows_M, device), labels_M.masked_fill(labels_M < 0, IGNORED)))
-    distillation = Distillation(TargetStates(states_RD, taught, log_totals_R), "kl", measure=True)
+    distillation = Distillation(states_RD, taught, "kl", log_totals=log_totals_R, measure=True)
     return parts, [len(rows_M) for rows_M in rows], distillation
 
 

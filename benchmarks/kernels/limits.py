@@ -98,7 +98,7 @@ def call(v: Variant, module: ModuleType) -> None:
         module.rotate_append(qkv, *tables, kv, kv, one, norms)
     else:
         labels, scales, before = (empty(512, dtype=kind) for kind in (int64, torch.float32, int32))
-        module.chunk_losses(empty(512, VOCAB), labels, scales, before, -100, 5, True)
+        module.chunk_losses(empty(512, VOCAB), labels, scales, before, 5, True)
 
 
 FILES = "tree_attention", "choice", "rotate", "linear_cross_entropy"

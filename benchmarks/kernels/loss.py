@@ -16,11 +16,10 @@ from torch.nn import functional as F
 from longdraft.benchmarks.kernels.profiles import PROFILES, loss_work
 from longdraft.benchmarks.kernels.race import OURS, Bench, Build, NotTimed, Run, check_error, race
 from longdraft.kernels.linear import emulates_bf16
-from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
+from longdraft.kernels.linear_loss import IGNORED, LossPart, linear_loss
 
 HEADS = 3
 SMALL_ROWS = 129  # of the case that is compared, because its reference holds all logits in fp32
-IGNORED = -100
 Found = tuple[Tensor, Tensor]  # losses [P], gradients [P, M, D]
 
 
@@ -62,8 +61,10 @@ def _backward(case: Case, loss_sums: Callable[[list[Tensor]], Tensor]) -> Found:
 
 
 def _ours(case: Case) -> Run:
+    parts = [LossPart(torch.arange(len(x), device=x.device), x) for x in case.labels]
+
     def loss_sums(leaves: list[Tensor]) -> Tensor:
-        return linear_cross_entropy(leaves, case.weight_VD, case.labels, ignore_index=IGNORED).loss_sums
+        return linear_loss(leaves, case.weight_VD, parts).sums
 
     return lambda: _backward(case, loss_sums)
 

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longdraft.kernels.linear_loss import IGNORED
+
 # Logits that a program holds at a time: in bf16, 16 bytes for each of 1024 threads. Its registers allow one program per
 # processor, so the rows in flight (256 KiB each in bf16 at V = 128,256) are few enough to still be in an L2 cache of
 # 50 MiB for the second pass.
@@ -20,12 +22,12 @@ MOST_BLOCK = 8192
 
 @triton.jit
 def _row(
-    p_logits, p_labels, p_loss, p_before, row_stride, n_words, ignore_index,
+    p_logits, p_labels, p_loss, p_before, row_stride, n_words, ignored,
     TOP_K: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     label = tl.load(p_labels + i_row)
-    if label == ignore_index:
+    if label == ignored:
         tl.store(p_loss + i_row, 0.0)
         if TOP_K:
             tl.store(p_before + i_row, n_words)
@@ -63,17 +65,16 @@ def chunk_losses(
     labels_C: Tensor,
     loss_C: Tensor,
     before_C: Tensor,
-    ignore_index: int,
     top_k: int,
     gradient: bool,
 ) -> None:
-    """See `longdraft.kernels.linear_cross_entropy.chunk_losses`. Counts are exact for any top_k, and a label
+    """See `longdraft.kernels.linear_loss.chunk_losses`. Counts are exact for any top_k, and a label
     outside the vocabulary gives a loss of NaN, without a read out of bounds."""
     n_rows, n_words = logits_CV.shape
     assert logits_CV.stride(1) == 1, "a row's logits must lie together"
     block = min(MOST_BLOCK, triton.next_power_of_2(n_words))
     kernel: Any = _row[(n_rows,)]  # its launch options are not in its signature
     kernel(
-        logits_CV, labels_C, loss_C, before_C, logits_CV.stride(0), n_words, ignore_index,
+        logits_CV, labels_C, loss_C, before_C, logits_CV.stride(0), n_words, IGNORED,
         TOP_K=top_k > 0, GRADIENT=gradient, BLOCK=block, num_warps=max(4, block // 256),
     )  # fmt: skip

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from longdraft.kernels.distillation import Distillation
+from longdraft.kernels.linear_loss import LinearLoss, LossPart, linear_loss
 from longdraft.models.drafts.base import DraftModule, Projection
-from longdraft.models.drafts.loss import Distillation, DraftLoss, LossPart, draft_loss
+from longdraft.models.drafts.loss import TOP_K
 
 
 class HeadsConfig:
@@ -73,14 +75,15 @@ class Heads(DraftModule):
         lm_head_VD: Tensor,
         count_top_k: bool,
         distillation: Distillation | None = None,
-    ) -> DraftLoss:
+    ) -> LinearLoss:
         """The training loss, with one part for each head.
 
         Args:
             hidden_ND: the target's state that `needs` names, without gradient.
             parts: head i's part is `ahead` by i + 1 (models/drafts/loss.py).
             lm_head_VD: the target's frozen LM head.
-            count_top_k: also count the labels among each head's first candidates.
+            count_top_k: also count the labels among each head's TOP_K first candidates.
             distillation: the target's distributions; None trains on the labels' cross-entropy.
         """
-        return draft_loss(self.states(hidden_ND), parts, self.head(lm_head_VD), count_top_k, distillation)
+        top_k = TOP_K if count_top_k else 0
+        return linear_loss(self.states(hidden_ND), self.head(lm_head_VD), parts, top_k, distillation)

@@ -17,12 +17,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from longdraft.kernels.distillation import Distillation
+from longdraft.kernels.linear_loss import LinearLoss, LossPart, linear_loss
 from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, Size
 from longdraft.models.drafts.base import DraftModule, Projection
-from longdraft.models.drafts.loss import Distillation, DraftLoss, LossPart, draft_loss
+from longdraft.models.drafts.loss import TOP_K
 from longdraft.models.layer import Experts, Layer
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.schema import Bool, Float, validated_dataclass
@@ -293,14 +295,15 @@ class LongSpec(DraftModule):
         lm_head_VD: Tensor,
         count_top_k: bool,
         distillation: Distillation | None = None,
-    ) -> DraftLoss:
+    ) -> LinearLoss:
         """The training loss of the queries' states (see `states`), with one part for each noise shift.
 
         Args:
             parts: rows of the Q states; labels index the draft vocabulary if it is restricted.
             lm_head_VD: the target's frozen LM head.
-            count_top_k: also count the labels among the first candidates.
+            count_top_k: also count the labels among the TOP_K first candidates.
             distillation: the target's distributions; None trains on the labels' cross-entropy.
         """
         states_QD = self.states(embeddings_ND, positions_N, target_keys_NKd, target_values_NKd, queries)
-        return draft_loss([states_QD] * len(parts), parts, self.head(lm_head_VD), count_top_k, distillation)
+        top_k = TOP_K if count_top_k else 0
+        return linear_loss([states_QD] * len(parts), self.head(lm_head_VD), parts, top_k, distillation)

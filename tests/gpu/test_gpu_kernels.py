@@ -17,7 +17,7 @@ from longdraft.kernels.chain_attention import causal_attention
 from longdraft.kernels.choice import MASK, choose, gumbel_noise, philox_4x32
 from longdraft.kernels.gate import gate, gate_reference
 from longdraft.kernels.linear import linear
-from longdraft.kernels.linear_cross_entropy import GPU_CHUNK_BYTES, linear_cross_entropy
+from longdraft.kernels.linear_loss import GPU_CHUNK_BYTES, linear_loss
 from longdraft.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm
 from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, rotate_append_reference
 from longdraft.kernels.segment_attention import Segment, read_keys, segment_attention
@@ -286,18 +286,18 @@ def test_fused_loss(device, shared, plain, monkeypatch, implementation, dtype):
         monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: None)
     elif backend.triton_kernels("linear_cross_entropy", device.type) is None:
         pytest.skip("needs a CUDA device and triton (install longdraft[gpu])")
-    builders = shared("kernels/test_linear_cross_entropy.py")
+    builders = shared("kernels/test_linear_loss.py")
     drawn, weight, labels = builders.examples([256, 0, 1100], 64, 9001, dtype)
     labels[0][1::3] = (drawn[0] @ weight.T).argmax(1)[1::3]
     hiddens = [hidden.detach().to(device).requires_grad_() for hidden in drawn]
     weight, labels = weight.to(device), [part.to(device) for part in labels]
-    out = linear_cross_entropy(hiddens, weight, labels, top_k=3)
-    (out.loss_sums * torch.tensor(builders.SCALES, device=device)).sum().backward()
+    out = linear_loss(hiddens, weight, builders.parts_of(labels), top_k=3)
+    (out.sums * torch.tensor(builders.SCALES, device=device)).sum().backward()
     for i, (hidden, part) in enumerate(zip(hiddens, labels, strict=True)):
         exact_loss, exact_grad = builders.full_formula(hidden.float(), weight.float(), part, builders.SCALES[i])
         usual_loss, usual_grad = plain.cross_entropy(hidden, weight, part, builders.SCALES[i])
         assert hidden.grad is not None and hidden.grad.dtype == dtype
-        assert (out.loss_sums[i] - exact_loss).abs() <= 2 * (usual_loss - exact_loss).abs() + 1e-5 * exact_loss
+        assert (out.sums[i] - exact_loss).abs() <= 2 * (usual_loss - exact_loss).abs() + 1e-5 * exact_loss
         allowed = 3 * (usual_grad - exact_grad).norm() + 1e-5 * exact_grad.norm()
         assert (hidden.grad - exact_grad).norm() <= allowed
         assert out.n_labels[i] == (part >= 0).sum()
@@ -317,12 +317,13 @@ def test_fused_loss_holds_no_logits(device, shared):
 def test_fused_loss_never_waits_for_the_device(device, shared):
     if device.type != "cuda" or backend.triton_kernels("linear_cross_entropy", device.type) is None:
         pytest.skip("needs a CUDA device and triton (install longdraft[gpu])")
-    drawn, weight, labels = shared("kernels/test_linear_cross_entropy.py").examples([70, 0, 40], 64, 500)
+    builders = shared("kernels/test_linear_loss.py")
+    drawn, weight, labels = builders.examples([70, 0, 40], 64, 500)
     hiddens = [hidden.detach().to(device).requires_grad_() for hidden in drawn]
     weight, labels = weight.to(device), [part.to(device) for part in labels]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        linear_cross_entropy(hiddens, weight, labels, top_k=3).loss_sums.sum().backward()
+        linear_loss(hiddens, weight, builders.parts_of(labels), top_k=3).sums.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert hiddens[0].grad is not None and bool(hiddens[0].grad.any())

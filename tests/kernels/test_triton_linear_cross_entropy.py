@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend
-from longdraft.kernels import linear_cross_entropy as kernel
-from longdraft.kernels.linear_cross_entropy import chunk_losses
+from longdraft.kernels import linear_loss as kernel
+from longdraft.kernels.linear_loss import chunk_losses
 from longdraft.kernels.triton import linear_cross_entropy as triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -17,12 +17,12 @@ K = 5
 
 @pytest.fixture
 def made(shared, monkeypatch):
-    """Builders of test_linear_cross_entropy.py (`examples`, `full_formula`, `ranks_of`), for Triton's kernel."""
+    """Builders of test_linear_loss.py (`examples`, `full_formula`, `ranks_of`), for Triton's kernel."""
     monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: triton)
-    return shared("kernels/test_linear_cross_entropy.py")
+    return shared("kernels/test_linear_loss.py")
 
 
-def run(chunk_losses, logits: Tensor, labels: Tensor, ignore_index=-100, top_k=K, gradient=True, device="cpu"):
+def run(chunk_losses, logits: Tensor, labels: Tensor, top_k=K, gradient=True, device="cpu"):
     """(Loss, logits before the label's up to K, what has replaced the logits). Outputs are NaN at first, and NaN beside
     each row of logits must stay."""
     n_rows, n_words = logits.shape
@@ -30,7 +30,7 @@ def run(chunk_losses, logits: Tensor, labels: Tensor, ignore_index=-100, top_k=K
     wide[:, :n_words] = logits
     loss = torch.full((n_rows,), NAN, device=device)
     before = torch.full((n_rows if top_k else 0,), -7, dtype=torch.int32, device=device)
-    chunk_losses(wide[:, :n_words], labels.to(device), loss, before, ignore_index, top_k, gradient)
+    chunk_losses(wide[:, :n_words], labels.to(device), loss, before, top_k, gradient)
     assert wide[:, n_words:].isnan().all()
     return loss.cpu(), before.clamp(max=top_k).cpu(), wide[:, :n_words].cpu()
 
@@ -41,7 +41,7 @@ def same(logits: Tensor, labels: Tensor, **options) -> None:
     found = run(triton.chunk_losses, logits, labels, **options, device=DEVICE)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=1e-6, equal_nan=True)
     assert torch.equal(found[1], wanted[1])
-    kept = labels != options.get("ignore_index", -100)
+    kept = labels != -100
     tolerance = {torch.float32: 2e-7, torch.float16: 2**-11}[logits.dtype]
     torch.testing.assert_close(found[2][kept], wanted[2][kept], rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -62,8 +62,6 @@ def test_chunks_are_the_references(n_words, dtype, monkeypatch):
     same(logits, labels, top_k=0)
     same(logits[:1], labels[:1], gradient=False)
     assert torch.equal(run(triton.chunk_losses, logits, labels, gradient=False, device=DEVICE)[2], logits)
-    labels[6] = -100
-    same(logits, labels.clamp(min=0), ignore_index=0)
 
 
 @pytest.mark.parametrize("block", [64, 8192])
@@ -115,9 +113,9 @@ def loss_and_gradients(made, hiddens, weight_VD, labels, dtype):
     leaves = [x.requires_grad_() for x in wide]
     padded = torch.full((len(weight_VD), weight_VD.shape[1] + 3), NAN, dtype=dtype, device=DEVICE)
     padded[:, :-3] = weight_VD.to(DEVICE)
-    given = [x[:, 1::2] for x in leaves], padded[:, :-3], [x.to(DEVICE) for x in labels]
-    out = kernel.linear_cross_entropy(*given, top_k=K)
-    (out.loss_sums * torch.tensor(made.SCALES[: len(hiddens)], device=DEVICE)).sum().backward()
+    given = [x[:, 1::2] for x in leaves], padded[:, :-3], made.parts_of([x.to(DEVICE) for x in labels])
+    out = kernel.linear_loss(*given, top_k=K)
+    (out.sums * torch.tensor(made.SCALES[: len(hiddens)], device=DEVICE)).sum().backward()
     assert all(not x.grad[:, ::2].any() for x in leaves if x.grad is not None)
     return out, [x.grad[:, 1::2].cpu() for x in leaves if x.grad is not None]
 
@@ -128,14 +126,14 @@ def loss_and_gradients(made, hiddens, weight_VD, labels, dtype):
 def test_losses_and_gradients_are_as_close_as_plain_arithmetics(made, plain, sizes, dtype, monkeypatch):
     """Losses within twice, gradients within three times the error of plain.py's formula in the same precision, both
     against fp64; plus one rounding of fp32, as plain.py's sum can be exact by chance."""
-    monkeypatch.setattr(kernel, "rows_per_chunk", lambda *_: 10)  # chunks of two parts, and parts in two chunks
+    monkeypatch.setattr(kernel, "rows_per_chunk", lambda *_: 10)  # parts in several chunks
     monkeypatch.setattr(triton, "MOST_BLOCK", 128)
     hiddens, weight_VD, labels = made.examples(sizes, 24, 301, dtype)
     out, grads = loss_and_gradients(made, hiddens, weight_VD, labels, dtype)
     for i, (hidden_MD, labels_M) in enumerate(zip(hiddens, labels, strict=True)):
         truth = made.full_formula(hidden_MD.double(), weight_VD.double(), labels_M, made.SCALES[i])
         usual = plain.cross_entropy(hidden_MD, weight_VD, labels_M, made.SCALES[i])
-        for factor, ours, theirs, exact in zip((2, 3), (out.loss_sums[i].cpu(), grads[i]), usual, truth, strict=True):
+        for factor, ours, theirs, exact in zip((2, 3), (out.sums[i].cpu(), grads[i]), usual, truth, strict=True):
             allowed = factor * (theirs - exact).norm() + 1e-6 * exact.norm()
             assert (ours.detach() - exact).norm() <= allowed
         assert out.n_labels[i] == (labels_M >= 0).sum()
@@ -147,4 +145,4 @@ def test_no_labels_at_all_give_zero(made):
     hiddens, weight_VD, labels = made.examples([4, 3], 8, 40)
     labels = [torch.full_like(x, -100) for x in labels]
     out, grads = loss_and_gradients(made, hiddens, weight_VD, labels, torch.float32)
-    assert not out.loss_sums.any() and not out.top_k_counts.any() and not any(grad.any() for grad in grads)
+    assert not out.sums.any() and not out.top_k_counts.any() and not any(grad.any() for grad in grads)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longdraft.kernels.linear_loss import LossPart
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, Queries, plan_queries
-from longdraft.models.drafts.loss import LossPart, ahead
+from longdraft.models.drafts.loss import ahead
 from longdraft.models.hf import build_decoder
 from longdraft.models.passes import Pass
 

@@ -33,7 +33,7 @@ def made(shared):
 
 @pytest.fixture(scope="module")
 def definition(shared):
-    return shared("kernels/test_linear_distillation.py").by_definition
+    return shared("kernels/test_distillation.py").by_definition
 
 
 @pytest.fixture(scope="module")

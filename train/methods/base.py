@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels.linear_distillation import TargetStates
+from longdraft.kernels.distillation import Distillation
+from longdraft.kernels.linear_loss import LossPart
 from longdraft.kernels.segment_attention import send_segments
 from longdraft.kernels.transfer import from_host
 from longdraft.models.draft_folder import Draft
 from longdraft.models.drafts.longspec import Queries
-from longdraft.models.drafts.loss import Distillation, LossPart, ahead
+from longdraft.models.drafts.loss import ahead
 from longdraft.models.passes import Span, TargetOutput
 from longdraft.train.batches import Batch, draws
 from longdraft.train.config import DataSection, TrainSection
@@ -34,7 +35,7 @@ MAX_GAP = 16
 class DistillationPlan(NamedTuple):
     """A loss against the target's own distribution, and the tokens after which that distribution is needed.
 
-    `objective` and `text_weight` are `linear_distillation`'s. `spans`: the tokens, as ascending runs in N, each within
+    `objective` and `text_weight` are `Distillation`'s. `spans`: the tokens, as ascending runs in N, each within
     a piece. `rows` int64 [M] of each part: which of the spans' tokens, laid end to end, teaches each label.
     """
 
@@ -45,7 +46,7 @@ class DistillationPlan(NamedTuple):
 
     def with_states(self, target_RD: Tensor) -> Distillation:
         """What the draft's loss reads, given the target's post-norm states at the spans' tokens."""
-        return Distillation(TargetStates(target_RD, self.rows), self.objective, self.text_weight)
+        return Distillation(target_RD, self.rows, self.objective, self.text_weight)
 
 
 class MicroBatch(NamedTuple):

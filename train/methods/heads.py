@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longdraft.models.drafts.loss import LossPart
+from longdraft.kernels.linear_loss import LossPart
 from longdraft.models.drafts.medusa import Medusa
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.passes import Span, TargetOutput

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longdraft.kernels.linear_loss import LossPart
 from longdraft.models.drafts.longspec import LongSpec, plan_queries
-from longdraft.models.drafts.loss import LossPart
 from longdraft.models.passes import Span, TargetOutput
 from longdraft.train.batches import Batch, draws
 from longdraft.train.config import DataSection, TrainSection

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longdraft.kernels import linear_cross_entropy as chunks
-from longdraft.kernels import linear_distillation as distillation
-from longdraft.kernels.linear_distillation import LOSSES, TargetStates, acceptance, linear_distillation
+from longdraft.kernels import linear_loss as chunks
+from longdraft.kernels.distillation import LOSSES, Distillation, acceptance
+from longdraft.kernels.linear_loss import LossPart, linear_loss
 
 OBJECTIVES = ["kl", "overlap", "acceptance"]
 D, V, STATES = 12, 50, 40
@@ -26,7 +26,8 @@ def example(sizes, dtype=torch.float32, seed=0):
     labels = [torch.randint(V, (n,), generator=generator) for n in sizes]
     for part in labels:
         part[::5] = -100
-    return hiddens, weight, labels, rows, TargetStates(states, taught)
+    parts = [LossPart(*part) for part in zip(rows, labels, strict=True)]
+    return hiddens, weight, parts, Distillation(states, taught, "kl")
 
 
 def by_definition(objective: str, q_MV: Tensor, p_MV: Tensor) -> Tensor:
@@ -40,9 +41,9 @@ def by_definition(objective: str, q_MV: Tensor, p_MV: Tensor) -> Tensor:
     return -(1 / (torch.maximum(ratio_p, ratio_q).sum(2) + lost)).sum(1).log()
 
 
-def full_formula(hidden, weight, labels, rows, states, taught, totals, objective, text_weight, scale):
+def full_formula(hidden, weight, part, states, taught, totals, objective, text_weight, scale):
     """The summed loss of the rows with a label, and the gradient of the states, in fp64."""
-    hidden = hidden.detach().double().requires_grad_()
+    hidden, (rows, labels) = hidden.detach().double().requires_grad_(), part
     kept = labels != -100
     logits = hidden[rows[kept]] @ weight.double().T
     target = states.double()[taught[kept]] @ weight.double().T
@@ -59,23 +60,23 @@ def full_formula(hidden, weight, labels, rows, states, taught, totals, objective
 @pytest.mark.parametrize(("sizes", "chunk", "block"), [([7], 100, 100), ([17, 1, 30], 8, 3), ([0, 5], 1, 1)], ids=str)
 def test_losses_and_gradients_equal_the_definitions(objective, text_weight, rest, sizes, chunk, block, monkeypatch):
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda *_: chunk)
-    monkeypatch.setattr(distillation, "block_rows", lambda *_: block)
-    hiddens, weight, labels, rows, target = example(sizes)
+    monkeypatch.setattr(chunks, "rows_per_block", lambda *_: block)
+    hiddens, weight, parts, target = example(sizes)
     if rest:
         target = target._replace(log_totals=(target.states @ weight.T).logsumexp(1) + 0.2)
-    options = {"rows": rows, "text_weight": text_weight, "top_k": 3, "measure": True}
-    out = linear_distillation(hiddens, weight, labels, target, objective, **options)
+    target = target._replace(objective=objective, text_weight=text_weight, measure=True)
+    out = linear_loss(hiddens, weight, parts, 3, target)
     scales = torch.tensor([0.4, -2.0, 5.0])[: len(sizes)]
-    (out.loss_sums * scales).sum().backward()
+    (out.sums * scales).sum().backward()
     for i, hidden in enumerate(hiddens):
         loss, gradient = full_formula(
-            hidden, weight, labels[i], rows[i], target.states, target.rows[i], target.log_totals,
+            hidden, weight, parts[i], target.states, target.rows[i], target.log_totals,
             objective, text_weight, scales[i],
         )  # fmt: skip
-        torch.testing.assert_close(out.loss_sums[i].detach().double(), loss, rtol=2e-5, atol=1e-5)
+        torch.testing.assert_close(out.sums[i].detach().double(), loss, rtol=2e-5, atol=1e-5)
         torch.testing.assert_close(hidden.grad.double(), gradient, rtol=1e-4, atol=2e-6)
-        logits = hidden.detach()[rows[i]] @ weight.T
-        ranked = logits.topk(3, 1).indices == labels[i][:, None]
+        logits = hidden.detach()[parts[i].rows] @ weight.T
+        ranked = logits.topk(3, 1).indices == parts[i].labels[:, None]
         assert out.top_k_counts[i].tolist() == ranked.sum(0).tolist()
         shared = torch.tensor(0.0)
         for row, taught in zip(logits, target.rows[i], strict=True):  # for any label
@@ -118,12 +119,12 @@ def test_distributions_far_apart_give_numbers(objective):
 def test_kl_is_ligers():
     """Against Liger's chunked loss, which is plain PyTorch if not compiled, over all rows, without labels."""
     distillation = pytest.importorskip("liger_kernel.chunked_loss.jsd_loss", reason="liger-kernel is not installed")
-    hiddens, weight, _, rows, target = example([33])
-    labels, hidden = torch.zeros(33, dtype=torch.int64), hiddens[0]
-    ours = linear_distillation([hidden], weight, [labels], target, "kl", rows=rows).loss_sums[0]
+    hiddens, weight, parts, target = example([33])
+    labels, hidden, rows = torch.zeros(33, dtype=torch.int64), hiddens[0], parts[0].rows
+    ours = linear_loss([hidden], weight, [LossPart(rows, labels)], distillation=target).sums[0]
     own = torch.autograd.grad(ours, hidden)[0]
     theirs = distillation.LigerFusedLinearJSDFunction.apply(
-        hidden[rows[0]], weight.clone().requires_grad_(), target.states[target.rows[0]], weight, labels,
+        hidden[rows], weight.clone().requires_grad_(), target.states[target.rows[0]], weight, labels,
         None, None, 0.0, 1.0, 0.0, -100, 1.0, False, 8,
     )  # fmt: skip
     torch.testing.assert_close(ours / 33, theirs, rtol=1e-5, atol=1e-6)
@@ -133,31 +134,32 @@ def test_kl_is_ligers():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_bf16_is_as_close_as_its_logits_are(objective):
     """At most twice the error of the same losses from logits rounded to bf16; gradients three times."""
-    hiddens, weight, labels, rows, target = example([40], torch.bfloat16)
-    out = linear_distillation(hiddens, weight, labels, target, objective, rows=rows)
-    out.loss_sums.sum().backward()
-    given = hiddens[0], weight, labels[0], rows[0], target.states, target.rows[0], None, objective, 0.0, 1.0
+    hiddens, weight, parts, target = example([40], torch.bfloat16)
+    out = linear_loss(hiddens, weight, parts, distillation=target._replace(objective=objective))
+    out.sums.sum().backward()
+    (rows, labels), hidden = parts[0], hiddens[0]
+    given = hidden, weight, parts[0], target.states, target.rows[0], None, objective, 0.0, 1.0
     exact, exact_gradient = full_formula(*given)
-    kept = labels[0] != -100
-    rounded = (hiddens[0][rows[0][kept]] @ weight.T).float().detach()
+    kept = labels != -100
+    rounded = (hidden[rows[kept]] @ weight.T).float().detach()
     seen = (target.states[target.rows[0][kept]] @ weight.T).float()
     logits = rounded.requires_grad_()
     usual = by_definition(objective, logits.softmax(1), seen.softmax(1)).sum()
     of_rows = (torch.autograd.grad(usual, logits)[0].bfloat16() @ weight).float()
-    usual_gradient = torch.zeros(STATES, D).index_add_(0, rows[0][kept], of_rows)
-    assert (out.loss_sums[0] - exact).abs() <= 2 * (usual - exact).abs() + 1e-4 * exact
+    usual_gradient = torch.zeros(STATES, D).index_add_(0, rows[kept], of_rows)
+    assert (out.sums[0] - exact).abs() <= 2 * (usual - exact).abs() + 1e-4 * exact
     assert (hiddens[0].grad - exact_gradient).norm() <= 3 * (usual_gradient - exact_gradient).norm()
 
 
 def test_gradient_only_once_and_errors_name_the_argument():
-    hiddens, weight, labels, rows, target = example([6, 4])
+    hiddens, weight, parts, target = example([6, 4])
     hiddens[0].requires_grad_(False)
-    out = linear_distillation(hiddens, weight, labels, target, "kl", rows=rows)
-    out.loss_sums.sum().backward(retain_graph=True)
+    out = linear_loss(hiddens, weight, parts, distillation=target)
+    out.sums.sum().backward(retain_graph=True)
     assert hiddens[0].grad is None and hiddens[1].grad.any() and not out.overlaps.any()
     with pytest.raises(RuntimeError, match="used up by an earlier backward pass"):
-        out.loss_sums.sum().backward()
-    with pytest.raises(AssertionError, match="objective: 'tvd'"):
-        linear_distillation(hiddens, weight, labels, target, "tvd", rows=rows)
-    with pytest.raises(AssertionError, match="one of each for each part"):
-        linear_distillation(hiddens, weight, labels, target._replace(rows=rows[:1]), "kl", rows=rows)
+        out.sums.sum().backward()
+    with pytest.raises(KeyError, match="tvd"):
+        linear_loss(hiddens, weight, parts, distillation=target._replace(objective="tvd"))
+    with pytest.raises(AssertionError, match="distillation: rows"):
+        linear_loss(hiddens, weight, parts, distillation=target._replace(rows=[x.rows[:1] for x in parts]))

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longdraft.kernels import backend
-from longdraft.kernels import linear_cross_entropy as kernel
-from longdraft.kernels.linear_cross_entropy import chunk_losses, linear_cross_entropy, rows_per_chunk
+from longdraft.kernels import linear_loss as kernel
+from longdraft.kernels.linear_loss import LossPart, chunk_losses, linear_loss, rows_per_chunk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALES = (0.37, -2.0, 5.0)
@@ -33,6 +33,11 @@ def examples(sizes, hidden: int, vocab: int, dtype=torch.float32) -> tuple[list[
     return hiddens, example(1, hidden, vocab, dtype)[1], labels
 
 
+def parts_of(labels: list[Tensor]) -> list[LossPart]:
+    """Parts in which label i is of state i."""
+    return [LossPart(torch.arange(len(labels_M), device=labels_M.device), labels_M) for labels_M in labels]
+
+
 def full_formula(
     hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, scale: float = SCALES[0]
 ) -> tuple[Tensor, Tensor]:
@@ -54,11 +59,11 @@ def test_losses_gradients_and_ranks_equal_the_full_formula(sizes, chunk_rows, bl
     monkeypatch.setattr(kernel, "rows_per_chunk", lambda *_: chunk_rows)
     monkeypatch.setattr(kernel, "rows_per_block", lambda *_: block_rows)
     hiddens, weight_VD, labels = examples(sizes, 24, 301)
-    out = linear_cross_entropy(hiddens, weight_VD, labels, top_k=20)
-    (out.loss_sums * torch.tensor(SCALES[: len(sizes)])).sum().backward()
+    out = linear_loss(hiddens, weight_VD, parts_of(labels), top_k=20)
+    (out.sums * torch.tensor(SCALES[: len(sizes)])).sum().backward()
     for i, (hidden_MD, labels_M) in enumerate(zip(hiddens, labels, strict=True)):
         loss, grad_MD = full_formula(hidden_MD, weight_VD, labels_M, SCALES[i])
-        torch.testing.assert_close(out.loss_sums[i].detach(), loss, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(out.sums[i].detach(), loss, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(hidden_MD.grad, grad_MD, rtol=1e-5, atol=1e-6)
         assert out.n_labels[i] == (labels_M >= 0).sum()
         assert out.top_k_counts[i].tolist() == ranks_of(hidden_MD, weight_VD, labels_M, 20)
@@ -67,9 +72,9 @@ def test_losses_gradients_and_ranks_equal_the_full_formula(sizes, chunk_rows, bl
 def test_bf16_is_as_close_to_fp32_as_plain_arithmetic_in_bf16(plain):
     """Losses within twice, gradients within three times the error of plain.py's formula in bf16."""
     hiddens, weight_VD, labels = examples([256, 40], 64, 500, torch.bfloat16)
-    out = linear_cross_entropy(hiddens, weight_VD, labels)
-    (out.loss_sums * torch.tensor(SCALES[:2])).sum().backward()
-    for hidden_MD, labels_M, loss, scale in zip(hiddens, labels, out.loss_sums, SCALES, strict=False):
+    out = linear_loss(hiddens, weight_VD, parts_of(labels))
+    (out.sums * torch.tensor(SCALES[:2])).sum().backward()
+    for hidden_MD, labels_M, loss, scale in zip(hiddens, labels, out.sums, SCALES, strict=False):
         exact_loss, exact_grad = full_formula(hidden_MD.float(), weight_VD.float(), labels_M, scale)
         usual_loss, usual_grad = plain.cross_entropy(hidden_MD, weight_VD, labels_M, scale)
         assert hidden_MD.grad is not None and hidden_MD.grad.dtype == torch.bfloat16
@@ -82,7 +87,7 @@ def test_the_gradients_scale_is_not_rounded_to_bf16():
     grads = []
     for scale in (1.0, 1 / 3):
         hidden_MD, weight_VD, labels_M = example(64, 16, 50, torch.bfloat16)
-        (linear_cross_entropy([hidden_MD], weight_VD, [labels_M]).loss_sums * scale).sum().backward()
+        (linear_loss([hidden_MD], weight_VD, parts_of([labels_M])).sums * scale).sum().backward()
         assert hidden_MD.grad is not None
         grads.append(hidden_MD.grad)
     assert torch.equal(grads[1], (grads[0].float() * torch.tensor(1 / 3)).bfloat16())
@@ -93,10 +98,10 @@ def test_frozen_weight_gets_no_gradient_and_no_labels_give_zero():
     weight_VD.requires_grad_()
     labels[1].fill_(-100)
     hiddens[1].data.fill_(float("nan"))
-    out = linear_cross_entropy(hiddens, weight_VD, labels, top_k=3)
-    out.loss_sums.sum().backward()
+    out = linear_loss(hiddens, weight_VD, parts_of(labels), top_k=3)
+    out.sums.sum().backward()
     assert weight_VD.grad is None
-    assert out.loss_sums[1] == 0 and out.n_labels[1] == 0 and out.top_k_counts[1].tolist() == [0, 0, 0]
+    assert out.sums[1] == 0 and out.n_labels[1] == 0 and out.top_k_counts[1].tolist() == [0, 0, 0]
     assert hiddens[0].grad is not None and hiddens[0].grad.any()
     assert hiddens[1].grad is not None and not hiddens[1].grad.any()
 
@@ -106,10 +111,10 @@ def test_rows_say_which_states_the_labels_are_of():
     hidden_ND, weight_VD, _ = example(12, 8, 40)
     hidden_ND.data[5] = float("nan")
     rows, labels = torch.tensor([3, 11, 3, 0]), torch.tensor([7, 39, 8, 0])
-    out = linear_cross_entropy([hidden_ND, hidden_ND], weight_VD, [labels, labels[:1]], rows=[rows, rows[:1]])
-    (out.loss_sums * torch.tensor([1.0, 2.0])).sum().backward()
+    out = linear_loss([hidden_ND, hidden_ND], weight_VD, [LossPart(rows, labels), LossPart(rows[:1], labels[:1])])
+    (out.sums * torch.tensor([1.0, 2.0])).sum().backward()
     loss, grad_MD = full_formula(hidden_ND[rows], weight_VD, labels, 1.0)
-    torch.testing.assert_close(out.loss_sums[0].detach(), loss)
+    torch.testing.assert_close(out.sums[0].detach(), loss)
     expected_ND = torch.zeros(12, 8).index_add_(0, rows, grad_MD)
     expected_ND[3] += 2 * grad_MD[0]
     torch.testing.assert_close(hidden_ND.grad, expected_ND)
@@ -117,10 +122,10 @@ def test_rows_say_which_states_the_labels_are_of():
 
 def test_a_part_alone_is_what_it_is_among_others():
     hiddens, weight_VD, labels = examples([30, 9, 70], 24, 301)
-    together = linear_cross_entropy(hiddens, weight_VD, labels, top_k=3)
+    together = linear_loss(hiddens, weight_VD, parts_of(labels), top_k=3)
     for i in range(3):
-        alone = linear_cross_entropy(hiddens[i : i + 1], weight_VD, labels[i : i + 1], top_k=3)
-        torch.testing.assert_close(alone.loss_sums[0], together.loss_sums[i], rtol=2e-6, atol=0)
+        alone = linear_loss(hiddens[i : i + 1], weight_VD, parts_of(labels[i : i + 1]), top_k=3)
+        torch.testing.assert_close(alone.sums[0], together.sums[i], rtol=2e-6, atol=0)
         assert torch.equal(alone.top_k_counts[0], together.top_k_counts[i])
 
 
@@ -135,49 +140,44 @@ def test_gradient_only_where_it_is_needed_and_once(implementation):
     hiddens, weight_VD, labels = examples([5, 6], 8, 30)
     hiddens[0].requires_grad_(False)
     given = [h.detach().to(DEVICE).requires_grad_(h.requires_grad) for h in hiddens]
-    on_device = weight_VD.to(DEVICE), [x.to(DEVICE) for x in labels]
+    on_device = weight_VD.to(DEVICE), parts_of([x.to(DEVICE) for x in labels])
     with torch.no_grad():
-        blind = linear_cross_entropy(given, *on_device).loss_sums
+        blind = linear_loss(given, *on_device).sums
     assert not blind.requires_grad
-    out = linear_cross_entropy(given, *on_device)
-    assert torch.equal(out.loss_sums, blind)
-    out.loss_sums.sum().backward(retain_graph=True)
+    out = linear_loss(given, *on_device)
+    assert torch.equal(out.sums, blind)
+    out.sums.sum().backward(retain_graph=True)
     assert given[0].grad is None and given[1].grad is not None
     with pytest.raises(RuntimeError, match="used up by an earlier backward pass"):
-        out.loss_sums.sum().backward()
+        out.sums.sum().backward()
 
 
 def test_rank_counts_equal_topk_on_many_rows():
     hidden_MD, weight_VD, labels_M = example(2000, 16, 12)
-    out = linear_cross_entropy([hidden_MD], weight_VD, [labels_M], top_k=3)
+    out = linear_loss([hidden_MD], weight_VD, parts_of([labels_M]), top_k=3)
     expected = ranks_of(hidden_MD, weight_VD, labels_M, 3)
     assert out.top_k_counts[0].tolist() == expected
     assert sum(expected) < int(out.n_labels), "the example has no label outside the top 3"
-    nothing = linear_cross_entropy([hidden_MD], weight_VD, [labels_M])
+    nothing = linear_loss([hidden_MD], weight_VD, parts_of([labels_M]))
     assert nothing.top_k_counts.shape == (1, 0)
 
 
 def test_rank_of_equal_logits_is_by_token_id():
     logits_CV, before_C = torch.tensor([[1.0, 2.0, 2.0, 0.0]]).repeat(5, 1), torch.empty(5, dtype=torch.int32)
     labels_C = torch.tensor([1, 2, 0, 3, -100])
-    chunk_losses(logits_CV, labels_C, torch.empty(5), before_C, -100, 3, False)
+    chunk_losses(logits_CV, labels_C, torch.empty(5), before_C, 3, False)
     assert before_C.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_errors_name_the_argument():
     hiddens, weight_VD, labels = examples([4, 4], 8, 20)
+    parts = parts_of(labels)
     with pytest.raises(AssertionError, match="weight_VD: torch"):
-        linear_cross_entropy(hiddens, weight_VD.bfloat16(), labels)
-    with pytest.raises(AssertionError, match="one of each"):
-        linear_cross_entropy(hiddens, weight_VD, labels[:1])
-    with pytest.raises(AssertionError, match="one of each"):
-        linear_cross_entropy(hiddens, weight_VD, labels, rows=[labels[0]] * 3)
+        linear_loss(hiddens, weight_VD.bfloat16(), parts)
+    with pytest.raises(AssertionError, match="one part"):
+        linear_loss(hiddens, weight_VD, parts[:1])
     with pytest.raises(AssertionError, match=r"labels: .* part 1"):
-        linear_cross_entropy(hiddens, weight_VD, [labels[0], labels[1][:3]])
-    with pytest.raises(AssertionError, match=r"labels: .* part 0"):
-        linear_cross_entropy(hiddens, weight_VD, labels, rows=[labels[0][:2], labels[1]])
-    with pytest.raises(AssertionError, match="one of each"):
-        linear_cross_entropy([], weight_VD, [])
+        linear_loss(hiddens, weight_VD, [parts[0], LossPart(parts[1].rows, labels[1][:3])])
 
 
 def test_chunks_have_a_bound_in_bytes():
@@ -209,7 +209,7 @@ def test_each_head_is_ligers(implementation):
     hiddens, weight_VD, labels = examples([41, 7, 22], 16, 64)
     weight_VD, labels = weight_VD.to(DEVICE), [x.to(DEVICE) for x in labels]
     given, theirs = ([h.detach().to(DEVICE).requires_grad_() for h in hiddens] for _ in range(2))
-    losses = linear_cross_entropy(given, weight_VD, labels).loss_sums
+    losses = linear_loss(given, weight_VD, parts_of(labels)).sums
     (losses * torch.tensor(SCALES, device=DEVICE)).sum().backward()
     for i, (hidden_MD, labels_M) in enumerate(zip(theirs, labels, strict=True)):
         # (bias, class weights, ignore_index, z-loss, smoothing, reduction); the first result is the loss.
