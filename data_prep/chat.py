@@ -23,14 +23,14 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from longdraft.data_prep.chat_template import ANSWER_END, EDGE, GUARD, PLACEHOLDER, ChatTemplate, placeholder
-from longdraft.data_prep.chat_tokenizer import BORDER, ChatTokenizer, Encoding, chat_tokenizer
+from longdraft.data_prep.chat_tokenizer import BORDER, ChatTokenizer, Encoding
 from longdraft.data_prep.documents import Conversation, Document, Unusable
-from longdraft.data_prep.tokenize import Encoded, begins_with_bos, checked_eos
+from longdraft.data_prep.tokenize import Encoded, bos_and_eos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,31 +57,24 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", template: str | None = None):
-        self.eos_id, self.vocab_size = checked_eos(tokenizer), len(tokenizer)
-        self._unk_id: Any = tokenizer.unk_token_id
+        bos_ids, self.eos_id = bos_and_eos(tokenizer)
+        self.vocab_size = len(tokenizer)
         if template is None:
-            if not tokenizer.chat_template:
-                name = tokenizer.name_or_path or type(tokenizer).__name__
-                raise ValueError(
-                    f"{name} has no chat template, so conversations have no form; give the one it was trained with by "
-                    "--chat-template FILE (Jinja), or prepare plain text, without --chat-field"
-                )
             template = tokenizer.get_chat_template()
         elif template == PLAIN:
-            template = ("{{ bos_token }}" if begins_with_bos(tokenizer) else "") + PLAIN_TEMPLATE
+            template = ("{{ bos_token }}" if bos_ids else "") + PLAIN_TEMPLATE
         rust = tokenizer.backend_tokenizer
         self.serialised = rust.to_str()
         special = {token.content: i for i, token in rust.get_added_tokens_decoder().items() if token.special}
         variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.template = ChatTemplate(template, variables, special)
+        self._tokenizer = ChatTokenizer(self.serialised, self.eos_id)
 
     def describe(self) -> dict:
         """What decides the tokens besides the tokenizer's own hash, for plan and manifest."""
         return {
             "vocab_size": self.vocab_size,
-            "bos_token_ids": [],
             "eos_token_id": self.eos_id,
-            "documents_end_with_eos": False,
             "chat_template_sha256": hashlib.sha256(self.template.source.encode()).hexdigest(),
         }
 
@@ -92,7 +85,6 @@ class ChatEncoder:
         # A first message is no answer: many templates refuse a prompt without messages.
         answers = [i for i, (role, _) in enumerate(messages) if role == "assistant" and i > 0]
         if not answers:
-            self.template.render(messages)  # if the template refuses the messages, its own error says more
             raise Unusable("no_assistant_turn")
         turns = [self._turn(messages[: i + 1], document.unfinished and i == answers[-1]) for i in answers]
         whole = self._whole(messages, turns)
@@ -190,10 +182,6 @@ class ChatEncoder:
         stop = first + len(alone)
         same = np.array_equal(encoding.ids[first:stop], alone)
         return same and (stop == len(encoding.ids) or int(encoding.begins[stop]) >= at)
-
-    @property
-    def _tokenizer(self) -> ChatTokenizer:
-        return chat_tokenizer(self.serialised, self.eos_id, self._unk_id)
 
 
 def _after_opening(content: str, prompt: str) -> str:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -44,7 +45,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
         environment.globals |= {"raise_exception": _refuse, "strftime_now": TODAY.strftime}
         try:
             self._template = environment.from_string(source)
@@ -90,8 +91,3 @@ class _Generation(Extension):
 
 def _refuse(message: str) -> None:
     raise TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    """JSON as transformers writes it, without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)

@@ -10,7 +10,6 @@ versions of one function, are never in both splits.
 
 import ast
 import hashlib
-import textwrap
 import warnings
 from collections.abc import Iterator
 
@@ -60,7 +59,8 @@ def read_docstrings(name: str, raw: bytes) -> Iterator[Conversation | BadDocumen
     lines = text.split("\n")
     for node, what in sorted(_documented(tree), key=lambda found: found[0].body[0].lineno):
         docstring = (ast.get_docstring(node) or "").strip()
-        if len(docstring) < MIN_DOCSTRING:
+        before = lines[node.body[0].lineno - 1][: node.body[0].col_offset]
+        if len(docstring) < MIN_DOCSTRING or before.strip():  # as in def f(): "docstring"
             continue
         document_name = f"{name}:{node.body[0].lineno}"
         try:
@@ -83,29 +83,20 @@ def _documented(tree: ast.Module) -> Iterator[tuple[Node, str]]:
 
 def _messages(name: str, node: Node, what: str, docstring: str, lines: list[str]) -> list[dict[str, str]]:
     """A question about the node's code, and the answer. lines: of the file."""
-    statement = node.body[0]
-    quoted = _dedented(lines[statement.lineno - 1 : statement.end_lineno], statement.col_offset)
-    first, last, margin = 1, len(lines), 0
+    quoted, first, last, margin = node.body[0], 1, len(lines), 0
     if not isinstance(node, ast.Module):
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        last, margin = node.end_lineno or node.lineno, node.col_offset
-    head = lines[first - 1 : statement.lineno - 1]
-    before = lines[statement.lineno - 1].encode()[: statement.col_offset].decode()  # columns are counted in bytes
-    if before.strip():  # def f(): "docstring"
-        head.append(before)
-    body = _dedented(lines[statement.end_lineno : last], statement.col_offset).strip("\n")
-
-    def below_head(code: str) -> str:
-        if what == "module":
-            return f"{_dedented(head, margin)}\n{code}".strip("\n")
-        return f"{_dedented(head, margin).rstrip()}\n{textwrap.indent(code, ' ' * 4)}"
-
+        last, margin = node.end_lineno, node.col_offset
+    body = lines[quoted.end_lineno : last]
+    solution = _dedented(body, quoted.col_offset).strip("\n")
+    task = _dedented(lines[first - 1 : quoted.end_lineno], margin)
     choice = hashlib.sha256(f"{name}\0{docstring}".encode(errors="surrogatepass")).digest()
-    has_body = what in ("function", "method") and body.strip()
-    if has_body and max(len(below_head(quoted)), len(body)) <= MAX_CODE and choice[0] % 2:
-        phrases, code, answer = IMPLEMENT, below_head(quoted), _fenced(body)
+    is_short = max(len(task), len(solution)) <= MAX_CODE
+    if what in ("function", "method") and solution.strip() and is_short and choice[0] % 2:
+        phrases, code, answer = IMPLEMENT, task, _fenced(solution)
     else:
-        phrases, code, answer = DOCUMENT, below_head(body or "..."), docstring
+        shown = [*lines[first - 1 : quoted.lineno - 1], *(body if solution else [" " * quoted.col_offset + "..."])]
+        phrases, code, answer = DOCUMENT, _dedented(shown, margin).strip("\n"), docstring
         if len(code) > MAX_CODE:
             code = code[: code.rfind("\n", 0, MAX_CODE - 4) + 1] + "..."
     question = phrases[choice[1] % len(phrases)].format(what=what)

@@ -32,15 +32,13 @@ BAD_CONVERSATION = (
     "answer_beside_content",
     "no_assistant_turn",
     "no_user_turn",
-    "answer_unasked",  # an assistant's turn without a user's since the last answer: a greeting, two answers in a row
     "too_short",  # a text to continue that ends within its beginning
     "noncharacter",
     "refused_by_template",  # two assistant turns in a row, or a system message for a model without them
     "prompt_not_kept",  # the rendered answer does not follow the prompt (which opens a thought that the answer lacks)
     "answer_not_found",  # the template left the answer out, or repeated it
-    "special_token_in_text",  # the tokenizer turns plain text into a control token despite all settings
 )
-BAD_ANSWER = (  # the target's answers (response_generation.py)
+BAD_ANSWER = (  # the target's answers (regenerate.py)
     "prompt_too_long",  # it leaves no position for an answer
     "unfinished",  # it did not end within the allowed tokens, so a wrong end would be learned
     "empty_answer",  # nothing, or blanks

@@ -38,10 +38,9 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[Piece]]:
     rows: list[list[Piece]] = []
     rests: list[Piece] = []
     for document, length in enumerate(lengths):
-        n_full = length // seq_len
-        rows += [[Piece(document, i, i * seq_len, (i + 1) * seq_len)] for i in range(n_full)]
-        if length % seq_len:
-            rests.append(Piece(document, n_full, n_full * seq_len, length))
+        for number, start in enumerate(range(0, length, seq_len)):
+            piece = Piece(document, number, start, min(start + seq_len, length))
+            rows.append([piece]) if len(piece) == seq_len else rests.append(piece)
     rows += _redistribute(best_fit(rests, seq_len), seq_len)
     return sorted(sorted(row) for row in _numbered(rows))
 

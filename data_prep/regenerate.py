@@ -1,38 +1,66 @@
 """Lets the target answer conversations anew, or continue texts, so that its draft learns what the target writes.
 
+Every assistant turn is answered anew, and so is a question at the end. A text to continue is a conversation too: its
+question is the text's beginning, and its template is PLAIN of chat.py. The seed of an answer is a function of the
+call's seed, the conversation's content and the turn, so no answer depends on other conversations, their order, the
+batch, the drafter or a kill. The target itself is opened in launch/regenerate.py, or endpoints.py asks its servers.
+
 The output is a work folder (`WorkFolder` of models/files.py). Each task takes the next PART_SIZE conversations of the
 input and writes those that were answered to `part-*.jsonl`, a line each; its record counts them and the bad ones. The
 sum of all records is manifest.json, which is written last.
-
-The seed of an answer is a function of the call's seed, the conversation's content and the turn. So no answer depends on
-other conversations, their order, the batch, the drafter or a kill. The target itself is opened in launch/regenerate.py,
-or endpoints.py asks its servers.
 """
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from longdraft.data_prep.chat import ChatEncoder
-from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
+from longdraft.data_prep.documents import (
+    NONCHARACTERS,
+    BadDocument,
+    Conversation,
+    Document,
+    Unusable,
+    messages_digest,
+    read_messages,
+)
 from longdraft.data_prep.formats import ChatFormat, TextFormat
 from longdraft.data_prep.recipe import Source, check_outside
 from longdraft.data_prep.records import SEGMENT_BYTES, read_documents, scan
-from longdraft.data_prep.response_generation import Asking, Completion, Generate, Prompt, answer
 from longdraft.data_prep.shards import MANIFEST
 from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tasks import add_up, failures_described
+from longdraft.data_prep.tokenize import rust_tokenizer
 from longdraft.models.files import WorkFolder, write_atomically, write_json
 from longdraft.models.schema import Int, validated_dataclass
 
 PART_SIZE = 256  # conversations of a task
 SHOWN_BAD = 5
+NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what stands for bytes that are no whole character
+CHARACTERS_A_TOKEN = 32  # of a text's beginning that are tokenised: more than tokens of text have
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the target wrote after prompt `index` of a call. text: without an end token, other special tokens spelled
+    out. ended: whether the target ended it."""
+
+    index: int
+    text: str
+    ended: bool
+
+
+# From prompts (token ids) and their seeds (unsigned, 64 bits) to their completions, as they are finished, in any order.
+Generate = Callable[[Sequence[list[int]], Sequence[int]], Iterable[Completion]]
 
 
 @validated_dataclass
@@ -40,18 +68,18 @@ class RegenerateConfig:
     """What to answer, and how.
 
     max_prompt: most tokens of a prompt. answering: what decides an answer besides the seed (target, sampling), as JSON
-    values. chat_field, text_field: the field of a record that holds the messages, or the text to continue. beginning,
-    keep_unfinished: see Asking.
+    values. keep_unfinished: whether an answer without an end becomes its conversation's last one; if not, the
+    conversation is bad. field: of a record, with its messages or the text to continue. beginning: if texts are
+    continued, the least and most tokens of their beginnings.
     """
 
     sources: tuple[str, ...]
     out: Path
     max_prompt: Annotated[Int, Field(ge=1)]
     answering: Mapping[str, Any]
+    field: str = "messages"
     seed: int = 0
     keep_unfinished: bool = False
-    chat_field: str = "messages"
-    text_field: str = "text"
     beginning: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -74,26 +102,25 @@ def regenerate(
         encoder: for the target's tokenizer and chat template.
         start: makes the target ready; called only if there is work to do.
     Returns:
-        How many conversations there are ("input"), how many of them were answered ("success") with how many "answers",
-        the "bad" ones by reason, and the first of them with what is wrong ("bad_named").
+        How many conversations there are ("input") and were answered ("success"), the "bad" ones by reason, and what is
+        wrong with the first of them ("bad_named").
     Raises:
         ValueError: a source does not exist, the folder was made with other settings, or the disk is full. Finished
             parts stay on disk, and the same call resumes.
     """
-    is_chat = config.beginning is None
-    record_format = ChatFormat(config.chat_field, answered=False) if is_chat else TextFormat(config.text_field)
-    how = {"chat_field": config.chat_field} if is_chat else {"text_field": config.text_field}
-    asking = Asking(encoder, config.seed, config.max_prompt, config.keep_unfinished, config.beginning)
+    is_chat, records = config.beginning is None, list[dict]()
+    record_format = ChatFormat(config.field, answered=False) if is_chat else TextFormat(config.field)
     with failures_described(config.out):
-        files = list_files([Source(path=path, **how) for path in config.sources])
-        described, segments = scan(files, SEGMENT_BYTES)
-        numbers = {"seed": config.seed, "max_prompt": config.max_prompt, "keep_unfinished": config.keep_unfinished}
+        field = {"chat_field" if is_chat else "text_field": config.field}
+        sources = [Source.model_validate({"path": path, **field}) for path in config.sources]
+        described, segments = scan(list_files(sources), SEGMENT_BYTES)
+        settings = ("seed", "max_prompt", "keep_unfinished", "field", "beginning")
         plan = {
-            "settings": {**numbers, **config.answering, **how, "prompt_tokens": config.beginning},
+            "settings": {name: getattr(config, name) for name in settings} | dict(config.answering),
             "tokenizer": {"tokenizer_sha256": tokenizer_hash, **encoder.describe()},
             "sources": described,
         }
-        folder, records = WorkFolder(config.out, plan, r"manifest\.json|part-\d+\.jsonl"), list[dict]()
+        folder = WorkFolder(config.out, plan, r"manifest\.json|part-\d+\.jsonl")
         documents = chain.from_iterable(read_documents(segment, record_format) for segment in segments)
         total = sum(segment.n_documents or 0 for segment in segments) or None
         with folder.opened(), tqdm(total=total, desc="answering", unit="conversation", mininterval=1) as progress:
@@ -103,36 +130,34 @@ def regenerate(
                 record = folder.read(task)
                 if record is None:
                     generate = generate or start()
-                    record = _answer_part(task, part, asking, generate, folder, progress)
+                    record = _answer_part(task, part, config, encoder, generate, folder, progress)
                 else:
                     progress.update(len(part))
                 records.append(record)
-    counts = add_up(records)
-    write_json(config.out / MANIFEST, counts)  # `prepare` reads no folder without it
+        counts = add_up(records)
+        write_json(config.out / MANIFEST, counts)  # `prepare` reads no folder without it
     reasons = "".join(f", {why}: {number:,}" for why, number in counts["bad"].items())
     named = "".join(f"\n  {line}" for line in counts["bad_named"][:SHOWN_BAD])
-    log(
-        f"Answered: {counts['success']:,} of {counts['input']:,} conversations, with {counts['answers']:,} answers"
-        f"{reasons} -> {config.out}{named}"
-    )
+    log(f"Answered: {counts['success']:,} of {counts['input']:,} conversations{reasons} -> {config.out}{named}")
     return counts
 
 
 def _answer_part(
     task: str,
     part: Sequence[Conversation | Document | BadDocument],
-    asking: Asking,
+    config: RegenerateConfig,
+    encoder: ChatEncoder,
     generate: Generate,
     folder: WorkFolder,
     progress: tqdm,
 ) -> dict[str, Any]:
     """Do a task, and return its record."""
-    answering = [answer(document, asking) for document in part]
-    due: dict[int, Prompt] = {}
+    answering = [answer(document, config, encoder) for document in part]
+    due: dict[int, tuple[list[int], int]] = {}  # prompt and seed
     good: dict[int, dict] = {}
     bad: dict[int, Unusable] = {}
 
-    def go_on(number: int, completion: Completion | None = None) -> None:
+    def go_on(number: int, completion: Completion | None) -> None:
         try:
             due[number] = answering[number].send(completion)
             return
@@ -143,7 +168,7 @@ def _answer_part(
         progress.update()
 
     for number in range(len(part)):
-        go_on(number)
+        go_on(number, None)
     # First every conversation's first open turn, then the second of those that have one, and so on, so that each call
     # gets as many prompts as possible to decode together.
     while asked := list(due):
@@ -158,9 +183,86 @@ def _answer_part(
     record = {
         "input": len(part),
         "success": len(good),
-        "answers": sum(m["role"] == "assistant" for line in good.values() for m in line["messages"]),
         "bad": dict(Counter(bad[number].why for number in sorted(bad))),
         "bad_named": [f"{part[n].name}: {bad[n].why} {bad[n].detail}".rstrip() for n in sorted(bad)][:SHOWN_BAD],
     }
     folder.write(task, record, [path] if good else [])
     return record
+
+
+def answer(
+    document: Conversation | Document | BadDocument, config: RegenerateConfig, encoder: ChatEncoder
+) -> Generator[tuple[list[int], int], Completion | None, dict]:
+    """Answer a document's open turns: yields prompt and seed of each, and is sent its completion.
+
+    Returns the record for `prepare`: {"messages", "source"}, and "unfinished" if the last answer was cut. Raises
+    Unusable.
+    """
+    if isinstance(document, Document) and config.beginning is not None:
+        document = beginning(document, *config.beginning, rust_tokenizer(encoder.serialised))
+    if not isinstance(document, Conversation):
+        raise Unusable(*(document.why, document.detail) if isinstance(document, BadDocument) else ("not_a_list",))
+    messages, turn, unfinished = list[tuple[str, str]](), 0, False
+    for role, content in open_answers(document.messages):
+        if content is None:
+            prompt = encoder.encode_prompt(messages)
+            if len(prompt) > config.max_prompt:
+                raise Unusable("prompt_too_long")
+            completion = yield prompt, answer_seed(config.seed, document.messages, turn)
+            assert completion is not None
+            content, unfinished, turn = _checked(completion, config, encoder), not completion.ended, turn + 1
+        messages.append((role, content))
+        if unfinished:
+            break
+    record = {"messages": [{"role": role, "content": content} for role, content in messages], "source": document.name}
+    return record | ({"unfinished": True} if unfinished else {})
+
+
+def open_answers(messages: Sequence[tuple[str, str]]) -> list[tuple[str, str | None]]:
+    """The messages with None as the content of every answer, also of one due after a last question; a greeting before
+    the first question stays. Raises Unusable if there is nothing to answer."""
+    opened = [(role, None if role == "assistant" and i > 0 else content) for i, (role, content) in enumerate(messages)]
+    if messages[-1][0] == "user":
+        opened.append(("assistant", None))
+    if all(content is not None for _, content in opened):
+        raise Unusable("no_user_turn")
+    return opened
+
+
+def beginning(document: Document, least: int, most: int, tokenizer: Tokenizer) -> Conversation:
+    """A conversation whose question is the document's beginning of `least` to `most` tokens, chosen by the document's
+    hash; if they end within the first character, all of it. Raises Unusable if the document ends there.
+
+    tokenizer: from `rust_tokenizer`."""
+    count = least + int.from_bytes(document.digest[:8], "little") % (most - least + 1)
+    text = document.text[: CHARACTERS_A_TOKEN * (count + 1)]
+    following = tokenizer.encode(text, add_special_tokens=False).offsets[count:]
+    end = next((start for start, _ in following if start > 0), None)
+    if end is None:
+        raise Unusable("too_short")
+    messages = read_messages([{"role": "user", "content": text[:end]}], answered=False)
+    return Conversation(document.name, messages_digest(messages), messages)
+
+
+def answer_seed(seed: int, messages: Sequence[tuple[str, str]], turn: int) -> int:
+    """The seed of an answer (unsigned, 64 bits).
+
+    seed: the call's. messages: the conversation as it was given. turn: the number of answers before this one.
+    """
+    key = f"{seed}:{messages_digest(messages).hex()}:{turn}"
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+
+
+def _checked(completion: Completion, config: RegenerateConfig, encoder: ChatEncoder) -> str:
+    """The answer's text. Raises Unusable if `prepare` could not learn it."""
+    if not completion.ended and not config.keep_unfinished:
+        raise Unusable("unfinished")
+    text = completion.text if completion.ended else completion.text.rstrip(NO_CHARACTER)
+    if not text.strip():
+        raise Unusable("empty_answer")
+    if NO_CHARACTER in text or NONCHARACTERS.search(text):
+        raise Unusable("not_text")
+    if any(spelling in text for spelling in encoder.template.special):
+        raise Unusable("special_token_in_answer")
+    # Templates that write a blank before an answer do so themselves, but a text goes on with its own.
+    return text.removeprefix(" ") if completion.ended and config.beginning is None else text

@@ -52,19 +52,15 @@ class Encoder:
         }
 
     def encode_document(self, document: Document | Conversation) -> list[Encoded]:
-        """The text as one sequence, in which the loss counts every token."""
-        assert isinstance(document, Document), document.name
-        tokens = self.encode(document.text)
-        return [Encoded(document.name, tokens, ((0, len(tokens)),))]
-
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int32 [n]: `bos_ids`, the text, and EOS if `ends_documents`.
+        """The text as one sequence: `bos_ids`, the text, and EOS if `ends_documents`. The loss counts every token.
 
         Special tokens spelled out in the text ("<|im_end|>" in a source file) are plain text: only the end of a
         document gives the id that ends a document.
         """
-        parts = (self.bos_ids, encode_text(self.serialised, text), [self.eos_id] if self.ends_documents else [])
-        return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
+        assert isinstance(document, Document), document.name
+        text = encode_text(self.serialised, document.text)
+        tokens = np.array([*self.bos_ids, *text, *([self.eos_id] if self.ends_documents else [])], dtype=np.int32)
+        return [Encoded(document.name, tokens, ((0, len(tokens)),))]
 
 
 def encode_text(serialised: str, text: str) -> list[int]:
@@ -103,22 +99,19 @@ def rust_tokenizer(serialised: str) -> Tokenizer:
 
 
 def make_encoder(tokenizer: "PreTrainedTokenizerFast", ends_documents: bool) -> Encoder:
-    """The encoder for a loaded transformers tokenizer. Raises ValueError if it has no Rust form or no EOS token."""
-    eos_id = checked_eos(tokenizer)
-    bos_ids = (tokenizer.bos_token_id,) if begins_with_bos(tokenizer) else ()
+    """The encoder for a loaded transformers tokenizer. Raises ValueError as `bos_and_eos`."""
+    bos_ids, eos_id = bos_and_eos(tokenizer)
     return Encoder(tokenizer.backend_tokenizer.to_str(), len(tokenizer), bos_ids, eos_id, ends_documents)
 
 
-def begins_with_bos(tokenizer: "PreTrainedTokenizerFast") -> bool:
-    """Whether the tokenizer puts its BOS token before a text."""
-    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-
-
-def checked_eos(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """The EOS token's id. Raises ValueError if the tokenizer has no EOS token or no Rust form."""
+def bos_and_eos(tokenizer: "PreTrainedTokenizerFast") -> tuple[tuple[int, ...], int]:
+    """The ids that the tokenizer itself puts before a text (BOS, or none), and the EOS token's. Raises ValueError if
+    the tokenizer has no EOS token or no Rust form."""
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} has no Rust form (is_fast is False); load a fast tokenizer")
-    eos_id = tokenizer.eos_token_id
+    bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     if not isinstance(eos_id, int):
         raise ValueError("the tokenizer has no EOS token, so documents would run into one another; set its eos_token")
-    return eos_id
+    if isinstance(bos_id, int) and tokenizer("a")["input_ids"][0] == bos_id:
+        return (bos_id,), eos_id
+    return (), eos_id

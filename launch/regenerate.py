@@ -10,8 +10,6 @@ batch nor the drafter changes a byte. In bf16, passes of other widths round diff
 """
 
 import argparse
-import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.data_prep.chat import PLAIN, ChatEncoder
-from longdraft.data_prep.endpoints import PROBE, EndpointClient
-from longdraft.data_prep.regenerate import RegenerateConfig, regenerate
-from longdraft.data_prep.response_generation import Completion, Generate
+from longdraft.data_prep.endpoints import EndpointClient
+from longdraft.data_prep.regenerate import Completion, Generate, RegenerateConfig, regenerate
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch.arguments import MANY, SAMPLING, TARGET, add_drafters, add_fields, at_least
+from longdraft.launch.arguments import DRAFTING, MANY, SAMPLING, add_drafters, add_fields, add_model, at_least
 from longdraft.launch.console import read_text, run_command, show
 
 if TYPE_CHECKING:
@@ -50,30 +47,28 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-field", default="messages", help="field of a record that holds the messages (default: messages)")
     help = "continue texts instead, after each document's first N tokens (N-M: a number chosen by the document's hash)"
     add("--prompt-tokens", type=_token_range, metavar="N[-M]", help=help)
-    add("--text-field", default="text", help="with --prompt-tokens: field with the text (default: text)")
-    add("--out", required=True, type=Path, help="folder to create, or to continue")
-    add = parser.add_argument_group("target").add_argument
-    add("--target", help=TARGET)
+    help = "with --prompt-tokens: field of a record that holds the text (default: text)"
+    add("--text-field", default="text", help=help)
     add("--chat-template", type=Path, metavar="FILE", help="Jinja, the same as for `longdraft prepare`")
-    add("--dtype", choices=("fp32", "bf16"), default="bf16", help="default: bf16")
-    add("--device", help="default: cuda if there is a GPU, else cpu")
-    help = "maximum tokens of a prompt and its answer (default: the target's limit)"
-    add("--max-length", type=at_least(2), help=help)
+    add("--out", required=True, type=Path, help="folder to create, or to continue")
     add = parser.add_argument_group("answers").add_argument
     add_fields(add, NUMBERS, max_new_tokens=1024, seed=0)
     help = "drop a conversation whose answer gets longer (default), or keep the answer up to there, without an end "
     add("--unfinished", choices=("drop", "keep"), help=help + "token to learn (default for texts)")
+    add_model(parser)("--batch", type=at_least(1), default=8, metavar="N", help="conversations decoded together")
+    add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=False)
     add = parser.add_argument_group("servers, instead of decoding here").add_argument
     help = "OpenAI-style servers of the target (vLLM, SGLang, longdraft serve); OPENAI_API_KEY sets their key"
     add("--endpoint", default=[], metavar="URL", help=help, **MANY)
     add("--model", help="the target's name, for servers that need one")
     add("--concurrency", type=at_least(1), default=64, metavar="N", help="requests in flight at a time (default: 64)")
-    add = parser.add_argument_group("decoding here (affects speed; in fp32, never the text)").add_argument
-    add("--batch", type=at_least(1), default=8, metavar="N", help="conversations decoded together (default: 8)")
-    add_drafters(add, several=False)
-    # `Drafting` reads these too. The answers are always our own decoder's, however the draft was trained.
-    parser.set_defaults(loader="longdraft", prefill_chunk=None)
     return parser
+
+
+def _token_range(text: str) -> tuple[int, int]:
+    """The least and the most tokens of N or N-M."""
+    least, _, most = text.partition("-")
+    return int(least), int(most or least)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,31 +86,27 @@ def _regenerate(args: argparse.Namespace) -> None:
     from longdraft.models.fingerprint import shape_hash, tokenizer_hash
     from longdraft.models.hf import load_tokenizer, read_target_config
 
-    given = {name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None}
-    sampling = SamplingParams(**given)
+    sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None})
+    settings = {name: getattr(sampling, name) for name in NUMBERS if name != "seed"}
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
     drafting = Drafting(args, template)
-    shape = read_target_config(drafting.source, drafting.max_positions)
-    tokenizer = load_tokenizer(drafting.source)
+    shape, tokenizer = read_target_config(drafting.source, drafting.max_positions), load_tokenizer(drafting.source)
     positions = min(args.max_length or shape.max_positions, shape.max_positions)
     client = EndpointClient(args.endpoint, _served(sampling, args.model), positions, args.concurrency)
-    settings = {name: getattr(sampling, name) for name in NUMBERS if name != "seed"}
-    made_by = "servers" if args.endpoint else args.dtype
+    made_by = "servers" if args.endpoint else f"{drafting.loader}, {args.dtype}"
     config = RegenerateConfig(
         sources=tuple(args.source),
         out=args.out,
         max_prompt=positions - 1,
         answering=settings | {"target": drafting.source, "config_sha256": shape_hash(shape), "made_by": made_by},
+        field=args.text_field if args.prompt_tokens else args.chat_field,
         seed=args.seed,
         keep_unfinished=(args.unfinished or ("keep" if args.prompt_tokens else "drop")) == "keep",
-        chat_field=args.chat_field,
-        text_field=args.text_field,
         beginning=args.prompt_tokens,
     )
 
     def start() -> Generate:
         if args.endpoint:
-            client.check(len(tokenizer(PROBE)["input_ids"]))
             return client
         return partial(_generate, drafting.open_engine(args.batch), tokenizer, sampling)
 
@@ -123,20 +114,12 @@ def _regenerate(args: argparse.Namespace) -> None:
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, lambda line: show(f"{line}\n"))
 
 
-def _token_range(text: str) -> tuple[int, int]:
-    """The least and the most tokens of N or N-M."""
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r}; give a number of tokens, or two like 64-256")
-    return int(found[1]), int(found[2] or found[1])
-
-
-def _served(sampling: SamplingParams, model: str | None) -> dict[str, object]:
-    """The settings as servers take them. Only some servers know the last ones, so they are sent only if they are on."""
+def _served(sampling: SamplingParams, model: str | None) -> dict[str, Any]:
+    """The settings as servers take them. Only some servers know the optional ones, so they are sent only if they are
+    on. Special tokens in an answer must be visible, so that it can be dropped."""
     on = {name: value for name in OPTIONAL if (value := getattr(sampling, name)) != getattr(SamplingParams, name)}
-    fields = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, **on}
-    # Special tokens in an answer must be visible, so that it can be left out.
-    return fields | {"skip_special_tokens": False} | ({"model": model} if model else {})
+    fields = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "skip_special_tokens": False}
+    return fields | on | ({"model": model} if model else {})
 
 
 def _generate(
@@ -150,7 +133,3 @@ def _generate(
             reader = TextReader(tokenizer, done.prompt, skip_special=False)
             reader.push(done.tokens[:-1] if ended else done.tokens)
             yield Completion(done.index, reader.finish(), ended)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

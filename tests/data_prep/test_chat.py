@@ -277,7 +277,7 @@ def test_a_greeting_is_context_that_is_not_learned(smollm2):
 def test_no_clock_and_no_template(smollm2, tiny_tokenizer):
     dated = "{{ strftime_now('%d %b %Y') }}" + CHATML
     assert text(smollm2, encode(smollm2, HELLO, dated).tokens).startswith("26 Jul 2024<|im_start|>user")
-    with pytest.raises(ValueError, match=r"has no chat template.*--chat-template FILE"):
+    with pytest.raises(ValueError, match="chat_template"):
         ChatEncoder(tiny_tokenizer)
     with pytest.raises(ValueError, match=r"chat template cannot be read.*Unexpected end of template"):
         ChatEncoder(smollm2, "{% for m in messages %}")
@@ -298,13 +298,6 @@ def test_tokenizers_that_begin_words_with_a_blank(sentencepiece, kind):
     assert answers(tokenizer, messages, LLAMA2) == {"c": [" A boat. </s>", " small </s>"]}
     spelled = encode(tokenizer, [("user", "a </s> b"), ("assistant", "<s>")], LLAMA2)
     assert [(spelled.tokens == token).sum() for token in (1, 2)] == [1, 1]
-
-
-def test_a_special_token_that_text_reaches_is_refused(sentencepiece):
-    tokenizer = sentencepiece("first", ["</s>", *WORDS], strips=False)
-    assert answers(tokenizer, HELLO, LLAMA2) == {"c": [" A boat, but large. </s>"]}
-    with pytest.raises(Unusable, match="special_token_in_text"):
-        answers(tokenizer, [("user", "a </s> b"), ("assistant", "A boat.")], LLAMA2)
 
 
 def odd_tokenizer() -> PreTrainedTokenizerFast:

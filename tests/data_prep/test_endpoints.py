@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from longdraft.data_prep import endpoints as module
-from longdraft.data_prep.endpoints import PROBE, EndpointClient
-from longdraft.data_prep.response_generation import Completion
+from longdraft.data_prep.endpoints import EndpointClient
+from longdraft.data_prep.regenerate import Completion
 from longdraft.launch.regenerate import main
 
 SAMPLING = {"max_tokens": 30, "temperature": 0.7}
@@ -19,13 +19,13 @@ SAMPLING = {"max_tokens": 30, "temperature": 0.7}
 
 class Server(ThreadingHTTPServer):
     """A model whose answer is a function of prompt and seed. failing: what happens to the n-th POST, by n; `always` to
-    all of them. counts: the tokens that it counts in a text."""
+    all of them."""
 
     daemon_threads = True
 
-    def __init__(self, failing=None, always=None, counts=None):
+    def __init__(self, failing=None, always=None):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.failing, self.always, self.counts = failing or {}, always, counts
+        self.failing, self.always = failing or {}, always
         self.asked, self.lock = [], threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -56,10 +56,6 @@ class Handler(BaseHTTPRequestHandler):
             self.server.asked.append((body, dict(self.headers)))
             how = self.server.failing.get(len(self.server.asked) - 1, self.server.always)
         prompt = body["prompt"]
-        if isinstance(prompt, str):
-            usage = {"prompt_tokens": self.server.counts}
-            self.reply(200, {"choices": [{"text": "", "finish_reason": "length"}], "usage": usage})
-            return
         answer = {"choices": [{"text": text_of(prompt, body.get("seed")), "finish_reason": "stop"}]}
         if how is None:
             self.reply(200, answer)
@@ -162,13 +158,6 @@ def test_errors(serve, monkeypatch):
             connect(url)
 
 
-def test_a_server_of_another_model_is_refused(serve):
-    connect(serve(counts=7), serve(counts=7)).check(7)
-    for counts in (8, None):
-        with pytest.raises(ValueError, match=f"--endpoint: .*counts {counts} tokens"):
-            connect(serve(counts=7), serve(counts=counts)).check(7)
-
-
 @pytest.mark.parametrize(("positions", "most"), [(1000, 30), (33, 30), (10, 7), (4, 1)])
 def test_no_more_is_asked_for_than_the_positions_hold(serve, positions, most):
     server = serve()
@@ -176,14 +165,14 @@ def test_no_more_is_asked_for_than_the_positions_hold(serve, positions, most):
     assert {body["max_tokens"] for body, _ in server.asked} == {most}
 
 
-def test_control_tokens_are_asked_for_and_make_an_answer_bad(serve, smollm2, tmp_path, capsys):
+def test_control_tokens_are_asked_for_and_make_an_answer_bad(serve, tmp_path, capsys):
     """If the server removed them, the rest would be a text that the target never wrote."""
     source = tmp_path / "chats.jsonl"
     source.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     choice = {"text": "analysis<|im_start|>final", "finish_reason": "stop"}
-    server = serve(always={"choices": [choice]}, counts=len(smollm2(PROBE)["input_ids"]))
+    server = serve(always={"choices": [choice]})
     given = ["--source", str(source), "--target", "smollm2-135m", "--endpoint", server.url, "--model", "m"]
     assert main([*given, "--out", str(tmp_path / "out")]) == 0
     assert "special_token_in_answer: 1" in capsys.readouterr().out
-    assert [body["skip_special_tokens"] for body, _ in server.asked] == [False] * 2
+    assert [body["skip_special_tokens"] for body, _ in server.asked] == [False]
     assert {body["model"] for body, _ in server.asked} == {"m"}

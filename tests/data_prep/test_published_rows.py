@@ -10,7 +10,7 @@ from longdraft.data_prep.documents import BAD_REASONS, BadDocument, Conversation
 from longdraft.data_prep.formats import ChatFormat
 from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.records import read_documents, scan
-from longdraft.data_prep.response_generation import open_answers
+from longdraft.data_prep.regenerate import open_answers
 from longdraft.data_prep.sources import list_files
 
 SYSTEM, USER, ANSWER = ("system", "Be brief."), ("user", "Why?"), ("assistant", "So.")

@@ -13,19 +13,24 @@ from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tokenize import encode_text, make_encoder, rust_tokenizer
 
 
+def encode(tokenizer, text, ends_documents=True):
+    """The token ids of a text, int32 [n]."""
+    (encoded,) = make_encoder(tokenizer, ends_documents).encode_document(Document("d", b"", text))
+    assert encoded.spans == ((0, len(encoded.tokens)),) and encoded.tokens.dtype == np.int32
+    return encoded.tokens
+
+
 def test_documents_end_with_eos_and_begin_as_the_tokenizer_says(tiny_tokenizer, bos_tokenizer):
-    plain = make_encoder(tiny_tokenizer, ends_documents=True).encode("a ship")
     text_ids = tiny_tokenizer("a ship", add_special_tokens=False)["input_ids"]
-    assert plain.dtype == np.int32
-    assert plain.tolist() == [*text_ids, tiny_tokenizer.eos_token_id]
-    assert make_encoder(tiny_tokenizer, ends_documents=False).encode("a ship").tolist() == text_ids
-    encoder = make_encoder(bos_tokenizer, ends_documents=True)
-    assert encoder.encode("a ship").tolist() == [bos_tokenizer.bos_token_id, *text_ids, bos_tokenizer.eos_token_id]
+    assert encode(tiny_tokenizer, "a ship").tolist() == [*text_ids, tiny_tokenizer.eos_token_id]
+    assert encode(tiny_tokenizer, "a ship", ends_documents=False).tolist() == text_ids
+    whole = [bos_tokenizer.bos_token_id, *text_ids, bos_tokenizer.eos_token_id]
+    assert encode(bos_tokenizer, "a ship").tolist() == whole
 
 
 def test_spelled_out_special_tokens_are_text(tiny_tokenizer):
     text = "ends <|end|> here, starts <|start|>"
-    ids = make_encoder(tiny_tokenizer, ends_documents=False).encode(text).tolist()
+    ids = encode(tiny_tokenizer, text, ends_documents=False).tolist()
     assert not {tiny_tokenizer.eos_token_id, tiny_tokenizer.bos_token_id} & set(ids)
     assert tiny_tokenizer.decode(ids) == text
     # The caller's tokenizer is unchanged.
@@ -37,8 +42,8 @@ def test_call_time_state_of_the_tokenizer_does_not_matter(tiny_tokenizer):
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer("x", truncation=True, max_length=4, padding="max_length")
     text = "a longer text than four tokens"
-    expected = make_encoder(tiny_tokenizer, ends_documents=True).encode(text)
-    assert (make_encoder(tokenizer, ends_documents=True).encode(text) == expected).all()
+    expected = encode(tiny_tokenizer, text)
+    assert (encode(tokenizer, text) == expected).all()
 
 
 def test_unusable_tokenizers_are_refused(tiny_tokenizer):
@@ -59,7 +64,7 @@ def test_smollm2_gives_the_standard_library_back(smollm2):
     for file in files:
         (document,) = read_documents(scan([file], 1 << 20)[1][0])
         assert isinstance(document, Document)
-        ids = encoder.encode(document.text).tolist()
+        ids = encoder.encode_document(document)[0].tokens
         decoded = smollm2.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert decoded.encode() == Path(file.path).read_bytes(), file.name
 
@@ -93,9 +98,8 @@ def test_the_parts_of_a_long_text_are_decoded_to_it(tiny_tokenizer, smollm2, sen
 
 
 def test_the_ends_of_a_long_text_are_marked_once(bos_tokenizer, monkeypatch):
-    encoder = make_encoder(bos_tokenizer, ends_documents=True)
-    whole = encoder.encode(PROSE * 9)
+    whole = encode(bos_tokenizer, PROSE * 9)
     monkeypatch.setattr(tokenize, "LONG", 200)
-    ids = encoder.encode(PROSE * 9).tolist()
+    ids = encode(bos_tokenizer, PROSE * 9).tolist()
     assert ids[0] == bos_tokenizer.bos_token_id and ids[-1] == bos_tokenizer.eos_token_id
     assert bos_tokenizer.decode(ids) == bos_tokenizer.decode(whole.tolist())

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from longdraft.data_prep import regenerate as data_prep
-from longdraft.data_prep.response_generation import answer_seed
+from longdraft.data_prep.regenerate import answer_seed
 from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -174,14 +174,7 @@ def test_batch_and_drafter_change_no_byte(arguments, answered, tmp_path, speed):
     assert files_of(tmp_path / "out") == files_of(answered)
 
 
-@pytest.fixture(scope="module")
-def asked(arguments):
-    """`arguments` without --dtype, which servers choose themselves."""
-    at = arguments.index("--dtype")
-    return [*arguments[:at], *arguments[at + 2 :]]
-
-
-def test_servers_of_the_target_give_the_same_answers(arguments, asked, answered, target, tmp_path):
+def test_servers_of_the_target_give_the_same_answers(arguments, answered, target, tmp_path):
     """Two `longdraft serve` with other drafters and slots replace the engine, also where positions run out."""
     servers = []
     for drafter, slots in (("prompt_lookup", 3), ("token_recycling", 2)):
@@ -192,11 +185,11 @@ def test_servers_of_the_target_give_the_same_answers(arguments, asked, answered,
         thread.start()
         servers.append((f"http://127.0.0.1:{listening.getsockname()[1]}", service.server, thread))
     out, urls = tmp_path / "out", [url for url, _, _ in servers]
-    given = [*asked, "--out", str(out), "--concurrency", "7", "--endpoint", *urls]
+    given = [*arguments, "--out", str(out), "--concurrency", "7", "--endpoint", *urls]
     assert main(given) == 0
     short, cut = tmp_path / "short", ["--max-length", "60", "--unfinished", "keep"]
     assert main([*arguments, *cut, "--out", str(short / "engine")]) == 0
-    assert main([*asked, *cut, "--out", str(short / "servers"), "--endpoint", *urls]) == 0
+    assert main([*arguments, *cut, "--out", str(short / "servers"), "--endpoint", *urls]) == 0
     assert any("unfinished" in record for record in records(short / "engine"))
     assert records(short / "servers") == records(short / "engine")
     for _, server, thread in servers:
@@ -232,6 +225,7 @@ def test_after_a_kill_in_the_middle_the_bytes_are_the_same(arguments, answered, 
         ("--dtype bf16 --max-length 401", "max_length"),
         ("--max-new-tokens 0", "max_new_tokens"),
         ("--chat-template absent", "--chat-template: "),
+        ("--endpoint http://127.0.0.1:b", "--endpoint: 'http://127.0.0.1:b'"),
     ],
 )
 def test_errors(arguments, tmp_path, capsys, given, named):
@@ -240,7 +234,7 @@ def test_errors(arguments, tmp_path, capsys, given, named):
 
 
 def test_a_folder_of_other_settings_and_prompts_that_are_too_long(arguments, answered, tmp_path, capsys):
-    for given, named in (("--temperature 0.7", "temperature is 0.8"), ("--dtype bf16", "made_by is fp32")):
+    for given, named in (("--temperature 0.7", "temperature is 0.8"), ("--dtype bf16", "made_by is longdraft, fp32")):
         assert main([*arguments, "--out", str(answered), *given.split()]) == 2
         assert named in capsys.readouterr().err
     assert main([*arguments, "--out", str(tmp_path / "out"), "--max-length", "4"]) == 0
