@@ -71,7 +71,7 @@ def test_each_docstring_is_taken_out_of_its_code():
     )
     assert ship[2] == f"{LONG}\nNot indented.\n    An indented line."
     head, body = 'async def float(self, *, é="\\n"):  # a comment', 'text = """\nat the left margin"""\nreturn text'
-    indented = '    text = """\n    at the left margin"""\n    return text'
+    indented = '    text = """\nat the left margin"""\n    return text'
     assert method[1:] in [
         (f"{head}\n{indented}", f"{LONG} (float)"),
         (f'{head}\n    r"""{LONG} (float)"""', f"```python\n{body}\n```"),

@@ -107,7 +107,6 @@ def test_rows_give_conversations_and_answers_back(config, chats, tiny_tokenizer,
     assert sum(split["documents"] for split in splits) == 90
     assert all((split["bad"], split["dropped"]) == ({}, {}) for split in splits)
     assert manifest["sources"] == {"chats.jsonl": {"chat_field": "messages", "weight": 1.0}}
-    assert manifest["documents_end_with_eos"] is False
     assert f"tokens of 90 documents, {supervised:,} of them supervised, " in capsys.readouterr().out
 
 
@@ -178,7 +177,7 @@ def test_what_does_not_go_with_conversations_is_refused(config, tiny_tokenizer, 
         "not_a_list": {"sources": same_way([str(tmp_path / "text.md")], chat_field="messages"), "out": tmp_path / "b"},
         r"none\.jinja": {"chat_template": tmp_path / "none.jinja"},
         "chat_template is for conversations": {"sources": as_text(config)},
-        "has no chat template": {"chat_template": None},
+        "chat_template is not set": {"chat_template": None},
     }
     for said, fields in cases.items():
         with pytest.raises(ValueError, match=said):
