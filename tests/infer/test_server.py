@@ -75,15 +75,6 @@ def post(service, path="chat/completions", headers=None, **body):
     return httpx.post(f"{service.url}/v1/{path}", json=body, headers=given, timeout=60)
 
 
-def test_a_chat_is_what_the_engine_gives_with_its_seed(client, target):
-    want = alone(target, CHAT, temperature=0.8, seed=7, max_new_tokens=20)
-    found = client.chat.completions.create(model="tiny", messages=CHAT, temperature=0.8, seed=7, max_tokens=20)
-    assert found.object == "chat.completion" and found.model == "tiny"
-    (choice,) = found.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", want.text, "length")
-    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(want.prompt), 20)
-
-
 def test_the_next_turn_of_a_chat_takes_over_what_the_last_one_read(client, target):
     messages = [{"role": "user", "content": TEXT * 2}]
     first = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=8)
@@ -96,14 +87,15 @@ def test_the_next_turn_of_a_chat_takes_over_what_the_last_one_read(client, targe
     assert told == (first.usage.prompt_tokens - 1) // 16 * 16 > 0 and second.usage.prompt_tokens == len(want.prompt)
 
 
-def test_a_streamed_chat_is_the_whole_one(client, target):
+def test_a_chat_is_what_the_engine_gives_with_its_seed_whole_and_streamed(client, target):
     want = alone(target, CHAT, temperature=0.8, seed=8, max_new_tokens=40)
-    stream = client.chat.completions.create(
-        model="tiny", messages=CHAT, temperature=0.8, seed=8, max_completion_tokens=40, stream=True,
-        stream_options={"include_usage": True},
-    )  # fmt: skip
-    *chunks, last = list(stream)
-    assert chunks[0].choices[0].delta.role == "assistant"
+    asked = dict(model="tiny", messages=CHAT, temperature=0.8, seed=8, max_completion_tokens=40)
+    found = client.chat.completions.create(**asked)
+    (choice,), usage = found.choices, found.usage
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", want.text, "length")
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(want.prompt), 40)
+    *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == want.text
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert last.choices == [] and last.usage.total_tokens == len(want.prompt) + 40
@@ -200,20 +192,13 @@ def test_models_health_and_the_page(client, service):
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}),
         ("messages", {"messages": [{"content": "x"}]}),
         ("messages", {"messages": [{"role": "user", "content": "x " * 300}]}),
-        ("max_tokens", {"max_tokens": 0}),
         ("max_tokens", {"max_tokens": 2000}),
         ("max_tokens", {"max_tokens": "4"}),
-        ("max_tokens", {"prompt": "the", "max_tokens": 300}),
         ("max_tokens", {"prompt": "x " * 95}),
         ("max_tokens", {"max_tokens": None, "max_completion_tokens": 999}),
         ("temperature", {"temperature": -1}),
-        ("top_p", {"top_p": 0}),
-        ("n", {"n": 1000}),
         ("n", {"prompt": ["the"] * 50, "n": 3}),
-        ("seed", {"seed": 2**70}),
         ("stop", {"stop": [""]}),
-        ("stop", {"stop": 5}),
-        ("logprobs", {"logprobs": 3}),
         ("logprobs", {"prompt": "the", "logprobs": True}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
         ("echo", {"prompt": "the", "echo": True}),
@@ -221,12 +206,9 @@ def test_models_health_and_the_page(client, service):
         ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "x"}}),
         ("min_tokens", {"min_tokens": -1}),
         ("logit_bias", {"logit_bias": {"9" * 5000: -100}}),
-        ("logit_bias", {"logit_bias": {"999": 5}}),
         ("stop_token_ids", {"stop_token_ids": [999]}),
         ("prompt", {"prompt": [1, "a"]}),
-        ("prompt", {"prompt": []}),
         ("prompt", {"prompt": ["the", ""]}),
-        ("prompt", {"prompt": ["the", "x " * 300]}),
         *((next(iter(body)), body) for body in (  # not served
             {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}},
             {"modalities": ["text", "audio"]}, {"guided_choice": ["a", "b"]},
@@ -280,7 +262,6 @@ ASKED = {
     "openai, its own answers in the history": (
         {"messages": [CHAT[0], GIVEN_BACK, CHAT[0]], "max_tokens": 9}, {"messages": TURNS, "max_tokens": 9}
     ),
-    "nobody's": ({"prompt": TEXT, "max_tokens": 9, "foo": {"bar": 1}}, {"prompt": TEXT, "max_tokens": 9}),
     "guidellm, chat": (
         {
             "messages": PARTS, "max_completion_tokens": 9, "stream": True, "stop": None, "ignore_eos": True,
@@ -288,15 +269,8 @@ ASKED = {
         },
         {"messages": CHAT, "max_tokens": 9, "ignore_eos": True},
     ),
-    "aiperf, chat": (
-        {
-            "messages": [CHAT[0] | {"name": "someone"}], "max_completion_tokens": 9, "min_tokens": 9, "stream": True,
-            "stream_options": {"include_usage": True}, "ignore_eos": True,
-        },
-        {"messages": CHAT, "max_tokens": 9, "ignore_eos": True},
-    ),
     "lm-eval, generation from text": (
-        {"prompt": [TEXT], "max_tokens": 9, "temperature": 0, "stop": ["\n\n", END, "Question:"], "seed": 1234},
+        {"prompt": [TEXT], "max_tokens": 9, "temperature": 0, "stop": ["\n\n", END, "Question:"], "foo": {"bar": 1}},
         {"prompt": TEXT, "max_tokens": 9},
     ),
 }  # fmt: skip
@@ -319,19 +293,14 @@ def test_a_clients_body_is_answered_like_the_simple_one(service, asked, simply):
 
 
 @pytest.mark.parametrize(
-    ("path", "words", "limit", "stream", "status"),
-    [
-        ("chat/completions", 300, 4, False, 400),
-        ("chat/completions", 20, 9999, True, 400),
-        ("completions", 300, None, True, 400),
-        ("completions", 2_500_000, 4, False, 413),
-    ],
+    ("path", "words", "limit"),
+    [("chat/completions", 300, 4), ("chat/completions", 20, 9999), ("completions", 300, None)],
 )
-def test_a_prompt_that_is_too_long_is_known_by_its_code(service, path, words, limit, stream, status):
+def test_a_prompt_that_is_too_long_is_known_by_its_code(service, path, words, limit):
     text = "x " * words
     body = {"messages": [{"role": "user", "content": text}]} if path.startswith("chat") else {"prompt": text}
-    answer = post(service, path, **body | {"max_tokens": limit, "stream": stream})
-    assert answer.status_code == status and answer.json()["error"]["code"] == "context_length_exceeded"
+    answer = post(service, path, **body | {"max_tokens": limit, "stream": True})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_log_probabilities_of_a_chat_are_the_engines_whole_and_streamed(client, target):
@@ -364,14 +333,6 @@ def test_biases_and_the_least_number_of_tokens_are_the_engines(client, target):
     want = alone(target, TEXT, max_new_tokens=20, min_new_tokens=12, **asked)
     assert found.choices[0].text == want.text and found.usage.completion_tokens == len(want.tokens) >= 12
     assert not {*want.tokens[:11]} & {*stops}
-    asked = dict(model="tiny", prompt=TEXT, temperature=0, max_tokens=20, logit_bias={str(plain.tokens[0]): -30})
-    want = alone(target, TEXT, max_new_tokens=20, logit_bias={plain.tokens[0]: -30})
-    assert client.completions.create(**asked).choices[0].text == want.text != plain.text
-    stop = plain.text[4:6]  # it comes too early to stop at, and the stream goes on
-    asked = dict(model="tiny", prompt=TEXT, temperature=0, max_tokens=20, stop=stop, extra_body={"min_tokens": 12})
-    whole = client.completions.create(**asked).choices[0].text
-    chunks = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
-    assert "".join(chunks) == whole and whole.startswith(plain.text[:6]) and sum(map(bool, chunks)) > 4
 
 
 def test_log_probabilities_of_a_completion_are_the_engines(client, target):
@@ -385,20 +346,14 @@ def test_log_probabilities_of_a_completion_are_the_engines(client, target):
         assert top[token] == logprob and max(top.values()) == pytest.approx(one.top[0][1], abs=1e-4)
 
 
-def test_a_chats_template_gets_its_variables(client, target, monkeypatch):
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ style }}"
-    monkeypatch.setattr(target.tokenizer, "chat_template", template)
-    found = client.chat.completions.create(
-        model="tiny", messages=CHAT, max_tokens=4, temperature=0,
-        extra_body={"chat_template_kwargs": {"style": " the dog"}},
-    )  # fmt: skip
-    want = target.tokenizer(CHAT[0]["content"] + " the dog").input_ids
-    assert found.usage.prompt_tokens == len(want)
+def test_a_chats_template_gets_its_variables(target, service, monkeypatch):
+    monkeypatch.setattr(target.tokenizer, "chat_template", "{{ messages[0].content }}{{ style }}")
+    found = post(service, chat_template_kwargs={"style": " the dog"}).json()
+    assert found["usage"]["prompt_tokens"] == len(target.tokenizer(CHAT[0]["content"] + " the dog").input_ids)
 
 
 def test_a_chat_template_that_fails_is_the_messages_fault(target, service, monkeypatch):
-    """A template that reads a tool's arguments as an object gets it from OpenAI's JSON text; any other text is refused.
-    A template that reads the text gets the text."""
+    """One that reads a tool's arguments as an object gets it from OpenAI's JSON text; any other text is refused."""
     template = (
         "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
         "{% for k, v in c.function.arguments | items %}{{ k }} is {{ v }} {% endfor %}{% endfor %}{% endfor %}"
@@ -411,12 +366,6 @@ def test_a_chat_template_that_fails_is_the_messages_fault(target, service, monke
     calls[0]["function"]["arguments"] = "no object"
     refused = post(service, messages=[*CHAT, said])
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
-    assert "chat template refuses these messages" in refused.json()["error"]["message"]
-    template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments + '!' }}{% endfor %}"
-    monkeypatch.setattr(target.tokenizer, "chat_template", template)
-    calls[0]["function"]["arguments"] = '{"a": 1}'
-    answer = post(service, messages=[said]).json()
-    assert answer["usage"]["prompt_tokens"] == len(target.tokenizer('{"a": 1}!').input_ids)
 
 
 def test_a_full_queue_says_when_to_come_again(target, monkeypatch):

@@ -22,18 +22,8 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.transformers_api import forget, generate
 from longdraft.models.hf import load_tokenizer, load_transformers
 
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=None, pad_token_id=0)
 PROMPTS = [[5, 9, 27, 7, 11, 30, 2, 9], [33], [8, 8, 21, 14, 6]]
 
 
@@ -208,33 +198,21 @@ def test_every_field_is_done_or_refused():
 WRONG = [
     ("max_length", {"max_length": 8}),
     ("max_new_tokens", {"max_new_tokens": 57}),
-    ("max_new_tokens", {"max_new_tokens": 0}),
-    ("max_new_tokens", {"max_new_tokens": "5"}),
     ("do_sample", {"do_sample": "yes"}),
-    ("temperature", {"do_sample": True, "temperature": "warm"}),
-    ("top_p", {"do_sample": True, "top_p": 1.5}),
-    ("top_k", {"do_sample": True, "top_k": -1}),
     ("typical_p", {"do_sample": True, "typical_p": 0.5}),
     ("seed", {"do_sample": True, "seed": "one"}),
-    ("repetition_penalty", {"repetition_penalty": 0.0}),
     ("banned", {"suppress_tokens": list(range(97))}),
-    ("suppress_tokens", {"suppress_tokens": "5"}),
     ("eos_token_id", {"eos_token_id": "x"}),
     ("tokenizer", {"stop_strings": ["a"]}),
     ("eagle", {"drafter": "eagle"}),
-    ("options", {"options": 5}),
-    ("generation_config", {"generation_config": {"top_k": 1}}),
     ("attention_mask", {"attention_mask": torch.ones(1, 7)}),
     ("attention_mask", {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])}),
     ("attention_mask", {"attention_mask": torch.zeros(1, 8)}),
-    ("attention_mask", {"attention_mask": [[1] * 8]}),
     ("attention_mask", {"pad_token_id": 30}),
     ("input_ids", {"input_ids": torch.rand(1, 4)}),
-    ("input_ids", {"input_ids": torch.tensor([4, 5])}),
     ("input_ids", {"input_ids": torch.zeros(1, 0, dtype=torch.int64)}),
     ("must lie in 0", {"input_ids": torch.tensor([[4, 97]])}),
     ("input_ids", {"input_ids": None}),
-    ("input_ids", {"input_ids": [[4, 5]]}),
 ]
 
 
