@@ -209,7 +209,7 @@ def convert() -> ArgumentParser:
     add = parser.add_argument
     add("source", help="the draft's file of weights, its folder as it was published, or its hub name")
     add("--out", required=True, help="draft folder to write")
-    add("--target", help="the model that it drafts for (default: as the authors pair them)")
+    add("--target", help="the model that it drafts for (default, for TokenSwift's merged checkpoint: the checkpoint)")
     return parser
 
 

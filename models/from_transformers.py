@@ -31,10 +31,9 @@ def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
     config, name = decoder_config(model.config), model.name_or_path or type(model).__name__
     with torch.device("meta"):
         decoder = Decoder(config)
-    weights = _weights(model)
     # On the meta device nothing is copied: this checks names and shapes.
-    fill(decoder, weights.items(), name, loaded=True)
-    _share(decoder, weights, name)
+    fill(decoder, model.state_dict().items(), name, loaded=True)
+    _share(decoder, {canonical(key): tensor for key, tensor in model.state_dict().items()}, name)
     generation = getattr(model, "generation_config", None)
     ends = end_tokens(model.config, getattr(generation, "eos_token_id", None), tokenizer)
     target = Target(decoder.eval(), tokenizer, name, model.config, fingerprint(config, tokenizer), ends)
@@ -42,23 +41,17 @@ def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
     return target
 
 
-def _weights(model: Any) -> dict[str, Tensor]:
-    return {canonical(name): tensor for name, tensor in model.state_dict().items()}
-
-
 def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
     """Put the model's tensors into a meta decoder where they are whole parameters of it; allocate the others, unset."""
-    table = places(decoder.config, loaded=True)
-    embedding = weights["model.embed_tokens.weight"]
-    dtype, device = embedding.dtype, embedding.device
-    if any((weights[key].dtype, weights[key].device) != (dtype, device) for key in table):
+    table, embedding = places(decoder.config, loaded=True), weights["model.embed_tokens.weight"]
+    if any((weights[key].dtype, weights[key].device) != (embedding.dtype, embedding.device) for key in table):
         raise ValueError(f"{name}: its weights have several dtypes or devices; bring them to one by model.to(...)")
     if decoder.config.tie_embeddings and weights.get("lm_head.weight", embedding).data_ptr() != embedding.data_ptr():
         raise ValueError(f"{name}: tie_word_embeddings is True, but lm_head.weight is not the embedding; set it False")
     whole = {place.parameter: weights[key] for key, place in table.items() if place.is_whole}
     shared = {key: tensor for key, tensor in whole.items() if tensor.is_contiguous()}
     copied = {key: parameter.shape for key, parameter in decoder.named_parameters() if key not in shared}
-    unset = {key: torch.empty(shape, dtype=dtype, device=device) for key, shape in copied.items()}
+    unset = {key: torch.empty(shape, dtype=embedding.dtype, device=embedding.device) for key, shape in copied.items()}
     decoder.load_state_dict(shared | unset, strict=False, assign=True)  # not strict: a tied head is not among them
     decoder.requires_grad_(False)
     decoder.tie()
@@ -68,18 +61,9 @@ def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
 def refresh(target: Target, model: Any) -> None:
     """Bring a target that `target_from_transformers` made of `model` up to date, however the model's weights changed.
 
-    Weights that are not shared are compared and, where they differ, copied. That reads them twice, about the cost of
-    two decoding steps. The model must still have the same dtype, device and configuration.
+    All weights are copied, about the cost of two decoding steps; those that the model has replaced are no longer
+    shared. The model must still have the same dtype, device and configuration.
     """
-    weights, ours = _weights(model), dict(target.model.named_parameters())
-    for name, place in places(target.model.config, loaded=True).items():
-        theirs, parameter = weights[name], ours[place.parameter]
-        rows = place.rows(parameter)
-        if rows.data_ptr() == theirs.data_ptr():
-            continue
-        if place.is_whole and theirs.is_contiguous():
-            parameter.data = theirs.detach()
-        elif not torch.equal(rows, value := place.value(theirs).to(rows.dtype)):
-            rows.copy_(value)
+    fill(target.model, model.state_dict().items(), target.name, loaded=True)
     target.model.refreshed += 1
     target.model.recheck_weights()

@@ -116,18 +116,6 @@ def load_through_transformers(
 LOADERS: dict[str, Callable[..., Target]] = {"longdraft": load_target, "transformers": load_through_transformers}
 
 
-def describe_target(path: str | Path) -> Target:
-    """A target without its weights, which are not downloaded either: its decoder is on the meta device.
-
-    path: as for `load_target`, as are the errors.
-    """
-    name, location = _locate(path, weights=False)
-    hf_config, _ = _open(location)
-    with torch.device("meta"):
-        decoder = Decoder(decoder_config(hf_config)).requires_grad_(False).eval()
-    return _target(decoder, name, location, hf_config)
-
-
 def read_target_config(path: str | Path, max_positions: int | None = None) -> DecoderConfig:
     """The shape of a target, given as for `load_target`. Downloads no weights, except a .gguf file as a whole."""
     return decoder_config(_open(_locate(path, weights=False)[1])[0], max_positions)

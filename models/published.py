@@ -13,23 +13,15 @@ import torch
 from torch import Tensor
 
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.draft_folder import CONFIG, Draft, DraftInfo, check_out, read_config, save_draft, target_entry
+from longdraft.models.draft_folder import CONFIG, Draft, DraftInfo, TargetEntry, check_out, read_config, save_draft
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.files import damage_named
-from longdraft.models.hf import METADATA, describe_target, lasting_name
+from longdraft.models.fingerprint import fingerprint
+from longdraft.models.hf import METADATA, lasting_name, load_tokenizer, read_target_config
 from longdraft.models.hf_weights import TOKENSWIFT_HEADS, file_tensors, folder_tensors
 from longdraft.models.hub import hub_folder
 
-# LongSpec's repositories and their targets, as the authors' program pairs them.
-LONGSPEC_TARGETS = {
-    "sail/longspec-vicuna-7b-v1.5-16k": "lmsys/vicuna-7b-v1.5-16k",
-    "sail/longspec-vicuna-13b-v1.5-16k": "lmsys/vicuna-13b-v1.5-16k",
-    "sail/longspec-longchat-7b-v1.5-32k": "lmsys/longchat-7b-v1.5-32k",
-    "sail/longspec-longchat-13b-16k": "lmsys/longchat-13b-16k",
-    "sail/longspec-Llama-3-8B-Instruct-262k": "gradientai/Llama-3-8B-Instruct-262k",
-    "sail/longspec-QwQ-32B-Preview": "Qwen/QwQ-32B-Preview",
-}
 # How the drafts were trained and are used, from the papers (LongSpec: Appendix E; TokenSwift: Tables 7 and 9).
 LONGSPEC_TREE, LONGSPEC_NOISE, LONGSPEC_LENGTH = [4, 16, 16, 16, 16], 4, 32768
 TOKENSWIFT_RANKS, TOKENSWIFT_LENGTH = 3, 8192
@@ -68,8 +60,8 @@ def convert(source: str | Path, out: str | Path, target: str | None = None) -> t
 
     Args:
         source: a file of weights or a folder, as it was published, or a hub name.
-        target: the model that the draft is for. None: as the authors pair them; for TokenSwift's merged checkpoint,
-            the checkpoint itself, which has its target's weights.
+        target: the model that the draft is for. None for TokenSwift's merged checkpoint: the checkpoint itself, which
+            has its target's weights.
 
     Returns: the draft and what its folder says of it.
     Raises: ValueError if the source cannot be had, is no published draft or is for another target, or if `out` cannot
@@ -81,12 +73,11 @@ def convert(source: str | Path, out: str | Path, target: str | None = None) -> t
         name, weights = str(source), [["*.safetensors"], ["*.bin", "*.pth"]]
         place = hub_folder(name, METADATA, weights, refusal=f"source: {name} is no file and no folder")
     n_heads = read_config(place).get("medusa_heads") if (place / CONFIG).is_file() else None
-    path = target or (LONGSPEC_TARGETS.get(name or "") if n_heads is None else name or str(place))
+    path = target or (None if n_heads is None else name or str(place))
     if path is None:
-        pairs = "; ".join(f"{draft} with {own}" for draft, own in LONGSPEC_TARGETS.items())
-        raise ValueError(f"target: {place} does not say which model it is for; name that (the authors pair {pairs})")
-    known = describe_target(path)
-    shape = known.model.config
+        raise ValueError(f"target: {place} does not say which model it is for; name that")
+    shape = read_target_config(path)
+    hashes = fingerprint(shape, load_tokenizer(path))
     if n_heads is None:
         config = LongSpecConfig.for_target(shape, noise=LONGSPEC_NOISE)
         draft: Draft = published_block(published_tensors(place), config, str(place))
@@ -96,7 +87,12 @@ def convert(source: str | Path, out: str | Path, target: str | None = None) -> t
         tree, length, noise = [TOKENSWIFT_RANKS] * n_heads, TOKENSWIFT_LENGTH, None
     versions = {package: version(package) for package in ("longdraft", "torch")}
     train_config = {"converted_from": name or place.name, "target": {"path": lasting_name(path)}}
-    info = DraftInfo(target_entry(known), length, {"levels": tree}, versions, train_config, noise)
+    known = TargetEntry(
+        name=Path(path).name if Path(path).exists() else path,
+        config_sha256=hashes["config"],
+        tokenizer_sha256=hashes["tokenizer"],
+    )
+    info = DraftInfo(known, length, {"levels": tree}, versions, train_config, noise)
     save_draft(out, draft, info)
     return draft, info
 

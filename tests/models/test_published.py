@@ -11,9 +11,9 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import convert as command
 from longdraft.launch import generate
-from longdraft.models import hub, published
+from longdraft.models import hub
 from longdraft.models.draft_folder import load_draft, read_info
-from longdraft.models.hf import describe_target, load_target
+from longdraft.models.hf import load_target
 from longdraft.models.published import convert
 from longdraft.train.config_file import load_stages
 from longdraft.train.methods.build import open_method
@@ -69,7 +69,7 @@ def test_longspec_in_every_form(tmp_path, folder, target, block, form, authors):
 def test_of_the_target_of_a_block_no_weight_is_read(tmp_path, folder, block):
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     convert(block[0], tmp_path / "out", str(bare))
-    assert read_info(tmp_path / "out").target["config_sha256"] == describe_target(folder).fingerprint["config"]
+    assert read_info(tmp_path / "out").target["config_sha256"] == load_target(folder).fingerprint["config"]
 
 
 @pytest.mark.parametrize("base", [False, True])
@@ -124,12 +124,10 @@ def test_training_begins_with_a_converted_draft(tmp_path, target, block, merged,
     assert same_weights(opened.draft, draft)
 
 
-def test_by_the_hub_s_name(tmp_path, folder, block, merged, monkeypatch, capsys):
-    """The authors' names give the target; of a block's target no weights are fetched."""
-    repository = "sail/longspec-vicuna-7b-v1.5-16k"
-    base = published.LONGSPEC_TARGETS[repository]
-    places = {repository: block[0], base: folder, "TokenSwift/TokenSwift-Llama-3.1-8B": merged[0]}
-    asked = {}
+def test_by_the_hub_s_name(tmp_path, folder, block, merged, monkeypatch):
+    """Of a block's target no weights are fetched."""
+    base, heads = "lmsys/vicuna-7b-v1.5-16k", "TokenSwift/TokenSwift-Llama-3.1-8B"
+    places, asked = {"sail/block": block[0], base: folder, heads: merged[0]}, {}
 
     def snapshot(name, allow_patterns, **options):
         asked[name] = allow_patterns
@@ -138,12 +136,12 @@ def test_by_the_hub_s_name(tmp_path, folder, block, merged, monkeypatch, capsys)
         return str(places[name])
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot)
-    names = [repository, "TokenSwift/TokenSwift-Llama-3.1-8B", "nobody/nothing"]
-    assert [command.main([name, "--out", str(tmp_path / str(i))]) for i, name in enumerate(names)] == [0, 0, 2]
-    assert "source: nobody/nothing is no file and no folder, and could not be had" in capsys.readouterr().err
-    assert "*.safetensors" in asked[repository] and "*.safetensors" not in asked[base]
-    paths = [read_info(tmp_path / str(i)).train_config["target"]["path"] for i in range(2)]
-    assert paths == ["lmsys/vicuna-7b-v1.5-16k", "TokenSwift/TokenSwift-Llama-3.1-8B"]
+    for name, target in (("sail/block", base), (heads, None)):
+        _, info = convert(name, tmp_path / name, target)
+        assert info.train_config["target"]["path"] == info.target["name"] == (target or heads)
+    assert "*.safetensors" in asked["sail/block"] and "*.safetensors" not in asked[base]
+    with pytest.raises(ValueError, match="source: nobody/nothing"):
+        convert("nobody/nothing", tmp_path / "none")
 
 
 def test_what_does_not_fit_is_named_and_nothing_is_left(tmp_path, folder, block, merged, shared, capsys):

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from longdraft.models.hf import describe_target, load_target, read_target_config
+from longdraft.models.hf import load_target, read_target_config
 from longdraft.models.passes import Pass
 
 SIZES = dict(
@@ -290,6 +290,6 @@ def test_a_bias_that_has_no_place_is_named(tmp_path):
 )
 def test_other_forms_are_refused_before_anything_is_read(tmp_path, field, quantization):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA.to_dict() | {"quantization_config": quantization}))
-    for read in (load_target, read_target_config, describe_target):
+    for read in (load_target, read_target_config):
         with pytest.raises(ValueError, match=f"quantization_config: {field} "):
             read(tmp_path)

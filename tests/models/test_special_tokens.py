@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from longdraft.models.from_transformers import target_from_transformers
-from longdraft.models.hf import describe_target, load_target, load_through_transformers
+from longdraft.models.hf import load_target, load_through_transformers
 from longdraft.models.special_tokens import chat_end, end_tokens, special_tokens
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "chat_templates"
@@ -111,7 +111,7 @@ def test_every_way_to_a_target_finds_them(sizes, tmp_path):
     tokenizer_of(eos="<|im_end|>").save_pretrained(tmp_path)
     before = load_target(tmp_path).fingerprint
     tokenizer_of(GEMMA, eos="<|im_end|>").save_pretrained(tmp_path)
-    targets = [load(tmp_path) for load in (load_target, describe_target, load_through_transformers)]
+    targets = [load(tmp_path) for load in (load_target, load_through_transformers)]
     targets.append(target_from_transformers(model, targets[0].tokenizer))
     for target in targets:
         assert target.eos_token_ids == (0, 3, 4, 6)
