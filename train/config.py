@@ -19,8 +19,6 @@ from longdraft.models.files import from_home
 from longdraft.models.schema import Bool, Float, Int, Schema, Str, validate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# The first tokens of a piece that keep their positions, in LongSpec's paper.
-SINKS = 4
 MAX_NUMBER = 2**31 - 1
 # Fields of former versions, which the configs of their runs and drafts still have.
 REMOVED = ("decoding.share", "log.wandb_project")
@@ -123,7 +121,7 @@ class DataSection(Schema):
     seq_len: Count
     positions: Literal["plain", "anchor_offset"] = "plain"
     max_position: Count | None = None
-    sinks: Natural = SINKS
+    sinks: Natural = 4
     query_share: Share = 1.0
     max_dropped_share: Annotated[Float, Field(ge=0, le=1)] = 0.5
 
@@ -131,10 +129,7 @@ class DataSection(Schema):
         """Raises ValueError where rows or moved positions go beyond the target's `limit`."""
         for name, value in (("seq_len", self.seq_len), ("max_position", self.max_position or 0)):
             if value > limit:
-                raise ValueError(
-                    f"data.{name}: {value}, but {target} has {limit} positions; stay within them, or set "
-                    "target.max_positions where its config.json says less than it was trained for"
-                )
+                raise ValueError(f"data.{name}: {value}; stay within the {limit} positions of {target}")
 
 
 class TrainSection(Schema):
@@ -201,10 +196,7 @@ class TrainSection(Schema):
         Raises ValueError where the ranks do not divide into groups that share a row.
         """
         if world_size % self.sequence_parallel:
-            raise ValueError(
-                f"train.sequence_parallel: {self.sequence_parallel} does not divide {world_size} ranks; set it to a "
-                "divisor, or start another number of ranks"
-            )
+            raise ValueError(f"train.sequence_parallel: {self.sequence_parallel}; give a divisor of {world_size} ranks")
         return -(-self.global_batch // (self.micro_batch * (world_size // self.sequence_parallel)))
 
 
@@ -318,7 +310,6 @@ def _rules(config: Config) -> list[tuple[str, bool, str]]:
         ("train.level_weights", weights_fit, f"give a number for each of draft.noise = {n_levels}, the first above 0"),
         ("data.seq_len", data.seq_len > n_heads + 1, f"no label is left for draft.n_heads = {n_heads}"),
         ("data.max_position", max_position_fits, "data.positions=anchor_offset takes one from data.seq_len on"),
-        ("data.sinks", moves or data.sinks == SINKS, "it has no effect on plain positions"),
         ("decoding.contexts", bool(decoding.contexts) or not decoding.every, "give lengths, as [512, 2048]"),
     ]
 

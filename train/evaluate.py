@@ -66,10 +66,8 @@ class Evaluator:
         self.config, self.target, self.ranks, self.last_step = config, target, ranks, 0
         section, limit = config.decoding, target.model.config.max_positions
         if max(section.contexts) + section.new_tokens > limit:
-            raise ValueError(
-                f"decoding.contexts: {max(section.contexts)}, with decoding.new_tokens = {section.new_tokens} beyond "
-                f"the target's {limit} positions; give lengths of at most {limit - section.new_tokens}"
-            )
+            most = limit - section.new_tokens
+            raise ValueError(f"decoding.contexts: {max(section.contexts)}; the target has positions for at most {most}")
         documents, self.tasks = beginnings(rows), []
         for context in section.contexts:
             prompts = held_out_prompts(rows, documents, context, section.prompts)
@@ -99,15 +97,13 @@ class Evaluator:
         if record is None:
             return None
         score, best = record["decode_tokens_per_step"], ranks.from_first(lambda: checkpoint.best(run_dir))
-        best_step = best[1]["step"] if best else step
         if best is None or score > best[1]["score"]:
             target_weights = self.target.fingerprint.get("weights")
             extra = {"heldout": heldout, "decoding": record, "target_weights": target_weights}
             state = {"step": step, "score": score, "config": to_dict(config), "extra": extra}
             checkpoint.save_best(ranks, run_dir, weights, state)
-            best_step = step
         self.last_step = step
-        return record | {"decode_best_step": best_step, "decode_s": time.monotonic() - begin}
+        return record | {"decode_s": time.monotonic() - begin}
 
 
 def open_drafter(method: str, target: Target, draft: Draft) -> Drafter:

@@ -151,12 +151,10 @@ def test_what_is_left_of_a_run_without_checkpoints_goes_with_a_word(run, go_on):
     checkpoints = checkpoint.checkpoint_folder(run)
     shutil.copytree(folder(run, 20), checkpoint.best_folder(run) / "step_000020")
     shutil.rmtree(checkpoints)
-    n_records = len(read_metrics(run))
-    status, said = go_on(
-        run, "decoding.every=100", "decoding.contexts=[8]", "train.steps=2", "optimizer.warmup_steps=1"
-    )
+    decoding = ["decoding.every=100", "decoding.contexts=[3]", "decoding.prompts=2"]
+    status, said = go_on(run, *decoding, "train.steps=2", "optimizer.warmup_steps=1")
     assert status == 0, said
-    assert f"{run}/metrics.jsonl: {n_records} records removed, no checkpoint of theirs is there" in said
+    assert max(record["step"] for record in read_metrics(run)) == 2
     assert f"{run}/best is removed, no checkpoint of its run is there" in said
 
 

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any, get_args
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -13,11 +12,9 @@ from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.drafts.medusa import MedusaConfig
 from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
-from longdraft.train.batches import rank_rows, step_rows
 from longdraft.train.checkpoint import check_continues, is_same_start, saved_config
 from longdraft.train.config import (
     DRAFT_SECTIONS,
-    Config,
     LongSpecSection,
     MedusaSection,
     TokenSwiftSection,
@@ -46,24 +43,6 @@ def test_every_file_loads_and_makes_a_valid_deepspeed_dict(path):
         assert derived.zero_optimization_stage == config.train.zero_stage
         assert derived.bfloat16_config.enabled == (config.train.precision == "bf16")
         assert derived.gradient_clipping == config.optimizer.clip
-
-
-@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
-def test_every_file_starts_on_any_number_of_gpus(path):
-    """The same passes of the same rows, each made once, and no rank makes over one more than another."""
-    for config in {stage.config.train: stage.config for stage in load_stages(path)}.values():
-        train, n_rows = config.train, 3 * config.train.global_batch + 1
-        rows = step_rows(train.seed, 2, n_rows, train.global_batch)
-        passes = [rows[start : start + train.micro_batch] for start in range(0, len(rows), train.micro_batch)]
-        for n_ranks in range(1, 9):
-            dealt = [rank_rows(rows, rank, n_ranks, train.micro_batch) for rank in range(n_ranks)]
-            turns = [part for turn in zip(*dealt, strict=True) for part in turn]
-            n_empty = len(turns) - len(passes)
-            assert turns == [*passes, *[[]] * n_empty] and n_empty < n_ranks
-            assert {len(own) for own in dealt} == {train.n_passes(n_ranks)}
-            derived = deepspeed_dict(config.train, config.optimizer.clip, n_ranks, n_weights=10)
-            full = derived["train_micro_batch_size_per_gpu"] * derived["gradient_accumulation_steps"] * n_ranks
-            assert derived["train_batch_size"] == full  # the only value that DeepSpeed accepts
 
 
 @pytest.mark.parametrize("path", TOKENSWIFT, ids=lambda path: path.stem)
@@ -103,17 +82,13 @@ def test_deepspeed_dict_is_derived(config_file):
     assert large["zero_optimization"]["reduce_bucket_size"] == 500_000_000
     assert "offload_optimizer" not in derived["zero_optimization"]
     assert derived["bf16"] == {"enabled": True} and derived["gradient_clipping"] == 0.5
+    shared = load_config(config_file, ["train.sequence_parallel=4", "train.micro_batch=1"])
+    derived = deepspeed_dict(shared.train, shared.optimizer.clip, world_size=8, n_weights=1000)
+    # DeepSpeed's own arithmetic, which knows nothing of shared rows.
+    assert derived["train_batch_size"] == 8 * 4 == 1 * derived["gradient_accumulation_steps"] * 8
     config = load_config(config_file, ["train.offload_optimizer=true", "train.zero_stage=2"])
     derived = DeepSpeedConfig(deepspeed_dict(config.train, config.optimizer.clip, 1, 1000))
     assert derived.zero_config.offload_optimizer.device == "cpu"
-
-
-def test_ranks_that_share_a_row_are_one_reader(config_file):
-    config = load_config(config_file, ["train.sequence_parallel=4", "train.micro_batch=1"])
-    assert [config.train.n_passes(world_size) for world_size in (4, 8, 32)] == [8, 4, 1]
-    derived = deepspeed_dict(config.train, config.optimizer.clip, world_size=8, n_weights=1000)
-    # DeepSpeed's own arithmetic, which knows nothing of shared rows.
-    assert derived["train_batch_size"] == 8 * 4 == 1 * derived["gradient_accumulation_steps"] * 8
 
 
 def test_overrides_and_round_trips(config_file, tmp_path):
@@ -127,28 +102,22 @@ def test_overrides_and_round_trips(config_file, tmp_path):
 
 # The last override of each is wrong, and its field is named.
 MISTAKES = [
-    "train.steps=many", "train.steps=1.5", "train.steps=true", "train.steps=0", "train.precision=fp16", "train.seed=-1",
-    "train.deterministic=1", "train.zero_stage=0", "train.zero_stage=true", "target.zero_stage=1", "target.path=3",
-    "train.sequence_parallel=0",
-    "train.max_skipped=-1", "train.loss=tvd", "train.text_weight=0.5", "train.kl_steps=3", "train.level_weights=[1]",
-    "train.loss=mix train.text_weight=1", "train.loss=overlap train.kl_steps=-1", "train=3", "draft=3", "train=[1]",
-    "train.loss=overlap train.kl_steps=20", "optimizer.betas=[0.9]", "optimizer.betas=[0.9,1.0]", "data.seq_len=0",
-    "optimizer.warmup_steps=20", "optimizer.warmup_steps=-1", "optimizer.warmup_share=1", "optimizer.warmup_share=-0.1",
-    "optimizer.peak_lr=fast", "optimizer.weight_decay=-1", "optimizer.name=lion", "train.epochs=0", "log.wandb=on-line",
-    "train.zero_stage=3 optimizer.name=adamuon", "train.offload_optimizer=true optimizer.name=adamuon",
-    "data.positions=shuffled", "data.positions=anchor_offset data.max_position=23", "data.max_position=100",
-    "data.sinks=8",
-    "data.sinks=-1", "data.query_share=0", "data.query_share=1.5", "data.max_dropped_share=1.1",
-    "draft.kind=relu_chain", "draft.method=eagle",
-    "draft.n_heads=0", "draft.method=[longspec]", "draft.method=longspec draft.noise=0",
-    "draft.method=longspec draft.window=0", "draft.method=longspec draft.draft_vocab_size=0",
-    "draft.method=longspec draft.draft_vocab_size=many",
-    "draft.method=medusa draft.init_std=-1", "log.wandb_project=a", "decoding.share=0.1",
-    "draft.method=longspec draft.noise=2 train.level_weights=[1]", "decoding.contexts=[0]",
-    "draft.method=longspec draft.noise=2 train.level_weights=[0,1]", "decoding.temperatures=[]",
-    "decoding.temperatures=[-1]", "data.path='???'",
-    "data.path=${oc.env:NO_SUCH_NAME}/rows", "data.path=${target.paht}", "data.path=${home:}",
-    "train.steps=${oc.env:PATH}", "decoding.contexts=[5,'${nope}']",
+    "train.steps=many", "train.steps=1.5", "train.steps=true", "train.steps=0", "train.precision=fp16", "train=3",
+    "train.seed=-1", "train.seed=.nan", f"train.seed={2**63}", "train.deterministic=1", "train.zero_stage=0",
+    "target.zero_stage=1", "target.path=3", "target.path=''", "data.path=' '", "data.path='???'", "draft=3",
+    "train.loss=tvd", "train.text_weight=0.5", "train.kl_steps=3", "train.loss=overlap train.kl_steps=20",
+    "train.level_weights=[1]", "draft.method=longspec draft.noise=2 train.level_weights=[1]",
+    "draft.method=longspec draft.noise=2 train.level_weights=[0,1]", "train.level_weights=[inf]",
+    "optimizer.betas=[0.9]", "optimizer.betas=[0.9,1.0]", "optimizer.warmup_steps=20", "optimizer.warmup_share=1",
+    "optimizer.peak_lr=fast", "optimizer.peak_lr=nan", "optimizer.weight_decay=1e30", "optimizer.name=lion",
+    "train.epochs=inf", "train.zero_stage=3 optimizer.name=adamuon",
+    "train.offload_optimizer=true optimizer.name=adamuon", "log.wandb=on-line", "log.wandb_project=a",
+    "data.positions=anchor_offset data.max_position=23", "data.max_position=100", "data.query_share=0",
+    "draft.kind=relu_chain", "draft.method=eagle", "draft.n_heads=0", "draft.method=[longspec]",
+    "draft.method=longspec draft.window=0", "draft.draft_vocab_size=0", "decoding.contexts=[0]",
+    "decoding.temperatures=[]", "decoding.share=0.1", "data.path=${oc.env:NO_SUCH_NAME}/rows",
+    "data.path=${target.paht}", "data.path=${home:}", "train.steps=${oc.env:PATH}",
+    "decoding.contexts=[5,'${nope}']",
 ]  # fmt: skip
 
 
@@ -175,7 +144,6 @@ NAMED = {
     "data..path=1": r"data\.: ",
     "train.steps=null": r"train\.steps: ",
     "train={steps: 3, epochs: 2}": r"train\.steps: ",
-    "optimizer.warmup_steps=null": r"optimizer\.warmup_steps: ",
     "train.loss=mix": r"train\.text_weight: ",
     "train.loss=overlap": r"train\.kl_steps: ",
     "draft.n_heads=23": r"data\.seq_len: 24;",
@@ -236,40 +204,6 @@ def test_files_that_are_no_config_are_refused(tmp_path, number):
     with pytest.raises(ValueError, match=r"^config: .*bad\.yaml ") as error:
         load_stages(tmp_path / "bad.yaml")
     assert "\n" not in str(error.value)
-
-
-def numbers(kind: Any) -> set[type]:
-    """The kinds of number in a field's type."""
-    inner = {found for part in get_args(kind) if isinstance(part, type) or get_args(part) for found in numbers(part)}
-    return ({kind} & {int, float}) | inner
-
-
-NUMBERS = [
-    f"{name}.{field}"
-    for name, section in Config.model_fields.items()
-    for kind in (DRAFT_SECTIONS.values() if name == "draft" else [section.annotation])
-    for field, about in kind.model_fields.items()
-    if numbers(about.annotation)
-]
-
-
-@pytest.mark.parametrize("name", sorted(set(NUMBERS)))
-def test_no_number_is_absurd(config_file, name):
-    """Every field that takes a number, in lists too."""
-    section, field = name.split(".")
-    given = [f"draft.method={m}" for m, kind in DRAFT_SECTIONS.items() if field in kind.model_fields][:1]
-    is_list = name in ("optimizer.betas", "train.level_weights", "decoding.contexts", "decoding.temperatures")
-    for value in ("nan", ".nan", "inf", "-inf", "1e30", "1e400", "-1e30", str(10**400), str(2**63)):
-        with pytest.raises(ValueError, match=f"^{re.escape(name)}") as error:
-            load_config(config_file, [*given * (section == "draft"), f"{name}={[value] if is_list else value}"])
-        assert "\n" not in str(error.value) and len(str(error.value)) < 1000
-
-
-@pytest.mark.parametrize("name", ["target.path", "data.path", "train.run_dir", "draft.start_from"])
-def test_names_and_paths_are_not_empty(config_file, name):
-    for value in ('""', '" "'):
-        with pytest.raises(ValueError, match=f"^{re.escape(name)}: "):
-            load_config(config_file, [f"{name}={value}"])
 
 
 def test_paths_are_of_the_recipes_that_come_along_and_of_the_home_folder(config_file, tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ from longdraft.train.config_file import load_config
 from longdraft.train.evaluate import Evaluator, beginnings, decode, held_out_prompts
 from longdraft.train.export import export
 from longdraft.train.loop import train
-from longdraft.train.model_card import draw_curves
 from longdraft.train.tracking import read_metrics
 
 SEQ_LEN, CONTEXTS, TEMPERATURES, PROMPTS, NEW_TOKENS = 24, (8, 30), (0.0, 1.0), 2, 16
@@ -158,6 +157,7 @@ def test_training_is_as_without(trained, method):
         weights = [(folder_of(run, step) / checkpoint.WEIGHTS).read_bytes() for run in (decoded, plain)]
         assert weights[0] == weights[1]
     assert not checkpoint.best_folder(plain).exists() and not (plain / "curves.png").exists()
+    assert (decoded / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_two_ranks_give_what_one_gives(folder, target, config_file, start_ranks, finish_ranks, tmp_path):
@@ -221,8 +221,7 @@ def test_the_best_is_kept_and_ties_keep_the_earlier(evaluator, trained, tmp_path
     one = evaluator()
     for step, engine, best in ((4, poor, 4), (8, good, 8), (12, poor, 8), (16, good, 8)):
         one = evaluator() if step == 12 else one  # another process
-        outcome = one.after_step(engine, step, {"of": step})
-        assert outcome is not None and outcome["decode_best_step"] == best and one.last_step == step
+        assert one.after_step(engine, step, {"of": step}) and one.last_step == step
         kept, saved = checkpoint.best(tmp_path) or (None, {})
         assert kept == tmp_path / "best" / f"step_{best:06d}" and saved["step"] == best
         assert saved["extra"]["heldout"] == {"of": best} and saved["score"] == scores[0 if best == 8 else 1]
@@ -246,23 +245,6 @@ def test_what_a_run_without_checkpoint_left_is_no_best(trained, alone, target, t
     assert train(config, alone, target)
     _, saved = checkpoint.best(run) or (None, {})
     assert saved["score"] == max(measured(run, step)["decode_tokens_per_step"] for step in (4, 8))
-
-
-def test_a_kill_or_a_damaged_file_never_costs_the_best(evaluator, trained, tmp_path, capsys):
-    run, one = trained("tokenswift"), evaluator()
-    one.after_step(Weights(folder_of(run, 4)), 4, {})
-    before = shutil.copytree(tmp_path / "best" / "step_000004", tmp_path / "kept")
-    one.after_step(Weights(folder_of(run, 8)), 8, {})
-    # Killed before the worse one was removed, and in the middle of writing another.
-    shutil.copytree(before, tmp_path / "best" / "step_000012")
-    shutil.copytree(before, tmp_path / "best" / "tmp-step_000016")
-    kept, _ = checkpoint.best(tmp_path) or (None, {})
-    assert kept == tmp_path / "best" / "step_000008"
-    content = bytearray((kept / checkpoint.WEIGHTS).read_bytes())
-    content[-1] ^= 1
-    (kept / checkpoint.WEIGHTS).write_bytes(content)
-    assert (checkpoint.best(tmp_path) or (None, {}))[0] == tmp_path / "best" / "step_000012"
-    assert f"{kept} is damaged (draft.safetensors is not as it was saved)" in capsys.readouterr().out
 
 
 def test_a_resumed_run_keeps_the_best_and_rotation_leaves_it(trained, alone, target, tmp_path):
@@ -296,26 +278,6 @@ def test_a_stop_in_the_last_steps_decoding_leaves_it_to_the_same_command(trained
     assert train(config, alone, target) and (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_wandb_has_the_numbers(trained, monkeypatch):
-    import wandb
-
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    run = trained("medusa", "train.steps=2", *ONE, "log.wandb=offline")
-    wandb.teardown()  # finish() returns before W&B's service has written the file, teardown() after
-    (summary,) = run.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"decode_acceptance/ctx8.T0.depth2" in summary.read_bytes()
-
-
-def test_the_figure_replaces_an_older_one(trained, tmp_path):
-    records = read_metrics(trained("tokenswift"))
-    (tmp_path / "curves.png").write_bytes(b"old")
-    drawn = draw_curves(tmp_path, records).read_bytes()
-    assert drawn[:8] == b"\x89PNG\r\n\x1a\n" and drawn == (trained("tokenswift") / "curves.png").read_bytes()
-    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
-    assert draw_curves(tmp_path, records[:1]).read_bytes() != drawn
-
-
 def test_prompts_are_beginnings_evenly_spread(folder, documents):
     rows = ShardSet(folder / "heldout")
     a, b, d = (documents[name] for name in "abd")
@@ -330,26 +292,6 @@ def test_prompts_are_beginnings_evenly_spread(folder, documents):
             prompts(context, n)
 
 
-def test_a_document_ends_where_a_piece_is_missing():
-    class OfOneDocument:
-        """A row for each of these pieces of a document."""
-
-        def __init__(self, *numbers):
-            self.numbers = numbers
-
-        def __len__(self):
-            return len(self.numbers)
-
-        def __getitem__(self, i):
-            return {"borders": np.array([0, 4])}
-
-        def pieces(self, i):
-            return [("d", self.numbers[i])]
-
-    assert beginnings(OfOneDocument(1, 0)) == [[(1, 0, 4), (0, 0, 4)]]
-    assert beginnings(OfOneDocument(2, 0)) == [[(1, 0, 4)]] and beginnings(OfOneDocument(2, 1)) == [[]]
-
-
 def test_prompts_must_fit_the_targets_positions(evaluator):
-    with pytest.raises(ValueError, match=r"^decoding\.contexts: 30, .* most 29"):
+    with pytest.raises(ValueError, match=r"^decoding\.contexts: 30; .* most 29"):
         evaluator("decoding.new_tokens=2019")

@@ -89,6 +89,8 @@ def test_overrides_are_for_all_stages_or_for_one(staged):
     assert [stage.config.optimizer.peak_lr for stage in (short, long)] == [5e-3, 0.25]
     assert [stage.config.train.run_dir for stage in (short, long)] == ["elsewhere/1-short", "elsewhere/2-long"]
     assert long.config.draft.start_from == "elsewhere/1-short/draft"
+    (short, long), epochs = load_stages(staged, ["stages.long.train.epochs=2"]), [None, 2]
+    assert [stage.config.train.epochs for stage in (short, long)] == epochs and long.config.train.steps is None
     # One for a stage holds before one for all, and of two others the later.
     short, long = load_stages(staged, ["stages.short.train.save_every=2", "train.save_every=8", "train.save_every=9"])
     assert [stage.config.train.save_every for stage in (short, long)] == [2, 9]
@@ -102,33 +104,6 @@ def test_overrides_are_for_all_stages_or_for_one(staged):
     assert long.config.draft.start_from.endswith("/1-short/draft")  # the first stage's alone
 
 
-def test_of_two_exclusive_fields_the_later_holds(staged, tmp_path):
-    """Among the file's sections, a stage's, and overrides for all stages and for one."""
-
-    def lengths(*overrides, path=staged):
-        stages = [stage.config for stage in load_stages(path, overrides)]
-        return [(config.train.steps, config.train.epochs) for config in stages]
-
-    assert lengths("train.epochs=2") == [(None, 2), (None, 2)]
-    assert lengths("stages.long.train.epochs=2") == [(6, None), (None, 2)]
-    assert lengths("train.epochs=2", "stages.long.train.steps=5") == [(None, 2), (5, None)]
-    assert lengths("stages.long.train.steps=5", "train.epochs=2") == [(None, 2), (5, None)]
-    (tmp_path / "epochs.yaml").write_text(staged.read_text().replace("global_batch: 4,", "global_batch: 4, epochs: 1,"))
-    assert lengths(path=tmp_path / "epochs.yaml") == [(6, None), (20, None)]
-    warm = load_stages(staged, ["stages.long.optimizer.warmup_steps=3", "optimizer={peak_lr: 1e-4}"])
-    found = [(stage.config.optimizer.warmup_steps, stage.config.optimizer.warmup_share) for stage in warm]
-    assert found == [(None, 0.25), (3, None)]
-
-
-def test_references_are_the_stages_own(staged):
-    overrides = ["train.save_every=${train.steps}", "stages.long.data.path=${target.path}/${data.seq_len}"]
-    short, long = load_stages(staged, [*overrides, "target.path=/a/model"])
-    assert [stage.config.train.save_every for stage in (short, long)] == [6, 20]
-    assert long.config.data.path == "/a/model/312"
-    with pytest.raises(ValueError, match=r"^stages\.long: data\.path: .*'nope\.x'"):
-        load_stages(staged, ["stages.long.data.path=${nope.x}"])
-
-
 def test_a_file_without_stages_is_a_run_of_its_own(config_file):
     (only,) = load_stages(config_file, ["train.steps=7"])
     assert only.name is None and only.config == load_config(config_file, ["train.steps=7"])
@@ -140,11 +115,8 @@ MISTAKES = {
     "--stage lung": r"stages\.lung: .*short, long",
     "stages.shirt.train.steps=3": r"stages\.shirt: ",
     "stages.long": r"override: 'stages\.long' ",
-    "stages=3": r"stages: ",
     "stages.long=3": r"stages\.long: ",
-    "stages.long.train.stepz=3": r"stages\.long: train\.stepz: ",
     "stages.long.data.path=${nope}": r"stages\.long: data\.path: .*'nope'",
-    "stages.short.train=[1]": r"stages\.short: train\b",
     "train.zero_stage=4": r"stages\.short: train\.zero_stage: ",
     "stages.long.train.device=cuda": r"stages\.long: train\.device: ",
     "--stage long": r"draft: .*1-short/draft ",
@@ -170,26 +142,12 @@ def test_stages_that_are_none_are_refused(staged, tmp_path, stages):
         load_stages(tmp_path / "none.yaml", [], "long")
 
 
-@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a b", "..", "", "a.b", "long\\n", "x" * 65, "a\\0b"])
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "..", "", "a\\0b"])
 def test_a_stages_name_becomes_a_folders_and_no_other(staged, train_command, tmp_path, name):
     (tmp_path / "bad.yaml").write_text(staged.read_text().replace("  long:\n", f'  "{name}":\n'))
     status, printed = train_command(tmp_path / "bad.yaml", f"train.run_dir={tmp_path / 'run' / 'inner'}")
     assert status == 2 and "error: stages." in printed and printed.count("\n") == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_it_shows_where_it_is(unbroken):
-    run, printed = unbroken
-    said = [line for line in printed.splitlines() if line.startswith(("Stage", "Trained", "Exported"))]
-    assert [line.split(" of " + str(run))[0] if line.startswith("Exported") else line for line in said] == [
-        "Stage short, 1 of 2: short to come, long to come",
-        f"Trained: 6 steps, checkpoint in {run}/1-short/checkpoints/step_000006; next: longdraft export {run}/1-short",
-        "Exported step 6",
-        "Stage long, 2 of 2: short done, long to come",
-        f"Trained: 20 steps, checkpoint in {run}/2-long/checkpoints/step_000020; next: longdraft export {run}/2-long",
-        "Exported step 20",
-    ]
-    assert [len(losses(run / name)) for name in ("1-short", "2-long")] == [6, 20]
 
 
 def test_what_is_done_is_passed_over(unbroken, staged, train_command):
@@ -224,16 +182,14 @@ def test_a_stage_that_is_exported_half_way_is_trained_on(unbroken, staged, train
     assert status == 0 and "Training" not in printed  # a finished stage needs no rows
 
 
-@pytest.mark.parametrize("rows", ["there", "gone"])
-def test_a_converted_draft_stands_for_a_finished_stage(unbroken, staged, train_command, tmp_path, rows):
+def test_a_converted_draft_stands_for_a_finished_stage(unbroken, staged, train_command, tmp_path):
     """`longdraft convert` knows neither steps nor a run of ours."""
     run = shutil.copytree(unbroken[0], tmp_path / "run")
     shutil.rmtree(run / "1-short" / "checkpoints")
     config = run / "1-short" / "draft" / "config.json"
     about = json.loads(config.read_text()) | {"step": None, "train_config": {"converted_from": "authors/draft"}}
     config.write_text(json.dumps(about))
-    overrides = [] if rows == "there" else [f"stages.short.data.path={tmp_path / 'gone'}"]
-    status, printed = train_command(staged, f"train.run_dir={run}", *overrides)
+    status, printed = train_command(staged, f"train.run_dir={run}", f"stages.short.data.path={tmp_path / 'gone'}")
     assert status == 0 and "short done, long done" in printed and "Training" not in printed, printed
 
 
@@ -316,17 +272,6 @@ def test_a_wish_to_stop_ends_the_curriculum_too(staged, no_launcher, tmp_path, c
     assert not (tmp_path / "run" / "1-short" / "draft").exists()
 
 
-def test_an_export_that_is_refused_is_one_line_of_one_rank(staged, start_ranks, tmp_path):
-    (tmp_path / "1-short" / "draft").mkdir(parents=True)
-    (tmp_path / "1-short" / "draft" / "notes.txt").touch()
-    command = ["stages.short.train.steps=1", f"train.run_dir={tmp_path}"]
-    ranks = start_ranks(2, [{"main": command, "config": str(staged)}], "ranks_faults.py")
-    said = [rank.communicate(timeout=100)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2], said
-    assert f"launch/train.py: error: out: {tmp_path}/1-short/draft " in said[0]
-    assert "Traceback" not in said[0] and said[1] == ""
-
-
 OTHERS = {
     "draft.window=5": "window=5", "draft.draft_vocab_size=70": "draft_vocab_size=70",
     "draft={method: medusa}": "MedusaConfig(",
@@ -342,10 +287,3 @@ def test_another_shape_or_method_is_refused(unbroken, staged, config_file, train
     (line,) = [line for line in printed.splitlines() if "error: " in line]
     assert f"draft.start_from: {draft} holds LongSpecConfig(" in line and "noise=3" in line
     assert OTHERS[override] in line.split("but this run trains")[1]
-
-
-def test_the_saved_config_is_the_stages_own(unbroken, staged):
-    run, _ = unbroken
-    saved = json.loads(next((run / "2-long" / "checkpoints").glob("step_000020/state.json")).read_text())["config"]
-    assert saved["draft"]["start_from"] == f"{run}/1-short/draft"
-    assert (saved["train"]["steps"], saved["optimizer"]["warmup_steps"], saved["data"]["seq_len"]) == (20, 5, 312)
