@@ -33,7 +33,8 @@ def frequent_tokens(
     below V.
     """
     included = sorted({token for token in always if 0 <= token < vocab_size})
-    least, most = max(1, len(included)), vocab_size if among is None else len(among)
+    most = vocab_size if among is None else len({*among.tolist(), *included})
+    least = max(1, len(included))
     if not least <= n <= most:
         raise ValueError(
             f"draft_vocab_size: {n}; give {least} (the tokens that end a sequence) to {most} (those that there are)"

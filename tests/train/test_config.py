@@ -104,7 +104,7 @@ def test_overrides_and_round_trips(config_file, tmp_path):
 MISTAKES = [
     "train.steps=many", "train.steps=1.5", "train.steps=true", "train.steps=0", "train.precision=fp16", "train=3",
     "train.seed=-1", "train.seed=.nan", f"train.seed={2**63}", "train.deterministic=1", "train.zero_stage=0",
-    "target.zero_stage=1", "target.path=3", "target.path=''", "data.path=' '", "data.path='???'", "draft=3",
+    "target.zero_stage=1", "target.path=3", "target.path=''", 'data.path="\\t"', "data.path='???'", "draft=3",
     "train.loss=tvd", "train.text_weight=0.5", "train.kl_steps=3", "train.loss=overlap train.kl_steps=20",
     "train.level_weights=[1]", "draft.method=longspec draft.noise=2 train.level_weights=[1]",
     "draft.method=longspec draft.noise=2 train.level_weights=[0,1]", "train.level_weights=[inf]",
