@@ -188,7 +188,7 @@ def test_a_restricted_draft_is_restricted_further(made_run, data_folder, capsys)
     assert drafted[0].tokens == Engine(target).generate([[5, 9, 2, 7, 11, 30]], params)[0].tokens
 
 
-@pytest.mark.parametrize(("name", "n"), [("longspec-narrow", 21), ("longspec", 98)])
+@pytest.mark.parametrize(("name", "n"), [("longspec-narrow", 22), ("longspec", 98)])
 def test_a_vocabulary_that_cannot_be_is_an_error_of_the_command(made_run, capsys, name, n):
     run, _, _ = made_run(name)
     assert main([str(run), "--draft-vocab-size", str(n)]) == 2
