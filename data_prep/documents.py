@@ -14,38 +14,10 @@ SPEAKERS = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }
-TOOLS = re.compile("tool|function|observation|ipython")  # how the names of a tool's calls and results begin
 # Fields where chat data keeps what the assistant wrote besides `content`, which would be lost.
 BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 # Unicode reserves these for a program's internal use: chat_template.py marks places in a text with them.
 NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
-
-BAD_DOCUMENT = (
-    *("empty", "bad_utf8", "bad_json", "bad_syntax", "missing_field", "field_not_text"),
-    *("not_token_ids", "not_spans"),
-)
-BAD_CONVERSATION = (
-    "not_a_list",  # the field has no list, or the list has something other than messages
-    "unknown_role",
-    "tool_role",  # a call or a result of a tool, for which chat templates have no common form
-    "content_not_text",  # null, or parts other than text
-    "answer_beside_content",
-    "no_assistant_turn",
-    "no_user_turn",
-    "too_short",  # a text to continue that ends within its beginning
-    "noncharacter",
-    "refused_by_template",  # two assistant turns in a row, or a system message for a model without them
-    "prompt_not_kept",  # the rendered answer does not follow the prompt (which opens a thought that the answer lacks)
-    "answer_not_found",  # the template left the answer out, or repeated it
-)
-BAD_ANSWER = (  # the target's answers (regenerate.py)
-    "prompt_too_long",  # it leaves no position for an answer
-    "unfinished",  # it did not end within the allowed tokens, so a wrong end would be learned
-    "empty_answer",  # nothing, or blanks
-    "not_text",  # tokens that are no whole characters, or Unicode's noncharacters
-    "special_token_in_answer",  # a control token before the end
-)
-BAD_REASONS = (*BAD_DOCUMENT, *BAD_CONVERSATION, *BAD_ANSWER)
 
 
 @dataclass(frozen=True)
@@ -72,8 +44,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class BadDocument:
-    """A document that cannot be used. digest: a sha256 that decides in which split it is counted. why: one of
-    BAD_REASONS. detail: the cause and the fix, printed after the document's name; "" if `why` says everything."""
+    """A document that cannot be used. digest: a sha256 that decides in which split it is counted. why: the reason, as
+    the manifest counts it. detail: the cause and the fix, printed after the name; "" if `why` says everything.
+
+    Reasons that need a word: too_short, a text to continue that ends within its beginning; prompt_not_kept, a rendered answer that does not follow the prompt (which
+    opens a thought that the answer lacks); answer_not_found, the template omitted the answer or repeated it;
+    unfinished, an answer that did not end within the allowed tokens, so that a wrong end would be learned.
+    """
 
     name: str
     digest: bytes
@@ -85,7 +62,6 @@ class Unusable(ValueError):
     """A document turns out to be unusable when it is read, answered or tokenised. why, detail: see BadDocument."""
 
     def __init__(self, why: str, detail: str = ""):
-        assert why in BAD_REASONS, why
         super().__init__(why)
         self.why, self.detail = why, detail
 
@@ -103,8 +79,6 @@ def read_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], .
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise Unusable("not_a_list") from None
-    if value == []:
-        raise Unusable("empty")
     if isinstance(value, list) and all(isinstance(message, str) for message in value):
         value = [{"role": ROLES[1 + i % 2], "content": text} for i, text in enumerate(value)]
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
@@ -115,8 +89,8 @@ def read_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], .
         speaker, content = present.get("role", present.get("from")), present.get("content", present.get("value"))
         role = SPEAKERS.get(str(speaker).lower())
         if role is None:
-            why = "tool_role" if TOOLS.match(str(speaker).lower()) else "unknown_role"
-            raise Unusable(why, f"has a message by {str(speaker)[:40]}, who is neither system, user nor assistant")
+            detail = f"has a message by {str(speaker)[:40]}, who is neither system, user nor assistant"
+            raise Unusable("unknown_role", detail)
         if role == "system" and content is None:
             continue
         is_replaced = role == "assistant" and not answered
@@ -131,20 +105,17 @@ def read_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], .
 def _text(content: Any) -> str:
     """The text of a message's content: a text, or OpenAI's list of {"type": "text", "text": ...}. Raises Unusable."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+    parts = parts if isinstance(parts, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if not texts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise Unusable("content_not_text")
-    if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
-        raise Unusable("content_not_text")
-    text = "".join(part["text"] for part in parts)
+    text = "".join(texts)
     if NONCHARACTERS.search(text):
         raise Unusable("noncharacter")
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON can express half a surrogate pair, UTF-8 cannot
-        raise Unusable("bad_utf8") from None
     return text
 
 
 def messages_digest(messages: Sequence[tuple[str, str]]) -> bytes:
-    """The sha256 of a conversation's content, the same for all its copies."""
+    """The sha256 of a conversation's content, the same for all its copies. Raises UnicodeError for half a surrogate
+    pair, which JSON can express and UTF-8 cannot."""
     return hashlib.sha256(json.dumps(messages, ensure_ascii=False).encode()).digest()

@@ -1,8 +1,8 @@
 """Record formats: a record holds a text, a conversation, a question and its answer, or ids of another tokenizer.
 
 A format's `documents` turns the record `name`, a mapping from field names to values, into documents, and raises
-`Unusable` for a record that it cannot use. `fields` are the fields that it reads if a record has them. records.py reads
-the records.
+`Unusable` for a record that it cannot use, or UnicodeError. `fields` are the fields that it reads if a record has them.
+records.py reads the records.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ class TokenIdsFormat:
     """A field holds token ids of another tokenizer, which are turned back into text, without special tokens.
 
     Each span (start, stop) of the ids is a document; without a field of spans, all ids are one document. Data sets are
-    cut to a length in tokens, so a span may begin or end within a character; the rest of that character is left out.
+    cut to a length in tokens, so a span may begin or end within a character; the rest of that character is omitted.
     serialised: the Rust tokenizer that made the ids, as JSON.
     """
 
@@ -95,10 +95,10 @@ class TokenIdsFormat:
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
         tokenizer = rust_tokenizer(self.serialised)
-        ids = _integers(_present(record, self.tokens_field), "not_token_ids", (None,), tokenizer.get_vocab_size() - 1)
+        ids = _integers(_present(record, self.tokens_field), "not_token_ids", (), tokenizer.get_vocab_size() - 1)
         spans = np.array([[0, len(ids)]])
         if self.spans_field is not None:
-            spans = _integers(_present(record, self.spans_field), "not_spans", (None, 2), len(ids))
+            spans = _integers(_present(record, self.spans_field), "not_spans", (2,), len(ids))
             if (np.diff(spans) < 0).any():
                 raise Unusable("not_spans")
         found = []
@@ -121,10 +121,8 @@ def record_format_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokeniz
     if source.prompt is not None and source.answer is not None:
         return QuestionAnswerFormat(source.prompt, source.answer)
     if source.tokens_field is not None and source.tokenizer is not None:
-        tokenizer = tokenizers[source.tokenizer]
-        if not tokenizer.is_fast:
-            raise ValueError(f"tokenizer {source.tokenizer!r} of {source.path} has no Rust form; name a fast one")
-        return TokenIdsFormat(source.tokens_field, source.spans_field, tokenizer.backend_tokenizer.to_str())
+        serialised = tokenizers[source.tokenizer].backend_tokenizer.to_str()
+        return TokenIdsFormat(source.tokens_field, source.spans_field, serialised)
     return TextFormat(source.text_field or TEXT_FIELD)
 
 
@@ -134,47 +132,29 @@ def _document(name: str, text: str) -> Document:
 
 def _present(record: Mapping[str, Any], name: str) -> Any:
     if name not in record:
-        shown = ", ".join(map(repr, list(record)[:FIELDS_SHOWN])) or "none"
-        more = " ..." if len(record) > FIELDS_SHOWN else ""
         remedy = "name the right one (--text-field or --chat-field; in a recipe text_field, chat_field, prompt, ...)"
-        raise Unusable("missing_field", f"has no field {name!r} but {shown}{more}; {remedy}")
+        raise Unusable("missing_field", f"has no field {name!r} but {list(record)[:FIELDS_SHOWN]}; {remedy}")
     value = record[name]
-    if isinstance(value, bytes):  # of a text file, an MDS shard or a table without a type for texts
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise Unusable("bad_utf8", not_utf8(error)) from None
-    return value
-
-
-def not_utf8(error: UnicodeDecodeError) -> str:
-    """What is wrong, as the detail of an `Unusable`."""
-    byte = error.object[error.start]
-    return f"is no UTF-8 (byte 0x{byte:02x} at {error.start}); convert the file, by iconv -t UTF-8 for one"
+    # A text file, an MDS shard or a table without a type for texts gives bytes.
+    return value.decode("utf-8") if isinstance(value, bytes) else value
 
 
 def _text(record: Mapping[str, Any], name: str) -> str:
     text = _present(record, name)
     if not isinstance(text, str):
         raise Unusable("field_not_text")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # JSON can express half a surrogate pair, UTF-8 cannot
-        raise Unusable("bad_utf8") from None
     if not text:
         raise Unusable("empty")
     return text
 
 
-def _integers(value: Any, why: str, shape: tuple[int | None, ...], most: int) -> np.ndarray:
-    """The value as int64 of this shape, from 0 to `most`. None in the shape: any size."""
+def _integers(value: Any, why: str, columns: tuple[int, ...], most: int) -> np.ndarray:
+    """The value as int64 [n, *columns], from 0 to `most`. Raises Unusable(why) if it is something else."""
     try:
         array = np.asarray(value)
     except ValueError:  # lists of different lengths
-        raise Unusable(why) from None
-    if not array.size:
-        raise Unusable("empty")
-    fits = array.ndim == len(shape) and all(want in (None, size) for want, size in zip(shape, array.shape, strict=True))
-    if array.dtype.kind not in "iu" or not fits or array.min() < 0 or array.max() > most:
+        array = np.zeros(0)
+    fits = array.dtype.kind in "iu" and array.ndim and array.size and array.shape[1:] == columns
+    if not fits or array.min() < 0 or array.max() > most:
         raise Unusable(why)
     return array.astype(np.int64)

@@ -12,49 +12,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 N_SAMPLES, SAMPLE_TOKENS = 3, 160
+# What is shown of a split's manifest; shard_task.py describes it.
+COUNTS = ("rows", "tokens", "supervised_tokens", "documents", "pieces", "mix", "bad", "dropped", "examples")
 
 
-def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None, tokenizer_hash: str = "") -> str:
+def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None) -> str:
     """Inspect a finished folder, whose shards are compared with their hashes.
 
-    tokenizer: decodes the samples; with None there are none. tokenizer_hash: the tokenizer's, to compare with the
-    folder's. What the loss counts of a sample is between 《 and 》.
-
-    Raises ValueError if the folder is not finished, a shard is damaged, or another tokenizer made the folder.
+    tokenizer: the one that made the folder, which decodes the samples; with None there are none. What the loss counts
+    of a sample is between 《 and 》. Raises ValueError if the folder is not finished, or a shard is damaged.
     """
-    manifest = read_manifest(folder / MANIFEST)
-    lines = [f"{folder}: rows of {manifest['seq_len']:,} tokens"]
+    lines = [f"{folder}: rows of {read_manifest(folder / MANIFEST)['seq_len']:,} tokens"]
     for split in SPLITS:
         rows = ShardSet(folder / split)
         rows.verify()
-        lines += _numbers(split, rows)
+        lines += [f"  {split}:", *(f"    {name}: {rows.manifest[name]}" for name in COUNTS if rows.manifest.get(name))]
     if tokenizer is not None:
-        if tokenizer_hash != manifest["tokenizer_sha256"]:
-            raise ValueError(f"--target: {folder} was prepared with another tokenizer; give the target of that")
         lines += _samples(ShardSet(folder / "train"), tokenizer)
     return "\n".join(lines)
-
-
-def _numbers(split: str, rows: ShardSet) -> list[str]:
-    manifest, places = rows.manifest, len(rows) * rows.manifest["seq_len"]
-    tokens = manifest["tokens"]
-    # Older manifests, of plain text alone, do not count the supervised tokens: all are.
-    supervised = manifest.get("supervised_tokens", tokens)
-    lines = [
-        f"  {split}: {len(rows):,} rows, {tokens:,} tokens, of which the loss counts {supervised / max(1, tokens):.1%}",
-        f"    {1 - tokens / max(1, places):.2%} filler",
-        f"    {manifest['documents']:,} documents in {manifest['pieces']:,} pieces",
-    ]
-    lines += [
-        f"    {name}: {counts['tokens'] / max(1, tokens):.1%} of the tokens, {counts['documents']:,} documents"
-        for name, counts in manifest.get("mix", {}).items()
-    ]
-    for what in ("bad", "dropped"):
-        lines += [
-            f"    {what}: {n:,} {why}, first {manifest.get('examples', {}).get(why, 'not named')}"
-            for why, n in manifest[what].items()
-        ]
-    return lines
 
 
 def _samples(rows: ShardSet, tokenizer: "PreTrainedTokenizerFast") -> list[str]:

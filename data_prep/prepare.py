@@ -10,7 +10,6 @@ depend on the number of processes, and a kill loses all.)
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,9 +19,9 @@ from tqdm import tqdm
 from longdraft.data_prep.recipe import PrepareConfig
 from longdraft.data_prep.records import SEGMENT_BYTES, Segment, scan
 from longdraft.data_prep.shard_task import Reader, ShardTask, empty_record, make_readers, make_shards_of, uniform
-from longdraft.data_prep.shards import FORMAT_VERSION, MANIFEST, SPLITS, ShardSet, read_manifest
+from longdraft.data_prep.shards import FORMAT_VERSION, MANIFEST, SPLITS, read_manifest
 from longdraft.data_prep.sources import list_files
-from longdraft.data_prep.tasks import KEPT, add_up, failures_described, run_in_processes
+from longdraft.data_prep.tasks import add_up, failures_described, run_in_processes
 from longdraft.data_prep.tokenize import Encoder
 from longdraft.models.files import WorkFolder, write_json
 
@@ -50,9 +49,8 @@ def prepare(
         tokenizer_hash: identifies the tokenizer in the manifest; training compares it with the target's.
         tokenizers: the tokenizers that sources of token ids name, by name.
     Raises:
-        ValueError: a source does not exist, the folder was made with other settings, tokenizer or sources, too many
-            documents are bad, a split is empty, or the disk is full. Finished shards stay on disk, and the same call
-            resumes.
+        ValueError: a source does not exist, the folder was made with other settings, tokenizer or sources, a split is
+            empty, or the disk is full. Finished shards stay on disk, and the same call resumes.
     """
     with failures_described(config.out):
         files = list_files(tuple(config.sources.values()))
@@ -61,14 +59,12 @@ def prepare(
             digests, segments = scan(to_read, SEGMENT_BYTES)
         tasks = plan_tasks(config, segments)
         folder = WorkFolder(config.out, _make_plan(config, readers, tokenizer_hash, digests), OWN_FILES)
-        with folder.opened(overwrite=config.overwrite):
+        with folder.opened():
             was_finished = (config.out / MANIFEST).exists()
             if not was_finished:
                 _make_shards(tasks, config, readers, folder)
                 _write_manifests(tasks, config, folder)
             folder.remove_progress()
-        for split in SPLITS:
-            ShardSet(config.out / split)  # checks that every shard is there and has its size
         manifest = read_manifest(config.out / MANIFEST)
         log(f"{'Already prepared' if was_finished else 'Prepared'}: {_summary(manifest)} -> {config.out}")
         return manifest
@@ -101,7 +97,7 @@ def plan_tasks(config: PrepareConfig, segments: Sequence[Segment]) -> list[Shard
                 for one in chosen[first:i]:
                     here[one.file.source] += _usable_bytes(one, config)
                 limits = (
-                    None if budget == math.inf else int(budget * fraction * part / max(1, total))
+                    math.inf if config.max_tokens is None else int(budget * fraction * part / max(1, total))
                     for budget, part, total in zip(budgets, here, usable, strict=True)
                 )
                 tasks.append(ShardTask(split, number, tuple(chosen[first:i]), tuple(limits)))
@@ -120,13 +116,16 @@ def _make_plan(
     config: PrepareConfig, readers: Sequence[Reader], tokenizer_hash: str, digests: Mapping[str, str]
 ) -> dict:
     """Everything that decides the content of the folder: calls with the same plan write the same bytes."""
-    settings = ("seq_len", "documents", "heldout_share", "max_tokens", "seed")
+    settings = {name: getattr(config, name) for name in ("seq_len", "heldout_share", "max_tokens", "seed")}
     encoders = sorted((reader.encoder for reader in readers), key=lambda encoder: isinstance(encoder, Encoder))
     described = {key: value for encoder in encoders for key, value in encoder.describe().items()}
     return {
         "plan_version": PLAN_VERSION,
-        "settings": {name: getattr(config, name) for name in settings},
-        "mix": {name: source.describe() for name, source in config.sources.items()},
+        "settings": {**settings, "documents_mode": config.documents},
+        "mix": {
+            name: source.model_dump(mode="json", exclude={"path", "files", "streaming"}, exclude_none=True)
+            for name, source in config.sources.items()
+        },
         "tokenizer": {"tokenizer_sha256": tokenizer_hash, **described},
         "sources": dict(digests),
     }
@@ -138,9 +137,9 @@ def _make_shards(
     """Make the shards that do not exist yet, in at most `config.workers` processes, with a progress bar."""
     todo = [task for task in tasks if folder.read(task.name) is None]
     work = partial(make_shards_of, config=config, readers=readers, folder=folder)
-    done = len(tasks) - len(todo)
-    with tqdm(total=len(tasks), initial=done, desc="tokenising", unit="shard", mininterval=1) as progress:
-        if (n_workers := min(config.workers, len(todo))) > 1:
+    n_workers = min(config.workers, len(todo))
+    with tqdm(total=len(todo), desc="tokenising", unit="shard", mininterval=1) as progress:
+        if n_workers > 1:
             # The tasks that read most come first, so that no process is left alone with one at the end.
             todo.sort(key=lambda task: -sum(segment.n_bytes for segment in task.segments))
             run_in_processes(work, todo, n_workers, progress.update)
@@ -151,20 +150,17 @@ def _make_shards(
 
 
 def _write_manifests(tasks: Sequence[ShardTask], config: PrepareConfig, folder: WorkFolder) -> None:
-    """Write each split's manifest and, last, the folder's.
-
-    Raises ValueError if more documents are bad than allowed, or if a split has no row.
-    """
-    splits = {}
-    for split in SPLITS:
-        records = folder.read_all([task.name for task in tasks if task.split == split])
-        splits[split] = add_up([empty_record(), *records])
-    _check_counts(splits, config)
-    settings = {**folder.plan["settings"], "documents_mode": config.documents}
-    del settings["documents"]  # in a manifest, `documents` is how many there are
-    described = {
-        "format_version": FORMAT_VERSION, **folder.plan["tokenizer"], **settings, "sources": folder.plan["mix"]
-    }  # fmt: skip
+    """Write each split's manifest and, last, the folder's. Raises ValueError if a split has no row."""
+    described = {"format_version": FORMAT_VERSION, **folder.plan["tokenizer"], **folder.plan["settings"]}
+    described["sources"], splits = folder.plan["mix"], {}
+    for name, fraction in zip(SPLITS, (1.0, config.heldout_share), strict=True):
+        records = folder.read_all([task.name for task in tasks if task.split == name])
+        splits[name] = split = add_up([empty_record(), *records])
+        if fraction and not split["rows"]:
+            raise ValueError(
+                f"no row for {name}: {split['documents']} documents, {_omitted(split)}; give more text and another "
+                "folder, or other values of heldout_share, seq_len, max_tokens or seed"
+            )
     for name, split in splits.items():
         (folder.path / name).mkdir(exist_ok=True)
         write_json(folder.path / name / MANIFEST, {"split": name, **described, **split})
@@ -172,37 +168,23 @@ def _write_manifests(tasks: Sequence[ShardTask], config: PrepareConfig, folder: 
     write_json(folder.path / MANIFEST, {**described, "splits": splits})
 
 
-def _check_counts(splits: Mapping[str, dict], config: PrepareConfig) -> None:
-    """Raises ValueError if too many documents are bad, or if a split has no row."""
-    bad, dropped = (sum((Counter(split[of]) for split in splits.values()), Counter()) for of in ("bad", "dropped"))
-    n_bad, seen = bad.total(), bad.total() + dropped.total() + sum(split["documents"] for split in splits.values())
-    if n_bad > config.max_bad_share * seen:
-        examples = {**splits["heldout"]["examples"], **splits["train"]["examples"]}
-        first = "; ".join(f"{why}: {n}, first {examples[why]}" for why, n in sorted(bad.items()))
-        raise ValueError(
-            f"{n_bad} of {seen} documents are bad, more than max_bad_share {config.max_bad_share:g} allows ({first}); "
-            f"correct them, which needs --overwrite, or raise --max-bad-share; {KEPT}"
-        )
-    for split, fraction in zip(SPLITS, (1.0, config.heldout_share), strict=True):
-        if fraction and not splits[split]["rows"]:
-            raise ValueError(
-                f"no row for {split}: {seen} documents in all, dropped {dict(dropped)}; give more text, or change "
-                f"heldout_share, seq_len, max_tokens or seed with --overwrite"
-            )
-
-
 def _summary(manifest: dict) -> str:
     """What a finished folder holds: rows, tokens, documents, what was omitted, and tokens by source."""
     train, heldout = (manifest["splits"][split] for split in SPLITS)
-    rows, tokens, supervised, documents = (
-        train[key] + heldout[key] for key in ("rows", "tokens", "supervised_tokens", "documents")
-    )
-    bad, dropped = (sum((*train[key].values(), *heldout[key].values())) for key in ("bad", "dropped"))
-    mix = add_up([{"mix": split["mix"]} for split in (train, heldout)])["mix"]
-    by_source = ", ".join(f"{name} {counts['tokens']:,}" for name, counts in mix.items())
+    total = add_up([train, heldout])
+    by_source = ", ".join(f"{name} {counts['tokens']:,}" for name, counts in total["mix"].items())
     return (
         f"{train['rows']:,} train and {heldout['rows']:,} held-out rows of {manifest['seq_len']:,} tokens "
-        f"({tokens:,} tokens of {documents:,} documents, {supervised:,} of them supervised, "
-        f"{1 - tokens / (rows * manifest['seq_len']):.1%} filler; {bad:,} bad and {dropped:,} dropped documents"
-        f"{f'; tokens by source: {by_source}' if len(mix) > 1 else ''})"
+        f"({total['tokens']:,} tokens of {total['documents']:,} documents, {total['supervised_tokens']:,} of them "
+        f"supervised, {1 - total['tokens'] / (total['rows'] * manifest['seq_len']):.1%} filler; {_omitted(total)}; "
+        f"tokens by source: {by_source})"
+    )
+
+
+def _omitted(counts: Mapping[str, dict]) -> str:
+    """How many documents were bad or dropped, and for each reason the first of them."""
+    return ", ".join(
+        f"{sum(counts[what].values()):,} {what}"
+        + "".join(f"; {n:,} {why}, first {counts['examples'][why]}" for why, n in counts[what].items())
+        for what in ("bad", "dropped")
     )

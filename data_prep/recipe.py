@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from longdraft.models.files import from_home
 from longdraft.models.schema import Bool, Float, Int, Schema, Str
@@ -14,6 +14,22 @@ STDLIB, STDLIB_CHAT = "stdlib", "stdlib-chat"  # the sources that every machine 
 MOST_SEQ_LEN = 1 << 24  # a row of 64 MiB, with as many tokens as the largest shard has bytes of text
 WAYS_TO_READ = ("text_field", "chat_field", "prompt", "tokens_field")
 T = TypeVar("T", bound=Schema)
+
+
+def fields_of(template: str) -> tuple[str, ...]:
+    """The fields that a template names in braces, each once, in order. Raises ValueError for any other brace, and for a
+    template without fields."""
+    names = dict.fromkeys(re.findall(r"{(\w+)}", template.replace("{{", "").replace("}}", "")), "")
+    try:
+        template.format_map(names)
+    except (ValueError, LookupError):
+        names = {}
+    if not names:
+        raise ValueError(f"{template!r}: name at least one field as {{field}}, and write any other brace twice")
+    return tuple(names)
+
+
+Template = Annotated[Str, AfterValidator(lambda template: fields_of(template) and template)]
 
 
 class Source(Schema):
@@ -33,29 +49,17 @@ class Source(Schema):
     what is needed of a data set of the hub without storing its files.
     """
 
-    path: Str
+    path: Annotated[Str, AfterValidator(from_home)]
     files: tuple[Str, ...] = ()
     text_field: Str | None = None
     chat_field: Str | None = None
-    prompt: Str | None = None
-    answer: Str | None = None
+    prompt: Template | None = None
+    answer: Template | None = None
     tokens_field: Str | None = None
     spans_field: Str | None = None
     tokenizer: Str | None = None
     weight: Annotated[Float, Field(gt=0)] = 1.0
     streaming: Bool = False
-
-    @field_validator("path")
-    @classmethod
-    def _from_home(cls, path: str) -> str:
-        return from_home(path)
-
-    @field_validator("prompt", "answer")
-    @classmethod
-    def _names_fields(cls, template: str | None) -> str | None:
-        if template is not None:
-            fields_of(template)
-        return template
 
     @model_validator(mode="after")
     def _one_way_to_read(self) -> Self:
@@ -78,19 +82,14 @@ class Source(Schema):
         """Whether the source holds conversations."""
         return self.field_named in ("chat_field", "prompt") or self.path == STDLIB_CHAT
 
-    def describe(self) -> dict[str, Any]:
-        """The settings that decide the source's content, apart from its files. Those that are not set are omitted."""
-        return self.model_dump(mode="json", exclude={"path", "files", "streaming"}, exclude_none=True)
-
 
 class PrepareConfig(Schema):
-    """What to prepare. Everything except `workers`, `max_bad_share` and `overwrite` decides the content of the shards.
+    """What to prepare. Everything except `workers` decides the content of the shards.
 
     sources: by name. out: the folder to make. seq_len: tokens of a row. documents: "pack" cuts long documents into
     rows, "first" keeps one row of each and drops shorter documents. chat_template: a Jinja file, "plain" (chat.py), or
     None for the tokenizer's own. heldout_share: fraction of the documents that are held out. max_tokens: of both splits
-    together, without filler; the document that reaches it is cut. max_bad_share: the fraction of the documents seen
-    that may be bad; above it the folder is not finished.
+    together, without filler; the document that reaches it is cut.
     """
 
     sources: Annotated[dict[Str, Source], Field(min_length=1)]
@@ -100,10 +99,8 @@ class PrepareConfig(Schema):
     chat_template: Path | None = None
     heldout_share: Annotated[Float, Field(ge=0, lt=1)] = 0.05
     max_tokens: Annotated[Int, Field(ge=1)] | None = None
-    max_bad_share: Annotated[Float, Field(ge=0, le=1)] = 0.01
     seed: Int = 0
     workers: Annotated[Int, Field(ge=1)] = 1
-    overwrite: Bool = False
 
     @model_validator(mode="after")
     def _settings_fit_the_sources(self) -> Self:
@@ -125,19 +122,6 @@ def check_outside(out: Path, sources: Iterable[str]) -> None:
 def changed(settings: T, **fields: Any) -> T:
     """The same settings with some fields changed, validated anew."""
     return type(settings)(**{**dict(settings), **fields})
-
-
-def fields_of(template: str) -> tuple[str, ...]:
-    """The fields that a template names in braces, each once, in order. Raises ValueError for any other brace, and for a
-    template without fields."""
-    names = dict.fromkeys(re.findall(r"{(\w+)}", template.replace("{{", "").replace("}}", "")), "")
-    try:
-        template.format_map(names)
-    except (ValueError, LookupError):
-        names = {}
-    if not names:
-        raise ValueError(f"{template!r}: name at least one field as {{field}}, and write any other brace twice")
-    return tuple(names)
 
 
 def same_way(paths: Sequence[str], **fields: Any) -> dict[str, Source]:

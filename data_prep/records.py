@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from longdraft.data_prep.docstrings import read_docstrings
 from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
-from longdraft.data_prep.formats import TEXT_FIELD, RecordFormat, TextFormat, not_utf8
+from longdraft.data_prep.formats import TEXT_FIELD, RecordFormat, TextFormat
 from longdraft.data_prep.sources import SourceFile, is_compressed, open_plain
 from longdraft.data_prep.tables import TABLES, open_table, table_rows
 from longdraft.models.files import file_digest
@@ -120,9 +120,15 @@ def read_documents(
                 raise Unusable("missing_field", f"is no object with fields, but {type(record).__name__}")
             yield from record_format.documents(name, record)
         except Unusable as error:
-            yield BadDocument(name, hashlib.sha256(name.encode()).digest(), error.why, error.detail)
+            yield _bad(name, error.why, error.detail)
+        except UnicodeError as error:
+            yield _bad(name, "bad_utf8", f"({error})")
     if number is None:
-        yield BadDocument(file.name, hashlib.sha256(file.name.encode()).digest(), "empty", "holds no record")
+        yield _bad(file.name, "empty", "holds no record")
+
+
+def _bad(name: str, why: str, detail: str) -> BadDocument:
+    return BadDocument(name, hashlib.sha256(name.encode()).digest(), why, detail)
 
 
 def numbered_records(segment: Segment, fields: Collection[str] | None = None) -> Iterator[tuple[int, Any]]:
@@ -169,7 +175,5 @@ def _parse_json(raw: bytes) -> Any:
     """The value of a JSON text, or why it has none (`Unusable`)."""
     try:
         return json.loads(raw.decode("utf-8-sig"))  # some files begin with a byte order mark
-    except UnicodeDecodeError as error:
-        return Unusable("bad_utf8", not_utf8(error))
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
-        return Unusable("bad_json", f"is no JSON with a record in each line ({error})")
+        return Unusable("bad_utf8" if isinstance(error, UnicodeError) else "bad_json", f"({error})")

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from longdraft.data_prep.recipe import PrepareConfig
 from longdraft.data_prep.records import Segment, read_documents
 from longdraft.data_prep.shards import SPLITS, Row, write_shard
 from longdraft.data_prep.tokenize import Encoded, Encoder, make_encoder
-from longdraft.models.files import WorkFolder, damage_named
+from longdraft.models.files import WorkFolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -43,14 +42,14 @@ class Reader:
 class ShardTask:
     """The documents of `split` in these segments, which become one shard, or several if they are long.
 
-    budgets: the most tokens that this task takes of each source; None: no limit. Once a source's budget is full, the
-    rest of its segments is not read.
+    budgets: the most tokens that this task takes of each source. Once one is full, the rest of the source's segments is
+    not read.
     """
 
     split: str
     number: int
     segments: tuple[Segment, ...]
-    budgets: tuple[int | None, ...]
+    budgets: tuple[float, ...]
 
     @property
     def name(self) -> str:
@@ -73,23 +72,15 @@ def make_readers(
     tokenizers: "Mapping[str, PreTrainedTokenizerFast]",
 ) -> list[Reader]:
     """A reader for each source. tokenizers: see `record_format_of`."""
-    encoders: dict[bool, Encoder | ChatEncoder] = {}
-    for is_chat in {source.is_chat for source in config.sources.values()}:
-        if is_chat:
-            encoders[is_chat] = ChatEncoder(tokenizer, _template(config.chat_template))
-        else:
-            encoders[is_chat] = make_encoder(tokenizer, ends_documents=config.documents == "pack")
-    return [
-        Reader(name, record_format_of(source, tokenizers), encoders[source.is_chat])
-        for name, source in config.sources.items()
-    ]
+    path, sources = config.chat_template, config.sources.items()
+    template = str(path) if path and str(path) == PLAIN else path and path.read_text(encoding="utf-8")
 
+    def encoder(is_chat: bool) -> Encoder | ChatEncoder:
+        ends_documents = config.documents == "pack"
+        return ChatEncoder(tokenizer, template) if is_chat else make_encoder(tokenizer, ends_documents)
 
-def _template(path: Path | None) -> str | None:
-    if path is None or str(path) == PLAIN:
-        return None if path is None else PLAIN
-    with damage_named(path, remedy=f"give a Jinja file, or {PLAIN} for texts that the target has continued"):
-        return path.read_text(encoding="utf-8")
+    encoders = {is_chat: encoder(is_chat) for is_chat in {source.is_chat for _, source in sources}}
+    return [Reader(name, record_format_of(source, tokenizers), encoders[source.is_chat]) for name, source in sources]
 
 
 def make_shards_of(task: ShardTask, config: PrepareConfig, readers: Sequence[Reader], folder: WorkFolder) -> None:
@@ -129,7 +120,7 @@ def _sequences(
 
     The sequence that reaches the budget of its source is cut there.
     """
-    room = [math.inf if budget is None else budget for budget in task.budgets]  # tokens left of each source
+    room = [*task.budgets]  # tokens left of each source
     least, most = (config.seq_len, config.seq_len) if config.documents == "first" else (1, math.inf)
     for segment in task.segments:
         source = segment.file.source

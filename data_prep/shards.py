@@ -88,7 +88,7 @@ class ShardSet:
             size = path.stat().st_size if path.exists() else None
             if size != shard["bytes"]:
                 found = "is missing" if size is None else f"has {size} bytes instead of {shard['bytes']}"
-                raise ValueError(f"{path} {found}: the folder was damaged; prepare it again with --overwrite")
+                raise ValueError(f"{path} {found}: the folder was damaged; remove it and prepare it again")
         self._ends = np.cumsum([shard["rows"] for shard in shards], dtype=np.int64)
         self._opened: dict[int, dict[str, pa.ListArray]] = {}
 
@@ -113,17 +113,13 @@ class ShardSet:
         columns, row = self._locate(i)
         return list(zip(columns["documents"][row].as_py(), columns["pieces"][row].as_py(), strict=True))
 
-    def used_tokens(self, at_a_time: int = 1 << 22) -> Iterator[np.ndarray]:
-        """Every token except filler, in order, for statistics: int32 arrays of at most about `at_a_time` tokens."""
-        seq_len = self.manifest["seq_len"]
-        step = max(1, at_a_time // seq_len)
+    def used_tokens(self) -> Iterator[np.ndarray]:
+        """Every token except filler, in order, for statistics: an int32 array for each shard."""
         for number in (i for i, shard in enumerate(self.manifest["shards"]) if shard["rows"]):
-            columns = self._shard(number)
+            columns, seq_len = self._shard(number), self.manifest["seq_len"]
             tokens = columns["tokens"].values.to_numpy().reshape(-1, seq_len)
             used = columns["borders"].values.to_numpy()[columns["borders"].offsets.to_numpy()[1:] - 1]
-            for start in range(0, len(used), step):
-                rows = slice(start, start + step)
-                yield tokens[rows][np.arange(seq_len) < used[rows, None]]
+            yield tokens[np.arange(seq_len) < used[:, None]]
 
     def identity(self) -> dict:
         """What identifies these rows and their order: {"rows", "sha256"}, a hash over the manifest's shard hashes."""
@@ -138,7 +134,7 @@ class ShardSet:
             path = self.folder / shard["file"]
             if (found := file_digest(path)) != shard["sha256"]:
                 why = f"is not as prepared: sha256 {found}, not {shard['sha256']}"
-                raise ValueError(f"{path} {why}; prepare it again with --overwrite")
+                raise ValueError(f"{path} {why}; remove the folder and prepare it again")
             if vocab_size is None:
                 continue
             tokens = self._shard(number)["tokens"].values.to_numpy()
@@ -175,5 +171,5 @@ class ShardSet:
 
 def read_manifest(path: Path) -> dict:
     """Parse a manifest. Raises ValueError if it is missing or damaged."""
-    with damage_named(path, remedy="longdraft prepare makes it, or with --overwrite anew"):
+    with damage_named(path, remedy="longdraft prepare makes it"):
         return {**json.loads(path.read_text(encoding="utf-8"))}

@@ -27,8 +27,6 @@ STDLIB_SKIPPED = ("site-packages", "dist-packages", "__pycache__", "test", "test
 CACHES = "cache-*.arrow"  # what `map` and `filter` of `datasets` leave beside a saved data set
 REMOTE = "hf://"
 BUFFER_BYTES = 1 << 20
-# What the readers raise for a damaged file: LookupError and TypeError for a value of MDS without its type or shape.
-UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, RecursionError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def damage_described(path: str) -> Iterator[None]:
     """Turn what goes wrong while this file is read into a ValueError that names it."""
     try:
         yield
-    except UNREADABLE as error:
+    except Exception as error:  # the readers' errors have no base of their own
         raise ValueError(f"{path} cannot be read ({error}); if it was not fetched whole, fetch it again") from error
 
 
@@ -124,14 +122,12 @@ def _files_of(source: Source, number: int) -> list[SourceFile]:
         # The file itself is not resolved: a link's own name and suffix count (the hub's cache links to nameless blobs).
         root = path.parent.resolve()
         prefix, paths = "", [root / path.name] if not source.files or _matches(path.name, patterns) else []
-    elif source.streaming:
-        if listed := _listed_by_hub(source, number, patterns):
-            return listed
-        prefix, paths = "", []
     else:
-        root = _fetch(source.path, patterns)
-        # The cache's folder names a commit. It is not there if no file matches.
-        prefix, paths = f"{source.path}/", _walk(root, patterns) if root.exists() else []
+        root, remote = _of_hub(source, number, patterns)
+        if remote:
+            return remote
+        # The cache's folder is not there if no file matches.
+        prefix, paths = f"{source.path}/", _walk(root, patterns) if root.exists() and not source.streaming else []
     if not paths:
         raise ValueError(f"source {source.path!r} holds no file {' or '.join(patterns)}; name other files by --files")
     return [
@@ -175,42 +171,28 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _fetch(path: str, patterns: Sequence[str]) -> Path:
-    """The folder in the hub's cache with the files of a data set that match a pattern, those of the cache if there is
-    no network."""
-    from huggingface_hub import snapshot_download
-
-    name, _, revision = path.partition("@")
-    with _hub_errors(path):
-        found = snapshot_download(
-            name, repo_type="dataset", revision=revision or None, allow_patterns=list(patterns), max_workers=4
-        )
-    return Path(found)
-
-
-def _listed_by_hub(source: Source, number: int, patterns: Sequence[str]) -> list[SourceFile]:
-    """A data set's files on the hub, of a fixed commit, with the hub's own digests."""
-    from huggingface_hub import HfApi
+def _of_hub(source: Source, number: int, patterns: Sequence[str]) -> tuple[Path, list[SourceFile]]:
+    """A data set of the hub: (the folder in the hub's cache with the files that match a pattern, those of the cache if
+    there is no network; no files), or if it streams (no folder; the files, of a fixed commit, with the hub's digests).
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HTTPError
 
     name, _, revision = source.path.partition("@")
-    with _hub_errors(source.path):
+    try:
+        if not source.streaming:
+            how = {"repo_type": "dataset", "allow_patterns": list(patterns), "max_workers": 4}
+            return Path(snapshot_download(name, revision=revision or None, **how)), []
         info = HfApi().dataset_info(name, revision=revision or None, files_metadata=True)
+    except (HTTPError, OSError, ValueError) as error:  # ValueError: no name of a data set
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"source {source.path!r} is no file or folder here, nor to be read on the hub ({reason})"
+        ) from error
     found = []
     for file in info.siblings or []:
         if _matches(file.rfilename, patterns):
             digest = f"git-{file.blob_id}" if file.lfs is None else str(file.lfs.sha256)
             url, kind = f"{REMOTE}datasets/{name}@{info.sha}/{file.rfilename}", _kind(Path(file.rfilename), source)
             found.append(SourceFile(url, f"{source.path}/{file.rfilename}", kind, int(file.size or 0), number, digest))
-    return found
-
-
-@contextmanager
-def _hub_errors(path: str) -> Iterator[None]:
-    """Turn the hub's errors, also that for a name which is no data set's, into a ValueError that names the source."""
-    from huggingface_hub.errors import HTTPError
-
-    try:
-        yield
-    except (HTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"source {path!r} is no file or folder here, nor to be read on the hub ({reason})") from error
+    return Path(), found

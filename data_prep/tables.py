@@ -5,8 +5,8 @@ Parquet and Arrow.
 
 An MDS shard is uint32 n, uint32 offsets [n + 1] into the file, a JSON header with the names and encodings of the
 columns, and n samples. A sample is the sizes of the columns that have no fixed size (uint32), and then the columns. All
-numbers are little-endian. `mosaicml-streaming`, which writes the format, needs transformers below 5. Pickled columns
-are not read, because unpickling runs any code that they hold.
+numbers are little-endian. `mosaicml-streaming`, which writes the format, needs transformers below 5. Arrays without a
+type are not read, nor pickled columns, because unpickling runs any code that they hold.
 """
 
 import io
@@ -24,11 +24,6 @@ from longdraft.data_prep.sources import SourceFile, damage_described, is_compres
 ROWS_AT_ONCE = 64  # a row can be a book of PG-19 with half a megabyte
 SIZE = np.dtype("<u4")  # of MDS
 SHAPE_TYPES = ("u1", "<u2", "<u4", "<u8")
-# The codes with which an MDS array of any type names its type.
-VALUE_TYPES = {
-    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
-    64: "uint64", 65: "int64", 66: "float64",
-}  # fmt: skip
 
 
 class Parquet:
@@ -60,9 +55,8 @@ class Arrow:
         self.chunks = [(batch.num_rows, batch.nbytes) for batch in self._batches]
 
     def rows(self, chunks: range, fields: list[str]) -> Iterator[dict[str, Any]]:
-        for batch in (self._batches[i].select(fields) for i in chunks):
-            for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-                yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
+        for chunk in chunks:
+            yield from self._batches[chunk].select(fields).to_pylist()
 
 
 class Mds:
@@ -70,12 +64,14 @@ class Mds:
 
     def __init__(self, stream: BinaryIO):
         self._stream = stream
-        n = int(_numbers(stream, 1)[0])
-        self._offsets = _numbers(stream, n + 1).astype(np.int64)  # where each sample begins in the file, and the end
+        n = int(np.frombuffer(stream.read(SIZE.itemsize), SIZE)[0])
+        # Where each sample begins in the file, and the end.
+        self._offsets = np.frombuffer(stream.read((n + 1) * SIZE.itemsize), SIZE, n + 1).astype(np.int64)
         begin, sizes = (n + 2) * SIZE.itemsize, np.diff(self._offsets)
-        if self._offsets[0] < begin or (sizes < 0).any():
-            raise ValueError("no MDS shard: its samples overlap")
-        header = json.loads(_exactly(stream, int(self._offsets[0]) - begin))
+        if self._offsets[0] < begin or (sizes < 0).any() or self._offsets[-1] > stream.seek(0, io.SEEK_END):
+            raise ValueError("no MDS shard, or one that ends early")
+        stream.seek(begin)
+        header = json.loads(stream.read(int(self._offsets[0]) - begin))
         columns = zip(*(header[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)
         self._columns: list[tuple[str, str, int | None]] = list(columns)  # the size is None if it is not fixed
         self.fields = [name for name, _, _ in self._columns]
@@ -86,7 +82,7 @@ class Mds:
         for chunk in chunks:
             begin, end = self._offsets[chunk : chunk + 2].tolist()
             self._stream.seek(begin)
-            raw = _exactly(self._stream, end - begin)
+            raw = self._stream.read(end - begin)
             variable_sizes = iter(np.frombuffer(raw, SIZE, n_variable).tolist())
             at, sample = n_variable * SIZE.itemsize, {}
             for name, encoding, fixed in self._columns:
@@ -136,10 +132,8 @@ def _mds_cell(encoding: str, raw: bytes) -> Any:
     return np.frombuffer(raw, "<i8" if kind == "int" else kind)[0].item()  # numpy refuses what is no number
 
 
-def _array(raw: bytes, kind: str = "", shape: str = "") -> np.ndarray:
-    """A cell with an array. The type and the shape stand before the values unless the column's encoding has them."""
-    if not kind:
-        kind, raw = VALUE_TYPES[raw[0]], raw[1:]
+def _array(raw: bytes, kind: str, shape: str = "") -> np.ndarray:
+    """A cell with an array. The shape stands before the values unless the column's encoding has it."""
     if shape:
         sizes = [int(size) for size in shape.split(",")]
     else:
@@ -147,14 +141,3 @@ def _array(raw: bytes, kind: str = "", shape: str = "") -> np.ndarray:
         stop = 1 + n_axes * size_type.itemsize
         sizes, raw = np.frombuffer(raw[1:stop], size_type).tolist(), raw[stop:]
     return np.frombuffer(raw, np.dtype(kind).newbyteorder("<")).reshape(sizes)
-
-
-def _numbers(stream: BinaryIO, n: int) -> np.ndarray:
-    return np.frombuffer(_exactly(stream, n * SIZE.itemsize), SIZE)
-
-
-def _exactly(stream: BinaryIO, n: int) -> bytes:
-    raw = stream.read(n)
-    if len(raw) < n:
-        raise ValueError(f"the file ends {n - len(raw)} bytes early")
-    return raw

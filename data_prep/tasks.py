@@ -21,18 +21,12 @@ KEPT = "what is finished is kept: call again"
 
 @contextmanager
 def failures_described(path: Path) -> Iterator[None]:
-    """Turn an OSError (a full disk, a missing right) or a lost connection to the hub into a ValueError of one line.
-
-    path: the folder that is made."""
+    """Turn an OSError (a full disk, a missing right) into a ValueError of one line. path: the folder that is made."""
     try:
         yield
     except BrokenPipeError:
         raise
-    except Exception as error:
-        from huggingface_hub.errors import HTTPError
-
-        if not isinstance(error, (OSError, HTTPError)):
-            raise
+    except OSError as error:
         raise ValueError(f"{str(path)[:200]}: {' '.join(str(error).split())[:300]}; {KEPT}") from error
 
 

@@ -40,10 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     return None
 
 
-def _log(text: str) -> None:
-    show(f"{text}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
     description = "Pack text into shards of tokens. `longdraft prepare regenerate` lets a target answer prompts first."
     parser = argparse.ArgumentParser(prog="longdraft prepare", description=description)
@@ -70,12 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--heldout-share", type=float, help=help)
     add("--max-tokens", type=int, help="keep at most this many tokens, sampled over all files of each source")
     add("--seed", type=int, help=f"seed of the split and the order (default: {default['seed']})")
-    help = f"share of bad documents above which it is an error (default: {default['max_bad_share']})"
-    add("--max-bad-share", type=float, help=help)
     help = "number of processes, which does not change the result (default: one for each core)"
     add("--workers", type=int, help=help)
-    help = "clear a folder that was prepared with something else, and prepare anew"
-    add("--overwrite", action="store_true", help=help)
     help = "instead of preparing, print what this folder holds (with --target, samples too)"
     add("--inspect", type=Path, metavar="FOLDER", help=help)
     return parser
@@ -90,7 +82,7 @@ def _prepare(given: dict[str, Any]) -> None:
     tokenizer = load_tokenizer(given["target"])
     named = {source.tokenizer for source in config.sources.values() if source.tokenizer is not None}
     tokenizers = {name: load_tokenizer(name) for name in sorted(named)}
-    prepare(config, tokenizer, tokenizer_hash(tokenizer), tokenizers, _log)
+    prepare(config, tokenizer, tokenizer_hash(tokenizer), tokenizers, lambda line: show(f"{line}\n"))
 
 
 def _config(given: dict[str, Any]) -> PrepareConfig:
@@ -113,14 +105,12 @@ def _config(given: dict[str, Any]) -> PrepareConfig:
 def _inspect(given: dict[str, Any]) -> None:
     from longdraft.data_prep.inspection import inspect
 
-    tokenizer, digest = None, ""
+    tokenizer = None
     if "target" in given:
-        from longdraft.models.fingerprint import tokenizer_hash
         from longdraft.models.hf import load_tokenizer
 
         tokenizer = load_tokenizer(given["target"])
-        digest = tokenizer_hash(tokenizer)
-    _log(inspect(given["inspect"], tokenizer, digest))
+    show(f"{inspect(given['inspect'], tokenizer)}\n")
 
 
 if __name__ == "__main__":

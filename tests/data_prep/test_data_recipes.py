@@ -102,7 +102,7 @@ def test_prolong(tmp_path, smollm2):
         shutil.copytree(Path(__file__).parent / "mds" / "plain", root / domain)
     texts = []
     for file in list_files([Source(path=str(root / "arxiv"))]):
-        for row in table_rows(file):
+        for row in table_rows(file, fields=("input_ids", "indices")):
             documents = (row["input_ids"][start:stop].tolist() for start, stop in row["indices"])
             texts += [smollm2.decode(ids, skip_special_tokens=True).strip("\ufffd") + "<|im_end|>" for ids in documents]
     sources = [f"sources.{name}.{field}" for name in ("code", "books", "arxiv") for field in

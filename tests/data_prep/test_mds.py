@@ -28,7 +28,6 @@ def samples():
             "length": len(ids),
             "text": f"text {i}\n".encode(),
             "extra": {"i": i},
-            "any": np.arange(i + 1, dtype=np.float32),
         }
 
 
@@ -40,7 +39,6 @@ def test_every_column_comes_back(kind):
         with open_table(file) as table:
             n = len(table.chunks)
         found += [row for i in range(n) for row in table_rows(file, i, i + 1, tuple(expected[0]))]
-        assert next(table_rows(file, 1)).keys() == expected[0].keys()
     assert len(found) == 40
     for sample, wanted in zip(found, expected, strict=True):
         assert sample.keys() == wanted.keys()

@@ -70,7 +70,7 @@ def test_lines_of_many_megabytes(tmp_path, tiny_tokenizer):
         for record in ({"text": "a"}, {"raw": "x" * 30_000_000, "text": text}, {"text": "b"}):
             stream.write(json.dumps(record) + "\n")
         stream.write('{"text": "' + "y" * 30_000_000 + "\n")
-    settings = {"seq_len": 8192, "heldout_share": 0, "max_bad_share": 0.3}
+    settings = {"seq_len": 8192, "heldout_share": 0}
     config = PrepareConfig(sources=same_way([str(path)]), out=tmp_path / "out", **settings)
     split = prepare(config, tiny_tokenizer, "hash")["splits"]["train"]
     assert (split["documents"], split["bad"]) == (3, {"bad_json": 1})

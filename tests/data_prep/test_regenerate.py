@@ -198,10 +198,9 @@ def test_accounts(config, run, tiny_tokenizer, tmp_path, monkeypatch, capsys):
         "special_token_in_answer": [[user("control")]],
         "prompt_too_long": [[user("many words " * 40)]],
         "refused_by_template": [[user("q"), user("q")], [user("q"), OLD, user("q"), user("q")]],
-        "no_user_turn": [[system("s")], [OLD]],
-        "tool_role": [[{"role": "tool", "content": "x"}]],
+        "no_user_turn": [[system("s")], [OLD], []],
+        "unknown_role": [[{"role": "tool", "content": "x"}]],
         "content_not_text": [[{"role": "user", "content": 1}]],
-        "empty": [[]],
     }
     all_of_them = [*(one for many in reasons.values() for one in many), [user("q")], [user("trimmed")]]
     random.Random(0).shuffle(all_of_them)

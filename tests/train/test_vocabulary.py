@@ -45,12 +45,11 @@ def test_the_most_frequent(rows, n):
     assert torch.equal(found, frequent_tokens(ShardSet(rows.folder), VOCAB, n))
 
 
-@pytest.mark.parametrize("at_a_time", [1, SEQ_LEN, 3 * SEQ_LEN, 1 << 20])
-def test_used_tokens_are_the_rows_without_filler(rows, at_a_time):
-    parts = list(rows.used_tokens(at_a_time))
+def test_used_tokens_are_the_rows_without_filler(rows):
+    parts = list(rows.used_tokens())
     every = [rows[i]["tokens"][: rows[i]["borders"][-1]] for i in range(len(rows))]
     assert np.array_equal(np.concatenate(parts), np.concatenate(every))
-    assert max(map(len, parts)) <= max(at_a_time, SEQ_LEN) and {part.dtype for part in parts} == {np.dtype("int32")}
+    assert {part.dtype for part in parts} == {np.dtype("int32")}
 
 
 def test_tokens_that_end_a_sequence_are_among_them(rows):
