@@ -113,14 +113,3 @@ def _numbered(rows: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
 
 def _used(row: Sequence[Piece]) -> int:
     return sum(map(len, row))
-
-
-def first(lengths: Sequence[int], seq_len: int) -> list[list[Piece]]:
-    """One row for each document of at least `seq_len` tokens, with its first `seq_len` tokens (TokenSwift on PG-19).
-
-    The rest of a long document is left out, and so is every shorter document. The caller counts these.
-    """
-    return [[Piece(document, 0, 0, seq_len)] for document, length in enumerate(lengths) if length >= seq_len]
-
-
-MODES = {"pack": pack, "first": first}

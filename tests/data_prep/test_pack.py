@@ -3,7 +3,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from longdraft.data_prep.pack import MODES, Piece, best_fit, first, pack
+from longdraft.data_prep.pack import Piece, best_fit, pack
 from longdraft.data_prep.prepare import SHARD_TEXT_BYTES
 
 lengths_and_row = st.tuples(st.lists(st.integers(1, 200), max_size=60), st.integers(2, 64))
@@ -48,13 +48,6 @@ def test_what_is_left_of_long_documents_is_cut_only_to_save_a_row(lengths, seq_l
     assert n_saved > 0 or (n_saved, n_cuts) == (0, 0)
     # A piece is shorter than a 32nd of a row only if its document has no more left.
     assert all(len(p) >= min(seq_len // 32, lengths[p.document] % seq_len or seq_len) for p in pieces)
-
-
-@given(lengths_and_row)
-def test_first_takes_one_row_of_each_long_document(case):
-    lengths, seq_len = case
-    expected = [[Piece(i, 0, 0, seq_len)] for i, length in enumerate(lengths) if length >= seq_len]
-    assert first(lengths, seq_len) == expected
 
 
 def test_pack_by_hand():
@@ -103,5 +96,4 @@ def test_a_rest_fills_what_others_leave():
 
 
 def test_nothing_gives_no_rows():
-    for mode in MODES.values():
-        assert mode([], 8) == []
+    assert pack([], 8) == []
