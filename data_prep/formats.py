@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TEXT_FIELD = "text"
-FIELDS_SHOWN = 20  # names of fields in a message
 UNFINISHED = "unfinished"
 
 
@@ -133,7 +132,7 @@ def _document(name: str, text: str) -> Document:
 def _present(record: Mapping[str, Any], name: str) -> Any:
     if name not in record:
         remedy = "name the right one (--text-field or --chat-field; in a recipe text_field, chat_field, prompt, ...)"
-        raise Unusable("missing_field", f"has no field {name!r} but {list(record)[:FIELDS_SHOWN]}; {remedy}")
+        raise Unusable("missing_field", f"has no field {name!r} but {list(record)[:20]}; {remedy}")
     value = record[name]
     # A text file, an MDS shard or a table without a type for texts gives bytes.
     return value.decode("utf-8") if isinstance(value, bytes) else value

@@ -5,8 +5,7 @@ tasks, tasks.py runs these in processes, shard_task.py makes the shards of a tas
 chat.py, then pack.py), and WorkFolder keeps a record of each task, which `_write_manifests` adds up.
 
 The tasks depend on the sources' content and the settings alone, so the number of workers cannot change the result.
-After a kill only the tasks without a record are done again. (`datasets.Dataset.map(num_proc=...)` makes files that
-depend on the number of processes, and a kill loses all.)
+After a kill only the tasks without a record are done again.
 """
 
 import math

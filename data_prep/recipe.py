@@ -11,7 +11,6 @@ from longdraft.models.files import from_home
 from longdraft.models.schema import Bool, Float, Int, Schema, Str
 
 STDLIB, STDLIB_CHAT = "stdlib", "stdlib-chat"  # the sources that every machine has
-MOST_SEQ_LEN = 1 << 24  # a row of 64 MiB, with as many tokens as the largest shard has bytes of text
 WAYS_TO_READ = ("text_field", "chat_field", "prompt", "tokens_field")
 T = TypeVar("T", bound=Schema)
 
@@ -94,7 +93,7 @@ class PrepareConfig(Schema):
 
     sources: Annotated[dict[Str, Source], Field(min_length=1)]
     out: Path
-    seq_len: Annotated[Int, Field(ge=2, le=MOST_SEQ_LEN)]
+    seq_len: Annotated[Int, Field(ge=2, le=1 << 24)]  # at most 64 MiB
     documents: Literal["pack", "first"] = "pack"
     chat_template: Path | None = None
     heldout_share: Annotated[Float, Field(ge=0, lt=1)] = 0.05

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longdraft.data_prep.chat import PLAIN, ChatEncoder
-from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
+from longdraft.data_prep.documents import BadDocument, Unusable
 from longdraft.data_prep.formats import RecordFormat, record_format_of
 from longdraft.data_prep.pack import Piece, pack
 from longdraft.data_prep.recipe import PrepareConfig
@@ -126,7 +126,9 @@ def _sequences(
         source = segment.file.source
         reader, documents = readers[source], read_documents(segment, readers[source].record_format)
         while room[source] >= least and (document := next(documents, None)) is not None:
-            if not _is_wanted(document, task.split, config):
+            # The text's hash decides, so all copies of a document are in the same split.
+            is_heldout = uniform(config.seed, document.digest) < config.heldout_share
+            if SPLITS[is_heldout] != task.split:
                 continue
             try:
                 if isinstance(document, BadDocument):
@@ -156,12 +158,6 @@ def _beginning(sequence: Encoded, limit: float) -> Encoded:
     n = int(min(limit, len(sequence.tokens)))
     spans = tuple((start, min(stop, n)) for start, stop in sequence.spans if start < n)
     return replace(sequence, tokens=sequence.tokens[:n], spans=spans)
-
-
-def _is_wanted(document: Document | Conversation | BadDocument, split: str, config: PrepareConfig) -> bool:
-    """Whether the document belongs to this split. Its text's hash decides, so all copies are in the same one."""
-    heldout = uniform(config.seed, document.digest) < config.heldout_share
-    return SPLITS[heldout] == split
 
 
 def _make_row(pieces: Sequence[Piece], sequences: Sequence[Encoded]) -> Row:

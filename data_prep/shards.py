@@ -43,13 +43,11 @@ def write_shard(path: Path, rows: Sequence[Row], seq_len: int, fill_id: int) -> 
     for i, row in enumerate(rows):
         tokens[i, : len(row.tokens)] = row.tokens
     columns = {name: [getattr(row, name) for row in rows] for name in ("borders", "loss_spans", "documents", "pieces")}
-    schema = shard_schema(seq_len)
     fixed = pa.FixedSizeListArray.from_arrays(pa.array(tokens.ravel()), seq_len)
-    arrays = [fixed, *(pa.array(values, type=schema.field(name).type) for name, values in columns.items())]
-    table = pa.Table.from_arrays(arrays, schema=schema)
+    table = pa.table({"tokens": fixed, **columns}, schema=shard_schema(seq_len))
 
     def write(temporary: Path) -> None:
-        with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table)  # one batch, so that the reader gets each column as one array
 
     write_atomically(path, write)

@@ -1,18 +1,12 @@
-"""Several sources in one folder: forms of records, weights, budgets, text beside conversations."""
+"""Several sources in one folder: forms of records, weights, ids."""
 
 import json
 
 import pytest
 
-from longdraft.data_prep import records as records_module
 from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.recipe import PrepareConfig, Source, changed, same_way
 from longdraft.data_prep.shards import ShardSet
-
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
 
 
 def write(path, records):
@@ -51,52 +45,6 @@ def test_weights_share_out_the_tokens(books, tmp_path, tiny_tokenizer, read_back
     assert max(map(len, pieces)) >= 2, "no row holds pieces of several sources"
     train = manifest["splits"]["train"]
     assert sum(counted["tokens"] for counted in train["mix"].values()) == train["tokens"]
-
-
-def test_the_document_that_reaches_the_budget_is_cut_there(tmp_path, tiny_tokenizer, monkeypatch):
-    """A budget of a few books is filled to the token, by few tasks, and the other books are not read."""
-    for i in range(40):
-        (tmp_path / "books").mkdir(exist_ok=True)
-        (tmp_path / "books" / f"{i}.txt").write_text(f"book {i} " + "ship " * 4000)
-    n = len(tiny_tokenizer("book 10 " + "ship " * 4000)["input_ids"])
-    monkeypatch.setattr("longdraft.data_prep.prepare.SHARD_TEXT_BYTES", (200_000, 200_000))
-    read = []
-    sources = same_way([str(tmp_path / "books")])
-    config = PrepareConfig(sources=sources, out=tmp_path / "out", seq_len=256, heldout_share=0, max_tokens=6 * n)
-    original = records_module.open_plain
-    monkeypatch.setattr(records_module, "open_plain", lambda path: read.append(path) or original(path))
-    split = prepare(config, tiny_tokenizer, "hash")["splits"]["train"]
-    assert 6 * n - 2 * 2 <= split["tokens"] == split["supervised_tokens"] <= 6 * n
-    assert 6 <= len(read) == split["documents"] < 20, "files beyond the budget were opened"
-
-
-def test_text_beside_conversations_counts_whole(tmp_path, tiny_tokenizer):
-    chats = [
-        [{"role": "user", "content": f"ask {i}"}, {"role": "assistant", "content": f"answer {i}"}] for i in range(20)
-    ]
-    write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats])
-    write(tmp_path / "texts.jsonl", [{"body": f"a text {i}"} for i in range(20)])
-    (tmp_path / "t.jinja").write_text(TEMPLATE)
-    sources = {
-        "chats": Source(path=str(tmp_path / "chats.jsonl"), chat_field="messages"),
-        "texts": Source(path=str(tmp_path / "texts.jsonl"), text_field="body"),
-    }
-    config = PrepareConfig(
-        sources=sources, out=tmp_path / "out", seq_len=128, heldout_share=0, chat_template=tmp_path / "t.jinja"
-    )
-    manifest = prepare(config, tiny_tokenizer, "hash")
-    assert (total(manifest, "chats", "documents"), total(manifest, "texts", "documents")) == (20, 20)
-    shards, seen = ShardSet(config.out / "train"), []
-    for i in range(len(shards)):
-        row = shards[i]
-        pieces = zip(shards.pieces(i), row["borders"], row["borders"][1:], strict=False)
-        for (name, _), start, stop in pieces:
-            counted = row["tokens"][start:stop][row["loss"][start:stop]].tolist()
-            seen.append((name.partition(":")[0], tiny_tokenizer.decode(counted)))
-    assert sorted(seen) == sorted(
-        [("chats.jsonl", f"answer {i}<|end|>") for i in range(20)]
-        + [("texts.jsonl", f"a text {i}<|end|>") for i in range(20)]
-    )
 
 
 def test_ids_are_held_against_their_tokenizer(tmp_path, tiny_tokenizer, read_back):

@@ -1,3 +1,4 @@
+import gzip
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from longdraft.data_prep import prepare as prepare_module
+from longdraft.data_prep import shard_task
 from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.recipe import PrepareConfig, changed, same_way
 from longdraft.data_prep.shards import ShardSet
@@ -71,7 +73,8 @@ def test_manifest_says_what_was_made(config, tiny_tokenizer, capsys):
     assert list(plan["sources"])[:2] == ["corpus/deep/file001.txt", "corpus/deep/file003.txt"]
     line = capsys.readouterr().out
     assert line.startswith(f"Prepared: {manifest['splits']['train']['rows']:,} train and")
-    assert line.endswith(f"0 bad and 0 dropped documents) -> {config.out}\n")
+    n_tokens = sum(split["tokens"] for split in manifest["splits"].values())
+    assert line.endswith(f"0 bad, 0 dropped; tokens by source: corpus {n_tokens:,}) -> {config.out}\n")
     assert str(config.out.parent) not in (config.out / "manifest.json").read_text()
 
 
@@ -164,21 +167,30 @@ def test_bad_documents_are_counted_and_named(config, corpus, tiny_tokenizer, cap
     assert sum(split["documents"] for split in manifest["splits"].values()) == 120
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
-def test_a_missing_field_is_named_with_those_there_and_the_flag(config, tmp_path, tiny_tokenizer, name):
-    records = [{"content": f"text {i}", "id": i} for i in range(30)]
-    if name == "a.parquet":
-        pq.write_table(pa.Table.from_pylist(records), tmp_path / name)
-    else:
-        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-    for field in ("text_field", "chat_field"):
-        sources = same_way([str(tmp_path / name)], **{field: "nope"})
-        template = Path("plain") if field == "chat_field" else None
-        one = changed(config, sources=sources, chat_template=template, out=tmp_path / field)
-        with pytest.raises(ValueError, match=r"no row for train: 0 .* missing_field, first .*'nope'.*'content', 'id'"):
-            prepare(one, tiny_tokenizer, "hash")
-    good = changed(config, sources=same_way([str(tmp_path / name)], text_field="content"), out=tmp_path / "ok")
-    assert prepare(good, tiny_tokenizer, "hash")["splits"]["train"]["documents"] > 20
+@pytest.mark.parametrize("field", ["text_field", "chat_field"])
+def test_a_missing_field_is_named_with_those_there(config, tmp_path, tiny_tokenizer, field):
+    table = pa.Table.from_pylist([{"content": f"text {i}", "id": i} for i in range(30)])
+    pq.write_table(table, tmp_path / "a.parquet")
+    template = Path("plain") if field == "chat_field" else None
+    one = changed(config, sources=same_way([str(tmp_path / "a.parquet")], **{field: "nope"}), chat_template=template)
+    with pytest.raises(ValueError, match=r"no row for train: 0 .* missing_field, first .*'nope'.*'content', 'id'"):
+        prepare(one, tiny_tokenizer, "hash")
+
+
+def test_a_long_task_writes_several_shards(corpus, tmp_path, tiny_tokenizer, read_back, monkeypatch):
+    """One compressed file is one task, whose shards end with the documents that reach a number of tokens."""
+    with gzip.open(tmp_path / "lines.jsonl.gz", "wb") as stream:
+        stream.write((corpus[0] / "lines.jsonl").read_bytes())
+    monkeypatch.setattr(shard_task, "SHARD_TOKENS", 5000)
+    sources = same_way([str(tmp_path / "lines.jsonl.gz")])
+    config = PrepareConfig(sources=sources, out=tmp_path / "out", seq_len=64, heldout_share=0)
+    n_tokens = prepare(config, tiny_tokenizer, "hash")["splits"]["train"]["tokens"]
+    rows = ShardSet(config.out / "train")
+    names = [shard["file"] for shard in rows.manifest["shards"]]
+    assert names == ["shard-00000.arrow", *(f"shard-00000-{i:03d}.arrow" for i in range(1, len(names)))]
+    assert n_tokens // 7000 < len(names) <= n_tokens // 5000 + 1
+    found = {name.rpartition(":")[2]: text for name, text in read_back(rows, tiny_tokenizer).items()}
+    assert found == {name.rpartition(":")[2]: text for name, text in corpus[1].items() if ":" in name}
 
 
 def test_empty_split_says_why(config, tmp_path, tiny_tokenizer):

@@ -9,8 +9,6 @@ import pytest
 from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.recipe import PrepareConfig, Source, changed, same_way
 from longdraft.data_prep.shards import ShardSet
-from longdraft.launch.prepare import main
-from longdraft.models.fingerprint import tokenizer_hash
 
 CHATML = (
     "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
@@ -179,22 +177,3 @@ def test_what_does_not_go_with_conversations_is_refused(config, tiny_tokenizer, 
         with pytest.raises(ValueError, match=said):
             prepare(changed(config, **fields), tiny_tokenizer, "hash")
     assert not config.out.exists()
-
-
-def test_command_prepares_docstrings_of_the_standard_library(tmp_path, smollm2, capsys):
-    out = tmp_path / "out"
-    argv = f"--source stdlib-chat --target smollm2-135m --out {out} --seq-len 256 --max-tokens 30000"
-    main([*argv.split(), "--heldout-share", "0.2", "--workers", "1"])
-    assert " documents, " in capsys.readouterr().out
-    found = sequences(out)
-    assert len(found) > 50
-    whole = [sequence for sequence in found.values() if (smollm2.eos_token_id, True) in sequence]
-    assert len(found) - len(whole) <= 4, "more conversations than those that reach the budget of a task are cut"
-    for sequence in whole:
-        (answer,) = learned(smollm2, sequence, smollm2.eos_token_id)
-        assert len(answer) > 40
-        assert smollm2.decode([token for token, _ in sequence]).startswith("<|im_start|>system\nYou are a helpful AI")
-    train, heldout = (ShardSet(out / split) for split in ("train", "heldout"))
-    assert train.manifest["tokenizer_sha256"] == tokenizer_hash(smollm2)
-    files = [{n.rpartition(":")[0] for i in range(len(side)) for n, _ in side.pieces(i)} for side in (train, heldout)]
-    assert all(files) and not files[0] & files[1]
