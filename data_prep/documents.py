@@ -47,9 +47,10 @@ class BadDocument:
     """A document that cannot be used. digest: a sha256 that decides in which split it is counted. why: the reason, as
     the manifest counts it. detail: the cause and the fix, printed after the name; "" if `why` says everything.
 
-    Reasons that need a word: too_short, a text to continue that ends within its beginning; prompt_not_kept, a rendered answer that does not follow the prompt (which
-    opens a thought that the answer lacks); answer_not_found, the template omitted the answer or repeated it;
-    unfinished, an answer that did not end within the allowed tokens, so that a wrong end would be learned.
+    Reasons that need a word: too_short, a text to continue that ends within its beginning; prompt_not_kept, a rendered
+    answer that does not follow the prompt (which opens a thought that the answer lacks); answer_not_found, the template
+    omitted the answer or repeated it; unfinished, an answer that did not end within the allowed tokens, so that a wrong
+    end would be learned.
     """
 
     name: str
