@@ -82,7 +82,7 @@ def read_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], .
             raise Unusable("not_a_list") from None
     if isinstance(value, list) and all(isinstance(message, str) for message in value):
         value = [{"role": ROLES[1 + i % 2], "content": text} for i, text in enumerate(value)]
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise Unusable("not_a_list")
     messages = []
     for message in value:

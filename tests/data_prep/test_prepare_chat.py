@@ -130,11 +130,11 @@ def test_conversations_by_turn_are_whole_and_on_one_side(config, chats, tiny_tok
 def test_bad_conversations_are_counted_and_named(config, chats, tiny_tokenizer, tmp_path):
     user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
     bad = {
-        "not_a_list": ["text", [user, "text"]],
+        "not_a_list": ["text", [user, "text"], []],
         "unknown_role": [[{"role": "narrator", "content": "x"}, answer], [{"role": "tool", "content": "x"}, answer]],
         "content_not_text": [[user, answer | {"content": [{"type": "image"}]}], [user | {"content": None}]],
         "answer_beside_content": [[user, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]],
-        "no_assistant_turn": [[user], [user, user], []],
+        "no_assistant_turn": [[user], [user, user]],
         "noncharacter": [[user, {"role": "assistant", "content": "\ufdd1"}]],
         "bad_utf8": [[user, {"role": "assistant", "content": "\ud800"}]],
         "refused_by_template": [[user, answer, answer]],

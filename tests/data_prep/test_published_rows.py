@@ -78,7 +78,7 @@ CASES = {
     "a text": ("Why? So.", "not_a_list"),
     "JSON text of something else": ('{"role": "user"}', "not_a_list"),
     "numbers": ([1, 2], "not_a_list"),
-    "no message": ([], "no_assistant_turn"),
+    "no message": ([], "not_a_list"),
     "a question alone": (openai(USER), "no_assistant_turn"),
 }
 

@@ -198,9 +198,10 @@ def test_accounts(config, run, tiny_tokenizer, tmp_path, monkeypatch, capsys):
         "special_token_in_answer": [[user("control")]],
         "prompt_too_long": [[user("many words " * 40)]],
         "refused_by_template": [[user("q"), user("q")], [user("q"), OLD, user("q"), user("q")]],
-        "no_user_turn": [[system("s")], [OLD], []],
+        "no_user_turn": [[system("s")], [OLD]],
         "unknown_role": [[{"role": "tool", "content": "x"}]],
         "content_not_text": [[{"role": "user", "content": 1}]],
+        "not_a_list": [[]],
     }
     all_of_them = [*(one for many in reasons.values() for one in many), [user("q")], [user("trimmed")]]
     random.Random(0).shuffle(all_of_them)
