@@ -61,7 +61,9 @@ def at_least(least: int) -> Callable[[str], int]:
 
 def node_budget(text: str) -> str | int:
     """The type of --nodes."""
-    return text if text in ("auto", "all") else at_least(1)(text)
+    if text not in ("auto", "all") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}; give auto, all or a number")
+    return int(text) if text.isdecimal() else text
 
 
 def add_loading(add: Callable[..., Any], dtype: str | None = "bf16", dtype_help: str = "default: bf16") -> None:

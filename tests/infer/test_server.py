@@ -432,6 +432,10 @@ def test_clients_that_misbehave_take_nothing_from_the_others(target):
         return found[: len(streams)]
 
     with served(target) as service:
+        reasons, deliver = [], service.thread._deliver
+        service.thread._deliver = lambda piece: (
+            reasons.append(getattr(piece.generation, "finish_reason", "")) or deliver(piece)
+        )
         found = asyncio.run(all_of_them(service.url))
         params = [SamplingParams(temperature=1, seed=seed, max_new_tokens=24, ignore_eos=True) for seed in range(32)]
         want = [one.text for one in Engine(target).generate([TEXT] * 32, params)]
@@ -440,7 +444,9 @@ def test_clients_that_misbehave_take_nothing_from_the_others(target):
         deadline = time.monotonic() + 20
         while service.thread.in_flight and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert service.thread.in_flight == 0
+        assert service.thread.in_flight == 0 and reasons.count("cancelled") > 2 + 4, (
+            "streams too, not only whole answers"
+        )
         assert post(service, headers={}).status_code == 200
 
 
