@@ -60,7 +60,7 @@ class SlotState:
             key: the name of the work, and everything else on the host that steers it.
             owners: objects whose memory the work uses beside the state and the inputs, such as a network and a cache.
             work: does nothing but queue. Of the state that it is given it may read roots, positions, active, history
-                and sampling (as `ranking` does); it may read no tensor on the host.
+                and sampling (as `best` does); it may read no tensor on the host.
             inputs: tensors, or tuples or dataclasses of them.
             widest: rows of the widest pass in the work, for each slot.
 
@@ -80,20 +80,16 @@ class SlotState:
         itself, it is rounded up to a power of two."""
         return 1 << (count - 1).bit_length() if count and self.graphs.recording else count
 
-    def ranking(self, logits: Tensor, offset: int, token_ids: Tensor | None = None) -> Tensor:
-        """Scores that rank candidates for the token `offset` behind the root, in fp32 or the logits' dtype.
-
-        At T > 0 the noise that the target's choice will use is known beforehand, so candidates are ranked with it.
-        Penalties and bans are those of the root's history.
-
-        Args:
-            logits: [B, V], or [B, N, V] of several nodes at this depth.
-            token_ids: int64 [V], the target's ids of a restricted draft vocabulary; None: all, in order.
-        """
-        return self.sampling.ranking(logits, self.history, self.positions, offset, token_ids)
-
     def best(
         self, logits_BTV: Tensor, offset: int, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The `count` candidates of each node that `ranking` puts first: log-probabilities, and indices into V."""
+        """The `count` best candidates of each node for the token `offset` after the root, ranked with the noise that
+        the target's choice will use, and with penalties and bans of the root's history.
+
+        Args:
+            logits_BTV: of nodes at this depth.
+            token_ids: int64 [V], the target's ids of a restricted draft vocabulary; None: all, in order.
+
+        Returns: log-probabilities, and indices into V.
+        """
         return self.sampling.best(logits_BTV, self.history, self.positions, offset, count, token_ids)

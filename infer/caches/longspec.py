@@ -28,14 +28,21 @@ class DraftPasses:
     Attributes:
         cache: the target's.
         window: how many positions before its own a query reads at most: the configured window, or fewer positions.
+        kept: the block's own keys and values [B, P + rows of a tree, K, d]: of the token at position p in row p % P.
         keeps_roots: whether the keys of a root that was a query are kept from then on.
     """
 
     keeps_roots = False
 
-    def __init__(self, draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache):
+    def __init__(
+        self, draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, n_positions: int, tree_rows: int
+    ):
         self.draft, self.cache, self._embed, self._head_ED = draft, cache, target.embed_tokens, head_ED
         self.window = min(draft.config.window, draft.config.max_positions)
+        shape = cache.batch, n_positions + tree_rows, draft.config.n_kv_heads, draft.config.head_dim
+        # Zeros, because masked rows are still multiplied by 0, and uninitialised memory may be NaN.
+        self.kept = head_ED.new_zeros(shape), head_ED.new_zeros(shape)
+        self._n_positions, self._slots_B1 = n_positions, torch.arange(cache.batch, device=head_ED.device)[:, None]
         self._missing = 0  # the most positions before its root whose keys a slot lacks
         self._roots_queried = False  # whether the roots were queries in this step
 
@@ -57,11 +64,17 @@ class DraftPasses:
         return count
 
     def begin(self, state: SlotState, count: int) -> None:
-        """Begin a proposal, which catches up with the last `count` tokens before the roots."""
-        raise NotImplementedError
+        """Begin a proposal: catch up with the last `count` tokens before the roots."""
+        if count:
+            last_C = torch.arange(-count, 0, device=state.positions.device)
+            positions_BC = (state.positions[:, None] + last_C).clamp(min=0)  # position 0 again where there are fewer
+            embeddings_BCD = self._embed(state.history.read(state.positions - count, count))
+            tables = self.draft.tables(positions_BC, state.history.prompt_lengths)
+            places = self._slots_B1, positions_BC % self._n_positions
+            self.kept[0][places], self.kept[1][places] = self.draft.self_kv(embeddings_BCD, tables)
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
-        """Logits [B, T, E] behind the nodes of `level` - 1, which are at position p + level - 1 for a root at p.
+        """Logits [B, T, E] after the nodes of `level` - 1, which are at position p + level - 1 for a root at p.
 
         ancestors_BTN: bool, which of the tree's rows so far each node reads; the nodes' own rows are the last T.
         """
@@ -128,30 +141,13 @@ def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
 
 
 class _TorchPasses(DraftPasses):
-    """Passes by PyTorch's operations, over keys and values [B, W + rows of a tree, K, d].
-
-    Row p % W has the token at position p for the last W positions before the root, which a proposal catches up with.
-    The tree's rows follow, so that a pass attends to one piece of memory under one mask.
-    """
+    """Passes by PyTorch's operations. Keys and values are kept of the last W positions before the root, and a proposal
+    catches up with these. The tree's rows follow, so that a pass attends to one piece of memory under one mask."""
 
     def __init__(self, draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int):
-        super().__init__(draft, target, head_ED, cache)
-        config, weight = draft.config, draft.self_o.weight
-        shape = cache.batch, self.window + tree_rows, config.n_kv_heads, config.head_dim
-        # Zeros, because masked rows are still multiplied by 0, and uninitialised memory may be NaN.
-        self._keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self._values = torch.zeros_like(self._keys)
-        self._slots_B1 = torch.arange(cache.batch, device=weight.device)[:, None]
-        self._rows_W = torch.arange(self.window, device=weight.device)
-
-    def begin(self, state: SlotState, count: int) -> None:
-        if count:
-            tokens_BC = state.history.read(state.positions - count, count)
-            last_C = torch.arange(-count, 0, device=state.positions.device)
-            positions_BC = (state.positions[:, None] + last_C).clamp(min=0)  # position 0 again where there are fewer
-            tables = self.draft.tables(positions_BC, state.history.prompt_lengths)
-            places = self._slots_B1, positions_BC % self.window
-            self._keys[places], self._values[places] = self.draft.self_kv(self._embed(tokens_BC), tables)
+        window = min(draft.config.window, draft.config.max_positions)
+        super().__init__(draft, target, head_ED, cache, window, tree_rows)
+        self._rows_W = torch.arange(self.window, device=head_ED.device)
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
         cache, n_rows, n_nodes = self.cache, *ancestors_BTN.shape[1:]
@@ -162,8 +158,9 @@ class _TorchPasses(DraftPasses):
         end = self.window + n_nodes
 
         def attend_self(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
-            self._keys[:, end - n_rows : end], self._values[:, end - n_rows : end] = k_BTKd, v_BTKd
-            return _attend(q_BTHd, self._keys[:, :end], self._values[:, :end], open_BTS)
+            keys, values = self.kept
+            keys[:, end - n_rows : end], values[:, end - n_rows : end] = k_BTKd, v_BTKd
+            return _attend(q_BTHd, keys[:, :end], values[:, :end], open_BTS)
 
         def attend_cross(q_BTHd: Tensor) -> Tensor:
             return cross_attention(q_BTHd, cache.keys[-1], cache.values[-1], cache.lengths)
@@ -196,12 +193,9 @@ class _CPasses(DraftPasses):
     keeps_roots = True
 
     def __init__(self, draft: LongSpec, target: Decoder, head_ED: Tensor, cache: KVCache, tree_rows: int):
-        super().__init__(draft, target, head_ED, cache)
-        config, dtype = draft.config, head_ED.dtype
-        shape = cache.batch, cache.capacity + tree_rows, config.n_kv_heads, config.head_dim
-        # Zeros: a row that nobody wrote may lie in front of the window, where it is multiplied by 0.
-        self._draft_kv = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-        cos, sin = draft.tables(torch.arange(shape[1])[None])
+        super().__init__(draft, target, head_ED, cache, cache.capacity, tree_rows)
+        config = draft.config
+        cos, sin = draft.tables(torch.arange(cache.capacity + tree_rows)[None])
         self._tables = cos.flatten(0, -2), sin.flatten(0, 1).flatten(1)
         self._n_behind = 0  # tokens before the roots that the next level's call catches up with
         scale, weights = _scale_of(target.embed_tokens), block_weights(draft, head_ED)
@@ -210,22 +204,14 @@ class _CPasses(DraftPasses):
             weights.in_bytes() if _quantizes_to_int8(weights.dtype) else weights,
             draft_block.Inputs(target.embed_tokens.weight.detach(), scale, *self._tables),
             config.n_heads, config.n_kv_heads, config.rms_norm_eps, self.window + 1,  # with a row's own key
-            self._draft_kv, (cache.keys[-1], cache.values[-1]),
+            self.kept, (cache.keys[-1], cache.values[-1]),
         )  # fmt: skip
 
     def begin(self, state: SlotState, count: int) -> None:
-        self._n_behind = count
         if self.cache.batch * count <= rows.MOST_LINEAR_ROWS:
-            return  # they go along with the first level
-        self._n_behind = 0
-        # Position 0 again where there are fewer.
-        positions_BC = (state.positions[:, None] + torch.arange(-count, 0)).clamp_(min=0)
-        embeddings_BCD = self._embed(state.history.read(state.positions - count, count))
-        new_kv = self.draft.self_kv(embeddings_BCD, self.draft.tables(positions_BC))
-        for kept_BPKd, new_BCKd in zip(self._draft_kv, new_kv, strict=True):
-            for slot, root_position in enumerate(state.positions.tolist()):
-                n_new = min(count, root_position)
-                kept_BPKd[slot, root_position - n_new : root_position] = new_BCKd[slot, count - n_new :]
+            self._n_behind = count  # they go along with the first level
+        else:
+            super().begin(state, count)
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
         n_behind, self._n_behind = self._n_behind, 0

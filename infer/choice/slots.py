@@ -10,7 +10,7 @@ Shapes: B slots, N nodes, V vocabulary.
 import torch
 from torch import Tensor
 
-from longdraft.infer.choice.filters import Filters, as_wide
+from longdraft.infer.choice.filters import Filters
 from longdraft.infer.choice.penalties import Penalties
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
@@ -53,7 +53,6 @@ class SlotSampling:
         self.filters = Filters(params, device)
         self.temperatures = from_host(torch.tensor([p.temperature for p in params], dtype=torch.float32), device)
         self._sampled = self.temperatures[:, None] > 0
-        self._mixed = not self.greedy and any(p.temperature == 0 for p in params)
         self._divisors = torch.where(self._sampled, self.temperatures[:, None], 1.0)
         self._noise_rows: list[dict[int, Tensor]] = [{} for _ in params]  # of each slot, by position
         self._noise_width = 0  # the widest vocabulary that noise was asked for
@@ -95,51 +94,28 @@ class SlotSampling:
         absent = tuple(column is None for column in self._columns)
         penalties = self.penalties.widest, self.penalties.biases, self.penalties.held_back
         limits = *self.filters.limits, *penalties
-        return len(self.params), self.greedy, self._mixed, *limits, absent
+        return len(self.params), self.greedy, *limits, absent
 
     def noise(self, positions_B: Tensor, vocab_size: int) -> Tensor:
-        """The noise g(seed, t, v) of the token at absolute position t = positions_B[b] of each slot: fp32 [B, V].
+        """The noise g(seed, t, v) of the token at absolute position t = positions_B[b] of each slot, fp32 [B, V]; 0 for
+        a greedy slot.
 
         Drafter and verifier get the same; do not write to it.
         """
         if not backend.is_host(self.device):  # only a CPU keeps rows, see KEPT_ROWS
-            return gumbel_noise(self.seeds, positions_B[:, None], vocab_size)[:, 0]
+            return gumbel_noise(self.seeds, positions_B[:, None], vocab_size)[:, 0] * self._sampled
         # The noise of a token does not depend on the vocabulary's size, so the widest row serves all sizes.
         self._noise_width = max(self._noise_width, vocab_size)
         positions, kept = positions_B.tolist(), self._noise_rows
         missing = [b for b, t in enumerate(positions) if t not in kept[b] or len(kept[b][t]) < vocab_size]
         if missing:
             fresh = gumbel_noise(self.seeds[missing], positions_B[missing, None], self._noise_width)
-            for b, row in zip(missing, fresh[:, 0].unbind(), strict=True):
+            for b, row in zip(missing, (fresh[:, 0] * self._sampled[missing]).unbind(), strict=True):
                 if len(kept[b]) >= KEPT_ROWS:
                     del kept[b][min(kept[b])]
                 kept[b][positions[b]] = row
         rows = [kept[b][t][:vocab_size] for b, t in enumerate(positions)]
         return rows[0][None] if len(rows) == 1 else torch.stack(rows)
-
-    def ranking(
-        self, logits: Tensor, history: History, positions_B: Tensor, offset: int, token_ids: Tensor | None = None
-    ) -> Tensor:
-        """Scores to rank candidates by, for the token `offset` behind each root: penalised logits / T + its noise.
-
-        Filters are left out, because they only drop what ranks low anyway. If all slots are greedy and none has a
-        penalty, the scores are the logits themselves.
-
-        Args:
-            logits: [B, V] or [B, N, V].
-            history: valid through the roots; penalties count as they do there.
-            positions_B: int64, the roots' absolute positions.
-            token_ids: int64 [V], the target's ids of a restricted vocabulary; None: all, in order.
-        """
-        logits = self.penalties.apply(logits, history, positions_B, token_ids)
-        if self.greedy:
-            return logits
-        noise_BV = self._noise_of(positions_B + offset, logits.shape[-1], token_ids)
-        noise_BV = noise_BV if token_ids is None else noise_BV[:, token_ids]
-        node_dims = [1] * (logits.dim() - 2)
-        divisors, sampled, noise = (x.view(len(x), *node_dims, -1) for x in (self._divisors, self._sampled, noise_BV))
-        scores = logits.float() / divisors
-        return torch.where(sampled, scores + noise, scores) if self._mixed else scores.add_(noise)
 
     def best(
         self,
@@ -150,25 +126,23 @@ class SlotSampling:
         count: int,
         token_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The `count` candidates of each row that `ranking` puts first; see there for the arguments.
+        """The `count` candidates of each row with the best scores, for the token `offset` after each root: penalised
+        logits / T + its noise. Filters are skipped, because they only drop what ranks low anyway.
+
+        Args:
+            history: valid through the roots; penalties count as they do there.
+            positions_B: int64, the roots' absolute positions.
+            token_ids: int64 [V], the target's ids of a restricted vocabulary; None: all, in order.
 
         Returns: log-probabilities under the softmax over the scores (fp32, -inf where everything is banned), and
             indices into V.
         """
-        if self._mixed:
-            ranked_BTV = self.ranking(logits_BTV, history, positions_B, offset, token_ids)
-            return best_tokens(ranked_BTV, count)
-        logits_BTV = self.penalties.apply(logits_BTV, history, positions_B, token_ids)
+        logits_BTV = self.penalties.apply(logits_BTV, history, positions_B[:, None], ids_R=token_ids)
         if self.greedy:
             return best_tokens(logits_BTV, count)
-        noise_BV = self._noise_of(positions_B + offset, logits_BTV.shape[-1], token_ids)
+        width = logits_BTV.shape[-1] if token_ids is None else self.penalties.width_of(token_ids)
+        noise_BV = self.noise(positions_B + offset, width)
         return best_tokens(logits_BTV, count, self._divisors[:, 0], noise_BV, token_ids)
-
-    def _noise_of(self, positions_B: Tensor, vocab_size: int, token_ids: Tensor | None) -> Tensor:
-        """`noise` of a vocabulary that holds `token_ids`, or of `vocab_size` words if that is None."""
-        if token_ids is not None:
-            vocab_size = len(self.penalties.places_of(token_ids)) - 1
-        return self.noise(positions_B, vocab_size)
 
     def choose(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
         """The choice rule: the target's token at positions_B + 1, int64 [B].
@@ -204,27 +178,22 @@ class SlotSampling:
         n_slots, _, vocab = logits_BNV.shape
         first, n_nodes = 0, max(1, MOST_SORTED // (n_slots * vocab))
         for logits_BMV in logits_BNV.split(n_nodes, dim=1):
-            scores_BMV = self.penalties.apply_at_nodes(
-                logits_BMV, history, tokens_BN, positions_BN, ancestors_BNN, first
-            )
+            scores_BMV = self.penalties.apply(logits_BMV, history, positions_BN, tokens_BN, ancestors_BNN, first)
             if not self.greedy:
-                scores_BMV = self.filtered(scores_BMV)
                 next_BM = positions_BN[:, first : first + n_nodes] + 1
-                noisy_BMV = scores_BMV + gumbel_noise(self.seeds, next_BM, vocab)
-                scores_BMV = torch.where(self._sampled[..., None], noisy_BMV, scores_BMV) if self._mixed else noisy_BMV
+                noise_BMV = gumbel_noise(self.seeds, next_BM, vocab) * self._sampled[..., None]
+                scores_BMV = self.filtered(scores_BMV) + noise_BMV
             chosen.append(scores_BMV.float().argmax(dim=-1))
             first += n_nodes
         return torch.cat(chosen, dim=1)
 
     def scores(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
         """What `choose` takes the argmax of: filtered penalised logits / T plus noise, or no noise if greedy."""
-        logits_BV = self.penalties.apply(logits_BV, history, positions_B)
-        if self.greedy:
-            return logits_BV
-        scores_BV = self.filtered(logits_BV)
-        noisy_BV = scores_BV + self.noise(positions_B + 1, logits_BV.shape[-1])
-        return torch.where(self._sampled, noisy_BV, scores_BV) if self._mixed else noisy_BV
+        logits_B1V = self.penalties.apply(logits_BV[:, None], history, positions_B[:, None])
+        if not self.greedy:
+            logits_B1V = self.filtered(logits_B1V) + self.noise(positions_B + 1, logits_BV.shape[-1])[:, None]
+        return logits_B1V[:, 0]
 
-    def filtered(self, logits: Tensor) -> Tensor:
-        """Logits / T in fp32, with -inf for what the filters drop. logits: [B, V] or [B, N, V]."""
-        return self.filters.apply(logits.float() / as_wide(self._divisors, logits))
+    def filtered(self, logits_BNV: Tensor) -> Tensor:
+        """Logits / T in fp32, with -inf for what the filters drop."""
+        return self.filters.apply(logits_BNV.float() / self._divisors[..., None])

@@ -13,14 +13,11 @@ from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree, Trie
-from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 
 # How many of the last committed tokens are read from the device in every step, because the host may hear of them a step
-# late. A step rarely commits more.
-READ_AHEAD = 32
-# Host memory of an index for each token of the text and each n, if no n-gram occurs twice (else it is less).
-ENTRY_BYTES = 200
+# late. If a step commits more, the slot proposes nothing until the host knows them.
+READ_AHEAD = 128
 
 
 class NgramIndex:
@@ -28,7 +25,7 @@ class NgramIndex:
 
     Attributes:
         tokens: the sequence so far.
-        ends: for each n from 1 on, n-gram -> the indices behind its occurrences, ascending.
+        ends: for each n from 1 on, n-gram -> the indices after its occurrences, ascending.
     """
 
     def __init__(self, longest: int = 1):
@@ -65,10 +62,6 @@ class HostDrafter(Drafter):
         """Put candidates below this node of the trie, likeliest first, until it has `max_nodes` beside the root."""
         raise NotImplementedError
 
-    def allocations(self, batch: int, capacity: int) -> Allocations:
-        entries = batch, capacity, self.longest_ngram, ENTRY_BYTES
-        return {"n-grams of the text (host)": [(entries, torch.uint8)]}
-
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if len(self._tables) != cache.batch:
             self._tables = [None] * cache.batch
@@ -86,38 +79,20 @@ class HostDrafter(Drafter):
         self, state: SlotState, rows: list[list[int]], max_nodes: int, trunks: Sequence[Sequence[int]] = ()
     ) -> list[Trie]:
         """Each slot's candidates. rows: `device_rows` as lists; trunks: each slot's path to start after."""
-        self._catch_up(state, rows)
         tries = []
-        for slot, (table, (active, root, *_)) in enumerate(zip(self._tables, rows, strict=True)):
+        for slot, (table, (active, root, position, *recent)) in enumerate(zip(self._tables, rows, strict=True)):
             trie, node = Trie(root), 0
             if active and table is not None:
+                table.extend(state.committed[slot][len(table) : position + 1])
+                missing = position + 1 - len(table)
+                if 0 < missing <= len(recent):
+                    table.extend(recent[-missing:])
                 for token in trunks[slot] if trunks else ():
                     node = trie.add(node, token, 0)
-                self.fill(trie, node, table, max_nodes + node)
+                if len(table) == position + 1:
+                    self.fill(trie, node, table, max_nodes + node)
             tries.append(trie)
         return tries
-
-    def _catch_up(self, state: SlotState, rows: Sequence[Sequence[int]]) -> None:
-        """Bring each table up to its slot's root."""
-        if count := self._extend(state, rows):  # a table lacks more than was read, so read that much
-            recent = state.history.read(state.positions - (count - 1), count).tolist()
-            self._extend(state, [[*row[:3], *tokens] for row, tokens in zip(rows, recent, strict=True)])
-
-    def _extend(self, state: SlotState, rows: Sequence[Sequence[int]]) -> int:
-        """Extend the tables by the committed tokens that the host knows, and by those of the rows. Returns how many
-        tokens a table lacks at most if the rows do not have enough for all tables, else 0."""
-        most = 0
-        for slot, (table, (_, _, position, *recent)) in enumerate(zip(self._tables, rows, strict=True)):
-            if table is None:
-                continue
-            if slot < len(state.committed):
-                table.extend(state.committed[slot][len(table) : position + 1])
-            missing = position + 1 - len(table)
-            if missing > len(recent):
-                most = max(most, missing)
-            elif missing > 0:
-                table.extend(recent[len(recent) - missing :])
-        return most
 
     @torch.no_grad()
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:

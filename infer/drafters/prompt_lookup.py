@@ -22,16 +22,12 @@ SEARCHED = 64  # occurrences of an n-gram that are compared, the most recent one
 LONGEST = 32  # matches are not measured beyond this length
 
 
-def matches(
-    table: NgramIndex, enough: int, skipped: int = 0, search: int = SEARCHED, longest: int = LONGEST
-) -> list[tuple[int, int]]:
+def matches(table: NgramIndex, enough: int, skipped: int = 0) -> list[tuple[int, int]]:
     """Find earlier occurrences of the longest suffix, then of shorter ones until there are `enough`.
 
     Args:
         skipped: how many of the last tokens are not part of the suffix. What follows an occurrence corresponds to
             these.
-        search: how many occurrences of an n-gram are compared, the most recent ones.
-        longest: matches are not measured beyond this length.
 
     Returns:
         (match length, index of the token after the match), longest first, among equal lengths the latest first.
@@ -39,21 +35,19 @@ def matches(
     sequence, end = table.tokens, len(table) - skipped
     found: dict[int, int] = {}
     for n in range(min(len(table.ends), end), 0, -1):
-        ends = table.ends[n - 1][tuple(sequence[end - n : end])]
-        stop = len(ends)
-        while stop and ends[stop - 1] >= end:  # the suffix itself, and what ends in skipped tokens
-            stop -= 1
-        for at in ends[max(stop - search, 0) : stop]:
+        # Without the suffix itself, and what ends in skipped tokens.
+        earlier = [at for at in table.ends[n - 1][tuple(sequence[end - n : end])][-SEARCHED:] if at < end]
+        for at in earlier:
             if at not in found:
-                found[at] = _match_length(sequence, at, end, n, longest)
+                found[at] = _match_length(sequence, at, end, n)
         if len(found) >= enough:
             break
     return sorted(((length, at) for at, length in found.items()), reverse=True)
 
 
-def _match_length(sequence: Sequence[int], at: int, end: int, known: int, longest: int) -> int:
+def _match_length(sequence: Sequence[int], at: int, end: int, known: int) -> int:
     """How many tokens before index `at` equal those before `end`; `known` of them are known to."""
-    back, stop, place = end - at, max(at - longest, 0), at - known
+    back, stop, place = end - at, max(at - LONGEST, 0), at - known
     while place > stop and sequence[place - 1] == sequence[place - 1 + back]:
         place -= 1
     return at - place

@@ -12,7 +12,7 @@ Shapes: B slots, N tree nodes, M rows to write, L nodes of a level, K candidates
 
 from collections.abc import Sequence
 from math import prod
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -40,9 +40,8 @@ CHILD_COUNTS = (
     (3, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0),
     (2, 0, 0, 1, 0, 0, 0, 0),
 )
-# While a prompt is read, logits of SEED_ROWS rows are computed at once; on a GPU, where every such call reads the whole
-# LM head, as many more as fit SEED_BYTES.
-SEED_ROWS, SEED_BYTES = 64, 2**27
+# While a prompt is read, logits of so many rows are computed at once.
+SEED_ROWS = 256
 # Rows of a column in `largest`: fewer make its first round longer, more its second.
 BLOCK = 32
 # What prefill passes are asked for: the candidates after every prompt token are written, so that the first steps have
@@ -62,30 +61,24 @@ def static_tree() -> list[tuple[int, ...]]:
         level = [(*node, rank) for node, count in zip(level, counts, strict=True) for rank in range(count)]
         nodes += level
 
-    def odds(node: tuple[int, ...]) -> int:
-        return prod(2 * (rank + 1) for rank in node)
-
-    return sorted(nodes, key=odds)  # stable: levels first, then lexicographic; a child's odds exceed its parent's
-
-
-class _Level(NamedTuple):
-    """One level of the tree: its nodes' indices, their parents' places in the level above, and their ranks."""
-
-    nodes_L: Tensor
-    above_L: Tensor
-    ranks_L: Tensor
+    # Stable: levels first, then lexicographic; a child's product exceeds its parent's.
+    return sorted(nodes, key=lambda node: prod(2 * (rank + 1) for rank in node))
 
 
 class TokenRecycling(DeviceDrafter):
     """Fills the first `nodes` nodes of the static tree from the table.
 
-    Every verified node writes its token's row. If several nodes have the same token, the deepest one wins, among
-    equally deep ones that of the last slot, and within a slot the last one. Of a prompt's tokens the last occurrence
-    wins.
+    Every verified node writes its token's row. If several nodes have the same token, the last one wins, and of a
+    prompt's tokens the last occurrence.
 
     Args:
         target: the loaded target, for its LM head and its vocabulary.
         nodes: 1 to 80.
+
+    Attributes:
+        candidates: int32 [V + 2, K], the table; -1 in rows that were never written. After the tokens' rows come one for
+            void writes, and one that stays -1 and is read at index -1.
+        logits: fp16 [V + 2, K], the candidates' logits, largest first.
     """
 
     @validated
@@ -96,38 +89,21 @@ class TokenRecycling(DeviceDrafter):
         self.needs, self.learns_from = SEEDING, frozenset({"logits"})
         weight = target.model.lm_head.weight
         self.vocab_size, self._device = weight.shape[0], weight.device
-        fitting = SEED_BYTES // (self.vocab_size * weight.element_size())
-        self._seed_rows = SEED_ROWS if self._device.type == "cpu" else max(SEED_ROWS, fitting)
-        # After the tokens' rows come TRASH, for void writes, and NOTHING, which stays -1 and is read at index -1.
         shape_VK = self.vocab_size + 2, CANDIDATES
-        self._ids_VK = torch.full(shape_VK, -1, dtype=torch.int32, device=self._device)
-        self._logits_VK = torch.full(shape_VK, -torch.inf, dtype=torch.float16, device=self._device)
-        self._levels = self._make_levels()
+        self.candidates = torch.full(shape_VK, -1, dtype=torch.int32, device=self._device)
+        self.logits = torch.full(shape_VK, -torch.inf, dtype=torch.float16, device=self._device)
+        self._levels = [self._level(depth) for depth in range(1, 1 + self.max_depth)]
 
-    def _make_levels(self) -> list[_Level]:
-        levels: list[_Level] = []
-        above: list[tuple[int, ...]] = [()]
-        for depth in range(1, self.max_depth + 1):
-            numbers = [i for i, node in enumerate(self.shape.nodes, 1) if len(node) == depth]
-            level = [self.shape.nodes[i - 1] for i in numbers]
-            fields = numbers, [above.index(node[:-1]) for node in level], [node[-1] for node in level]
-            levels.append(_Level(*(torch.tensor(field, device=self._device) for field in fields)))
-            above = level
-        return levels
-
-    @property
-    def candidates(self) -> Tensor:
-        """int32 [V, K]: the table; -1 in rows that were never written."""
-        return self._ids_VK[: self.vocab_size]
-
-    @property
-    def logits(self) -> Tensor:
-        """fp16 [V, K]: the candidates' logits, largest first."""
-        return self._logits_VK[: self.vocab_size]
+    def _level(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The nodes of a level of the tree, their parents, and their ranks; int64 [L]."""
+        parents = self.shape.tree(1, self._device).parents[0]
+        level = [(i, node[-1]) for i, node in enumerate(self.shape.nodes, 1) if len(node) == depth]
+        nodes_L, ranks_L = torch.tensor(level, device=self._device).T
+        return nodes_L, parents[nodes_L], ranks_L
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
-        tables = [(table.shape, table.dtype) for table in (self._ids_VK, self._logits_VK)]
-        logits = [((self._seed_rows, self.vocab_size), self.target.model.lm_head.weight.dtype)]
+        tables = [(table.shape, table.dtype) for table in (self.candidates, self.logits)]
+        logits = [((SEED_ROWS, self.vocab_size), self.target.model.lm_head.weight.dtype)]
         return {"token recycling's table": tables, "token recycling's logits of a prompt": logits}
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
@@ -141,14 +117,14 @@ class TokenRecycling(DeviceDrafter):
         last = {token: place for place, token in enumerate(prompt[start:end])}
         states_MD = output.post_norm[0]
         places_M, tokens_M = integers(list(last.values()), self._device), integers(list(last), self._device)
-        for places, tokens in zip(places_M.split(self._seed_rows), tokens_M.split(self._seed_rows), strict=True):
+        for places, tokens in zip(places_M.split(SEED_ROWS), tokens_M.split(SEED_ROWS), strict=True):
             logits_MV = self.target.model.lm_head(states_MD[places])
             self._write(tokens, *largest(logits_MV, CANDIDATES))
 
     def _write(self, tokens_M: Tensor, logits_MK: Tensor, ids_MK: Tensor) -> None:
-        """Write rows of the table. tokens_M are all different, except TRASH."""
-        self._ids_VK[tokens_M, : ids_MK.shape[1]] = ids_MK.int()
-        self._logits_VK[tokens_M, : ids_MK.shape[1]] = logits_MK.half()
+        """Write rows of the table. tokens_M are all different, except for void ones."""
+        self.candidates[tokens_M, : ids_MK.shape[1]] = ids_MK.int()
+        self.logits[tokens_M, : ids_MK.shape[1]] = logits_MK.half()
 
     def plan(self, state: SlotState, budget: Budget) -> int:
         self.needs = frozenset({"logits"})
@@ -156,64 +132,50 @@ class TokenRecycling(DeviceDrafter):
 
     def grow(self, state: SlotState, budget: Budget, plan: int) -> TokenTree:
         """The tree of the candidates that the table holds after the roots, at most `plan` nodes."""
-        roots_B, batch = state.roots, len(state.roots)
+        batch = len(state.roots)
         tokens_BN = torch.empty(batch, 1 + self.max_nodes, dtype=torch.int64, device=self._device)
-        tokens_BN[:, 0] = roots_B
-        tokens_BL = roots_B[:, None]
-        for depth, level in enumerate(self._levels, 1):
-            ids_BLK = self._ranked(state, tokens_BL, depth)
-            tokens_BL = ids_BLK[:, level.above_L, level.ranks_L]
-            tokens_BN[:, level.nodes_L] = tokens_BL
-        shape = self.shape.first(plan).tree(batch, roots_B.device)
+        tokens_BN[:, 0] = state.roots
+        for depth, (nodes_L, above_L, ranks_L) in enumerate(self._levels, 1):
+            ids_BLK = self._ranked(state, tokens_BN[:, above_L], depth)
+            tokens_BN[:, nodes_L] = ids_BLK.gather(2, ranks_L[:, None].expand(batch, -1, 1))[:, :, 0]
+        shape = self.shape.first(plan).tree(batch, self._device)
         tokens_BN = tokens_BN[:, : shape.width]
         return shape.with_tokens(tokens_BN.clamp(min=0), shape.parents.masked_fill(tokens_BN < 0, PAD))
 
     def _ranked(self, state: SlotState, tokens_BL: Tensor, depth: int) -> Tensor:
         """int64 [B, L, K]: the candidates after these nodes, best first; -1 for none.
 
-        tokens_BL: -1 for a missing node, which reads the row NOTHING.
+        tokens_BL: -1 for a missing node, which has none.
         """
-        ids_BLK = self._ids_VK[tokens_BL].long()
+        ids_BLK = self.candidates[tokens_BL].long()
         if state.sampling.greedy:
             return ids_BLK
-        logits_BLK = self._logits_VK[tokens_BL].float()
         noise_BV = state.sampling.noise(state.positions + depth, self.vocab_size)
-        noise_BLK = noise_BV.gather(1, ids_BLK.clamp(min=0).flatten(1)).view_as(logits_BLK)
+        noise_BLK = noise_BV.gather(1, ids_BLK.clamp(min=0).flatten(1)).view_as(ids_BLK)
         temperatures_B11 = state.sampling.temperatures[:, None, None]
-        warm_B11 = temperatures_B11 > 0
-        scores_BLK = torch.where(warm_B11, logits_BLK / temperatures_B11 + noise_BLK, logits_BLK)
+        divisors_B11 = temperatures_B11.masked_fill(temperatures_B11 == 0, 1.0)
+        scores_BLK = self.logits[tokens_BL].float() / divisors_B11 + noise_BLK
         # Stable, so that in a greedy slot candidates with equal fp16 logits keep the table's order.
         return ids_BLK.gather(2, scores_BLK.sort(dim=2, descending=True, stable=True).indices)
 
     def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         """Write the rows of a verified tree's tokens, without reading on the host which nodes are padding."""
         assert output.logits is not None
+        void = self.vocab_size
         there_BN = (tree.parents != PAD) & (accepted.counts > 0)[:, None]
-        tokens_M, places_M = self._last_of_each(tree.tokens, tree.depths, there_BN)
-        logits_MK, ids_MK = largest(output.logits.flatten(0, 1), CANDIDATES)
-        self._write(tokens_M, logits_MK[places_M], ids_MK[places_M])
-
-    def _last_of_each(self, tokens_BN: Tensor, depths_BN: Tensor, there_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of a verified tree, and each one's winning node (slot * N + node) in the class's order.
-
-        All other nodes are listed too, with TRASH as their token, because dropping them would wait for the device.
-        """
-        tokens_M, count, there_M = tokens_BN.flatten(), tokens_BN.numel(), there_BN.flatten()
-        order_M = depths_BN.flatten() * count + torch.arange(count, device=self._device)
-        # Sorted by token, then by order; padding comes first.
-        keys_M = torch.where(there_M, tokens_M * (count * tokens_BN.shape[1]) + order_M, -1)
-        places_M = keys_M.argsort()
-        tokens_M = tokens_M[places_M]
-        last_M = there_M[places_M]
-        last_M[:-1] &= tokens_M[:-1] != tokens_M[1:]
-        return torch.where(last_M, tokens_M, self.vocab_size), places_M
+        tokens_M = tree.tokens.masked_fill(~there_BN, void).flatten()
+        places_M = torch.arange(len(tokens_M), device=self._device)
+        last_V = places_M.new_zeros(1 + void).scatter_reduce_(0, tokens_M, places_M, "amax")
+        self._write(
+            tokens_M.masked_fill(last_V[tokens_M] != places_M, void), *largest(output.logits.flatten(0, 1), CANDIDATES)
+        )
 
 
 def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` largest logits of each row (all, if there are fewer) and their indices, exactly as `topk` gives them.
+    """The `k` largest logits of each row (all, if there are fewer) and their indices.
 
     On a CPU this takes two rounds: the k largest values are in those k columns of a [BLOCK, V / BLOCK] view that have
-    the largest maxima. Among equal logits it may choose others.
+    the largest maxima. The last V % BLOCK tokens are no candidates there.
     """
     vocab = logits_MV.shape[1]
     columns = vocab // BLOCK
@@ -222,7 +184,5 @@ def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     blocks_MRC = logits_MV[:, : columns * BLOCK].unflatten(1, (BLOCK, columns))
     best_Mk = blocks_MRC.amax(1).topk(k, dim=1).indices
     inside = blocks_MRC.gather(2, best_Mk[:, None].expand(-1, BLOCK, -1)).flatten(1)
-    values_Mk, places_Mk = torch.cat([inside, logits_MV[:, columns * BLOCK :]], dim=1).topk(k, dim=1)
-    rest = places_Mk - BLOCK * k
-    ids_Mk = places_Mk // k * columns + best_Mk.gather(1, places_Mk % k)
-    return values_Mk, torch.where(rest < 0, ids_Mk, columns * BLOCK + rest)
+    values_Mk, places_Mk = inside.topk(k, dim=1)
+    return values_Mk, places_Mk // k * columns + best_Mk.gather(1, places_Mk % k)

@@ -116,7 +116,7 @@ def test_it_is_as_wide_and_deep_as_its_parts_and_asks_for_what_they_need(tiny_ta
     assert combined.needs == {"post_norm"}
     Engine(target, combined).generate([[1, 2, 3]], SamplingParams(max_new_tokens=3))
     assert combined.needs == {"logits"} and int((recycling.candidates[:, 0] >= 0).sum()) >= 3
-    assert sizes(combined.allocations(1, 10)) == sizes(lookup.allocations(1, 10)) | sizes(recycling.allocations(1, 10))
+    assert combined.allocations(1, 10) == recycling.allocations(1, 10)
     pair = Combined([recycling, TokenRecycling(target)])
     assert sum(sizes(pair.allocations(1, 10)).values()) == 2 * sum(sizes(recycling.allocations(1, 10)).values())
 
@@ -141,7 +141,8 @@ def test_tokens_that_the_host_reads_a_step_late_are_the_same(tiny_target, exact_
         engine.runner.lag = lag
         done.append(engine.generate(PROMPTS, params))
     assert [g.tokens for g in done[0]] == [g.tokens for g in done[1]]
-    assert [g.stats.steps for g in done[0]][:2] == [g.stats.steps for g in done[1]][:2]
+    # The first to end; later, the table of both slots depends on when the third prompt begins.
+    assert done[0][0].stats.steps == done[1][0].stats.steps
 
 
 def test_together_they_take_fewer_steps_than_alone(tiny_target, exact_dtype):

@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longdraft.infer.drafters.token_recycling import SEED_BYTES, TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import memory_parts
 from longdraft.kernels import backend, chain_attention, linear
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.footprint import pass_bytes, sizes
+from longdraft.models.footprint import pass_bytes
 from longdraft.models.passes import Pass
 from longdraft.models.rope import RopeConfig
 
@@ -144,23 +143,3 @@ def test_the_engine_takes_large_chunks_on_a_gpu(pretended_cuda, tiny_target):
         gpu.put(target.model)
         assert Engine(target).pool.prefill_chunk == 2048
         assert Engine(target, prefill_chunk=100).pool.prefill_chunk == 100
-
-
-def test_token_recycling_reads_a_prompt_in_large_calls_on_a_gpu(pretended_cuda, tiny_target):
-    """The LM head runs once a chunk as far as its logits fit; in calls of 64 rows, 300 different tokens took five."""
-    target = tiny_target(vocab_size=500, max_positions=1024)
-    calls: list[int] = []
-    target.model.lm_head.register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[0]))
-    prompt = [*range(301)]
-    Engine(target, "token_recycling").generate([prompt], NEW)
-    assert calls[:5] == [64, 64, 64, 64, 44]
-    before = sizes(TokenRecycling(target).allocations(1, 100))["token recycling's logits of a prompt"]
-    assert before == 64 * 500 * 4
-    with pretended_cuda.PretendedCuda() as gpu:
-        gpu.put(target.model)
-        calls.clear()
-        engine = Engine(target, "token_recycling")
-        engine.generate([prompt], NEW)
-        assert calls[0] == 300
-        said = sizes(engine.drafter.allocations(1, 100))["token recycling's logits of a prompt"]
-        assert 0.99 * SEED_BYTES < said <= SEED_BYTES

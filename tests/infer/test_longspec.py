@@ -146,11 +146,9 @@ def assert_logits_are_the_networks(bench, tree):
 
 def own_rows(passes, slot, position):
     """The block's own key and value of the token at this position."""
-    if isinstance(passes, _CPasses):
-        keys, values = passes._draft_kv
-        return keys[slot, position], values[slot, position]
-    row = position % WINDOW
-    return passes._keys[slot, row], passes._values[slot, row]
+    keys, values = passes.kept
+    row = position % passes._n_positions
+    return keys[slot, row], values[slot, row]
 
 
 def assert_window_is_a_fresh_one(bench):
@@ -373,12 +371,12 @@ def test_memory_is_what_it_allocates(tiny_target, dtype):
         if isinstance(passes, _CPasses):
             copies = [part for matrix in passes._block._kept[0].matrices for part in matrix]
             allocated = (
-                *passes._draft_kv,
+                *passes.kept,
                 *passes._tables,
                 *(copies if rows.multiplies_bf16() and dtype == torch.bfloat16 else []),
             )
         else:
-            allocated = passes._keys, passes._values
+            allocated = passes.kept
         assert told["draft window"] == sum(x.numel() * x.element_size() for x in allocated)
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft.infer.choice.slots import SlotSampling
+from longdraft.infer.drafters import prompt_lookup
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.host import READ_AHEAD, HostDrafter, NgramIndex
 from longdraft.infer.drafters.ngrams import most_frequent
@@ -48,8 +49,8 @@ def brute_matches(tokens, max_ngram, search, longest, enough, skipped):
         return next((m for m in range(min(at, longest)) if tokens[at - 1 - m] != tokens[end - 1 - m]), min(at, longest))
 
     for n in range(min(max_ngram, end), 0, -1):
-        behind = [at for at in range(end - 1, n - 1, -1) if tokens[at - n : at] == tokens[end - n : end]]
-        found |= {at: length(at) for at in behind[:search]}
+        ends = [at for at in range(len(tokens), n - 1, -1) if tokens[at - n : at] == tokens[end - n : end]]
+        found |= {at: length(at) for at in ends[:search] if at < end}
         if len(found) >= enough:
             break
     return sorted(((matched, at) for at, matched in found.items()), reverse=True)
@@ -65,8 +66,10 @@ def brute_matches(tokens, max_ngram, search, longest, enough, skipped):
     skipped=st.integers(0, 2),
 )
 def test_matches_equal_a_search_of_the_whole_text(tokens, max_ngram, search, extra, enough, skipped):
-    table, longest = made(max_ngram, tokens), max_ngram + extra
-    found = matches(table, enough, skipped, search, longest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_lookup, "SEARCHED", search)
+        patch.setattr(prompt_lookup, "LONGEST", longest := max_ngram + extra)
+        found = matches(made(max_ngram, tokens), enough, skipped)
     assert found == brute_matches(tokens, max_ngram, search, longest, enough, skipped)
 
 
@@ -82,7 +85,7 @@ def test_the_longest_match_comes_first_and_a_loop_goes_on():
 
 
 def state_of(sequences):
-    history = History(len(sequences), 200)
+    history = History(len(sequences), 400)
     for slot, tokens in enumerate(sequences):
         history.start(slot, tokens)
     sampling = SlotSampling([SamplingParams()] * len(sequences), torch.device("cpu"))
@@ -94,11 +97,12 @@ def state_of(sequences):
 @pytest.mark.parametrize("committed", [0, 6, 1000])
 @pytest.mark.parametrize("free", [True, False])
 def test_tables_catch_up_with_the_history(monkeypatch, free, committed):
-    """However far a slot went, whatever of it the host has heard of, and with slots that have no table."""
+    """Whatever the host has heard of, and with slots that have no table. A slot whose table lacks more than is read
+    proposes nothing."""
     monkeypatch.setattr(backend, "is_host", lambda device: free)
     sequences = [list(range(n)) for n in (1, READ_AHEAD + 5, 3 * READ_AHEAD, 7)]
-    drafter, caught_up = HostDrafter(), []
-    drafter.fill = lambda trie, node, table, max_nodes: caught_up.append((trie.tokens, table.tokens[:]))
+    drafter, caught_up = HostDrafter(), {}
+    drafter.fill = lambda trie, node, table, max_nodes: caught_up.update({trie.tokens[0]: table.tokens[:]})
     drafter.longest_ngram = 2
     for slot in range(3):
         drafter.on_start(slot, Request(slot, [0] if slot < 2 else [], SamplingParams()), KVCache(1, 4, 1, 1, 1, None))
@@ -106,5 +110,6 @@ def test_tables_catch_up_with_the_history(monkeypatch, free, committed):
     state = state_of(sequences)
     state.committed = [tokens[:committed] for tokens in sequences]
     tries = drafter.tries(state, drafter.device_rows(state).tolist(), 9)
-    assert caught_up == [([tokens[-1]], tokens) for tokens in sequences[:3]]
+    ready = sequences[: 3 if committed == 1000 else 2]
+    assert caught_up == {tokens[-1]: tokens for tokens in ready}
     assert [trie.tokens for trie in tries] == [[tokens[-1]] for tokens in sequences]

@@ -66,6 +66,11 @@ def by_hand(logits, p: SamplingParams, tokens: list[int], prompt_length: int) ->
     return torch.stack(row)
 
 
+def penalised(params, logits_BV, history, positions_B):
+    """Penalised logits of one node a slot, at the end of the history."""
+    return Penalties(params, CPU).apply(logits_BV[:, None], history, positions_B[:, None])[:, 0]
+
+
 def histories(count: int, capacity: int, seed: int):
     """Random prompts with random continuations: (History, token lists, prompt lengths, positions)."""
     draw = random.Random(seed)
@@ -89,13 +94,13 @@ def test_every_penalty_equals_the_formula(seed, dtype):
     history, all_tokens, prompts, positions = histories(len(MANY), 30, seed)
     logits = (torch.randn(len(MANY), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
     logits[:, 5] = -torch.inf
-    together = Penalties(MANY, CPU).apply(logits, history, positions)
+    together = penalised(MANY, logits, history, positions)
     for b, params in enumerate(MANY):
         expected = by_hand(logits[b], params, all_tokens[b], prompts[b])
         assert torch.equal(together[b].float(), expected), params
         one = History(1, 30)
         one.tokens, one.prompt_lengths = history.tokens[b : b + 1], history.prompt_lengths[b : b + 1]
-        alone = Penalties([params], CPU).apply(logits[b : b + 1], one, positions[b : b + 1])
+        alone = penalised([params], logits[b : b + 1], one, positions[b : b + 1])
         assert torch.equal(alone[0].float(), expected), params
 
 
@@ -104,9 +109,9 @@ def test_without_penalties_nothing_is_computed_and_beside_them_no_bit_changes():
     logits = torch.randn(2, VOCAB)
     logits[0, :4] = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf])
     plain = [SamplingParams(temperature=0.7, top_p=0.5), SamplingParams()]
-    assert Penalties(plain, CPU).apply(logits, history, positions) is logits
+    assert Penalties(plain, CPU).apply(logits, history, positions[:, None]) is logits
     for other in MANY[1:]:
-        out = Penalties([plain[0], other], CPU).apply(logits, history, positions)
+        out = penalised([plain[0], other], logits, history, positions)
         assert torch.equal(out[0].view(torch.int32), logits[0].view(torch.int32))
 
 
@@ -122,16 +127,16 @@ def test_reading_more_of_the_history_changes_nothing(monkeypatch, host_knows):
     monkeypatch.setattr(History, "read", lambda self, first, count: counts.append(count) or read(self, first, count))
     for params in (MANY, MANY[:2] * 5, [MANY[4]] * 10):
         with monkeypatch.context() as patch:
-            expected = Penalties(params, CPU).apply(logits, history, positions)
+            expected = Penalties(params, CPU).apply(logits, history, positions[:, None])
             patch.setattr(backend, "is_host", lambda device: host_knows)
-            assert torch.equal(Penalties(params, CPU).apply(logits, wide, positions), expected)
+            assert torch.equal(Penalties(params, CPU).apply(logits, wide, positions[:, None]), expected)
     assert max(counts) == (int(positions.max()) + 1 if host_knows else 90)
 
 
 def test_repetition_penalty_is_transformers():
     history, all_tokens, _, positions = histories(5, 25, 9)
     logits = torch.randn(5, VOCAB) * 2
-    ours = Penalties([SamplingParams(repetition_penalty=1.4)] * 5, CPU).apply(logits, history, positions)
+    ours = penalised([SamplingParams(repetition_penalty=1.4)] * 5, logits, history, positions)
     for b, tokens in enumerate(all_tokens):
         theirs = RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([tokens]), logits[b : b + 1].clone())
         assert torch.equal(ours[b], theirs[0])
@@ -185,48 +190,30 @@ def test_all_nodes_at_once_are_each_node_with_its_path_written_out(monkeypatch, 
     params = [replace(p, temperature=0.7 * (b % 3 > 0), seed=b, **filters[b % 5]) for b, p in enumerate(MANY)]
     sampling, logits = SlotSampling(params, CPU), torch.randn(len(MANY), tree.width, VOCAB) * 3
     places = positions[:, None] + tree.depths
-    of_nodes = tree.tokens, places, tree.ancestors
-    found = sampling.choose_all(logits, history, *of_nodes)
-    penalised = sampling.penalties.apply_at_nodes(logits, history, *of_nodes)
+    found = sampling.choose_all(logits, history, tree.tokens, places, tree.ancestors)
+    of_nodes = sampling.penalties.apply(logits, history, places, tree.tokens, tree.ancestors)
     for node in range(tree.width):
         own = History(len(MANY), 34)
         own.tokens[:], own.prompt_lengths = history.tokens, history.prompt_lengths
         for slot in range(len(MANY)):
             for above in tree.ancestors[slot, node].nonzero()[:, 0].tolist():
                 own.tokens[slot, places[slot, above]] = tree.tokens[slot, above]
-        alone = sampling.penalties.apply(logits[:, node], own, places[:, node])
+        alone = penalised(params, logits[:, node], own, places[:, node])
         real = tree.parents[:, node] != PAD
-        assert torch.equal(penalised[real, node], alone[real]), node
+        assert torch.equal(of_nodes[real, node], alone[real]), node
         assert torch.equal(found[real, node], sampling.choose(logits[:, node], own, places[:, node])[real]), node
     of_roots = tree.tokens[:, :1], places[:, :1]
     assert torch.equal(sampling.choose_all(logits[:, :1], history, *of_roots), found[:, :1])
 
 
-@pytest.mark.parametrize("nodes", [None, 4])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_ranking_with_a_restricted_vocabulary_is_a_part_of_the_whole(nodes, temperature):
-    """For logits of some ids, in any order, the scores are those of the full ranking at these ids."""
-    history, all_tokens, prompts, positions = histories(len(MANY), 30, 2)
-    params = [replace(p, temperature=temperature, seed=b) for b, p in enumerate(MANY)]
-    logits = torch.randn(len(MANY), *([nodes] if nodes else []), VOCAB)
-    ids = torch.tensor([20, 3, 5, 0, 7, 11, 2])
-    whole = SlotSampling(params, CPU).ranking(logits, history, positions, 2)
-    sampling = SlotSampling(params, CPU)
-    part = sampling.ranking(logits[..., ids], history, positions, 2, ids)
-    assert torch.equal(part, whole[..., ids])
-    assert torch.equal(sampling.ranking(logits, history, positions, 2), whole)  # again, now from the wider noise
-    for b, p in enumerate(params):
-        row = (logits[b, 1] if nodes else logits[b]).float()
-        expected = by_hand(row, p, all_tokens[b], prompts[b])
-        if temperature:
-            expected = expected / temperature + sampling.noise(positions + 2, VOCAB)[b]
-        assert torch.equal(whole[b, 1] if nodes else whole[b], expected)
-
-
-def test_a_restricted_vocabulary_need_not_hold_the_banned_ids():
-    history, positions, ids = History(1, 4), torch.tensor([1]), torch.tensor([4, 1])
-    penalties = Penalties([SamplingParams(banned_token_ids=(1, 5))], CPU)
-    assert penalties.apply(torch.zeros(1, 2), history, positions, ids).tolist() == [[0.0, -torch.inf]]
+def test_a_restricted_vocabulary_is_a_part_of_the_whole():
+    """For logits of some ids, in any order, penalised logits are those of all at these ids, whoever is banned."""
+    history, _, _, positions = histories(len(MANY), 30, 2)
+    logits, ids = torch.randn(len(MANY), 4, VOCAB), torch.tensor([20, 3, 5, 0, 7, 11, 2])
+    penalties, roots = Penalties(MANY, CPU), positions[:, None]
+    whole = penalties.apply(logits, history, roots)
+    assert torch.equal(penalties.apply(logits[..., ids], history, roots, ids_R=ids), whole[..., ids])
+    assert torch.equal(penalties.apply(logits, history, roots), whole)
 
 
 def test_history_writes_stay_inside():

@@ -2,7 +2,6 @@
 
 import math
 from fractions import Fraction
-from itertools import product
 
 import numpy as np
 import pytest
@@ -56,7 +55,9 @@ def test_kept_tokens_are_those_of_transformers(values, temperature):
     for name, make in THEIRS.items():  # transformers applies them in this order
         if name in values:
             theirs = make(values[name], params.min_tokens_to_keep)(None, theirs)
-    assert torch.equal(SlotSampling([params] * 4, CPU).filtered(logits), scaled.where(theirs.isfinite(), -torch.inf))
+    assert torch.equal(
+        SlotSampling([params] * 4, CPU).filtered(logits[:, None])[:, 0], scaled.where(theirs.isfinite(), -torch.inf)
+    )
 
 
 def rows_with_ties():
@@ -75,7 +76,7 @@ def test_top_p_is_the_same_by_a_part_and_by_the_whole_vocabulary(monkeypatch, to
     results = []
     for likeliest in (1, 17, 256, 2999, 3000):
         monkeypatch.setattr(filters, "LIKELIEST", likeliest)
-        results.append(sampling.filtered(rows))
+        results.append(sampling.filtered(rows[:, None])[:, 0])
     assert all(torch.equal(result, results[0]) for result in results)
     assert results[0][:6].isfinite().any(-1).all()
 
@@ -87,10 +88,10 @@ def test_filters_do_not_depend_on_ids_nor_on_the_batch():
     for values in ({"top_k": 40}, {"top_p": 0.7}, {"min_p": 0.1}, {"eta_cutoff": 0.002}, {"top_k": 900, "top_p": 0.9}):
         params = SamplingParams(temperature=1.1, **values)
         many = SlotSampling([params] * 7, CPU)
-        kept = many.filtered(rows)
-        assert torch.equal(many.filtered(rows[:, order]).isfinite(), kept.isfinite()[:, order]), values
+        kept = many.filtered(rows[:, None])[:, 0]
+        assert torch.equal(many.filtered(rows[:, None, order])[:, 0].isfinite(), kept.isfinite()[:, order]), values
         for b in range(7):
-            assert torch.equal(SlotSampling([params], CPU).filtered(rows[b : b + 1])[0], kept[b]), values
+            assert torch.equal(SlotSampling([params], CPU).filtered(rows[b : b + 1, None])[0, 0], kept[b]), values
 
 
 def test_a_slot_is_not_touched_by_its_neighbours_parameters():
@@ -125,7 +126,7 @@ def test_choice_is_the_argmax_of_filtered_logits_and_noise():
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
     sampling, logits = SlotSampling([params], CPU), torch.randn(1, 64) * 2
     noise = gumbel_noise(torch.tensor([11]), torch.tensor([[31]]), 64)[0, 0]
-    kept = sampling.filtered(logits)[0].isfinite()
+    kept = sampling.filtered(logits[:, None])[0, 0].isfinite()
     by_hand = (logits[0] / 0.8 + noise).where(kept, -torch.inf).argmax()
     assert sampling.choose(logits, NONE, torch.tensor([30])) == by_hand and not kept.all()
 
@@ -134,36 +135,26 @@ def test_greedy_is_the_argmax_and_asks_for_no_noise():
     logits = torch.randn(3, 20)
     sampling, positions = SlotSampling([SamplingParams()] * 3, CPU), torch.arange(3)
     assert torch.equal(sampling.choose(logits, NONE, positions), logits.argmax(1))
-    assert sampling.ranking(logits, NONE, positions, 1) is logits
     assert not any(sampling._noise_rows)
-
-
-def test_ranking_is_logits_and_noise_behind_the_root():
-    torch.manual_seed(5)
-    params = [SamplingParams(temperature=0.8, seed=4, top_k=2), SamplingParams(), SamplingParams(temperature=2, seed=8)]
-    sampling, positions = SlotSampling(params, CPU), torch.tensor([9, 3, 30])
-    for shape, offset in product([(3, 40), (3, 5, 40)], (1, 4)):
-        logits = torch.randn(*shape).bfloat16()
-        ranked = sampling.ranking(logits, NONE, positions, offset)
-        assert torch.equal(ranked[1], logits[1].float())
-        for b in (0, 2):
-            noise = gumbel_noise(torch.tensor([params[b].seed]), positions[b : b + 1, None] + offset, 40)[0, 0]
-            assert torch.equal(ranked[b], logits[b].float() / params[b].temperature + noise)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_best_are_those_that_ranking_puts_first(temperature, restricted, mixed):
+def test_the_best_are_those_with_the_largest_logits_and_noise(temperature, restricted, mixed):
+    """Of the position `offset` after the root, whatever filters there are."""
     torch.manual_seed(6)
-    params = [SamplingParams(temperature=temperature, seed=3), SamplingParams(temperature=0.7 * mixed, seed=4)]
+    params = [SamplingParams(temperature=temperature, seed=3, top_k=2), SamplingParams(temperature=0.7 * mixed, seed=4)]
     params = params if mixed else params[:1] * 2
-    ids = torch.randperm(500)[:300] if restricted else None
-    logits, positions = torch.randn(2, 3, 300 if restricted else 500), torch.tensor([9, 3])
-    sampling = SlotSampling(params, CPU)
-    ranked = sampling.ranking(logits, NONE, positions, 2, ids).float()
-    log_probs, words = sampling.best(logits, NONE, positions, 2, 6, ids)
-    assert torch.equal(words, ranked.topk(6).indices)
+    ids = torch.randperm(500)[:300] if restricted else torch.arange(500)
+    logits, positions = torch.randn(2, 3, len(ids)).bfloat16(), torch.tensor([9, 3])
+    ranked = logits.float()
+    for b, p in enumerate(params):
+        if p.temperature:
+            noise = gumbel_noise(torch.tensor([p.seed]), positions[b : b + 1, None] + 2, 500)[0, 0, ids]
+            ranked[b] = ranked[b] / p.temperature + noise
+    log_probs, words = SlotSampling(params, CPU).best(logits, NONE, positions, 2, 6, ids if restricted else None)
+    torch.testing.assert_close(ranked.gather(2, words), ranked.topk(6).values, rtol=0, atol=0)
     torch.testing.assert_close(log_probs, ranked.log_softmax(-1).gather(2, words))
 
 
@@ -174,7 +165,8 @@ def test_noise_is_kept_and_does_not_grow():
     for start in [*range(0, 300, 7), 50, 0, 299]:
         positions = torch.tensor([start, 2 * start])
         for vocab in (30, 61, 10):
-            assert torch.equal(sampling.noise(positions, vocab), gumbel_noise(seeds, positions[:, None], vocab)[:, 0])
+            noise = gumbel_noise(seeds, positions[:, None], vocab)[:, 0]
+            assert torch.equal(sampling.noise(positions, vocab), torch.stack([noise[0], torch.zeros(vocab)]))
     assert max(len(rows) for rows in sampling._noise_rows) <= KEPT_ROWS
     one = SlotSampling([SamplingParams(temperature=1.0, seed=5)], CPU)
     first, again = (one.noise(torch.tensor([12]), vocab) for vocab in (61, 50))
