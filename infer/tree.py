@@ -264,13 +264,9 @@ class TreeShape:
 
     A node is named by the path of ranks that leads to it: (0,) is the best candidate of level 1, and (0, 2) the third
     best candidate of level 2 below it. How many of the nodes pay is decided in infer/budget.py.
-
-    Attributes:
-        first_class: the class of the first node (TokenTree.classes). The classes of the others follow it.
     """
 
     nodes: tuple[tuple[int, ...], ...]
-    first_class: int = 1
     _shorter: dict[int, "TreeShape"] = field(default_factory=dict, init=False, repr=False, compare=False)
     _trees: dict[Hashable, TokenTree] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -305,7 +301,7 @@ class TreeShape:
         if count >= len(self.nodes):
             return self
         if count not in self._shorter:
-            self._shorter[count] = TreeShape(self.nodes[:count], self.first_class)
+            self._shorter[count] = TreeShape(self.nodes[:count])
         return self._shorter[count]
 
     def tree(self, batch: int, device: torch.device) -> TokenTree:
@@ -315,10 +311,8 @@ class TreeShape:
             index = {(): 0} | {node: i + 1 for i, node in enumerate(self.nodes)}
             places = [0] + [(len(node) - 1) * self.ranks + node[-1] for node in self.nodes]
             parents = [ROOT] + [index[node[:-1]] for node in self.nodes]
-            classes = [0, *range(self.first_class, self.first_class + len(self.nodes))]
-            rows_3N = torch.tensor([places, parents, classes])
-            rows_3BN = from_host(rows_3N[:, None].repeat(1, batch, 1), device)
-            tree = self._trees[batch, device] = TokenTree(*rows_3BN.unbind(0))
+            rows_2BN = from_host(torch.tensor([places, parents])[:, None].repeat(1, batch, 1), device)
+            tree = self._trees[batch, device] = TokenTree(*rows_2BN.unbind(0))
             _ = tree.ancestors, tree.depths
         return self._trees[batch, device]
 

@@ -107,23 +107,10 @@ def _scale_of(embed: nn.Embedding) -> float | None:
 def draft_rows(
     draft: LongSpec, target: Decoder, head_ED: Tensor, batch: int, capacity: int, tree_rows: int
 ) -> list[Buffer]:
-    """What `draft_passes` allocates for a target's cache of `batch` slots and `capacity` positions."""
-    config, dtype, in_c = draft.config, head_ED.dtype, _can_run(draft, target, head_ED)
-    n_rows = tree_rows + (capacity if in_c else min(config.window, config.max_positions))
-    kept: list[Buffer] = [((2, batch, n_rows, config.n_kv_heads, config.head_dim), dtype)]
-    if not in_c:
-        return kept
-    kept.append(((n_rows, 3 * config.head_dim // 2), dtype))
-    if not _quantizes_to_int8(dtype):
-        return kept
-    sizes = [matrix.numbers_NI.shape for matrix in block_weights(draft, head_ED).matrices]
-    return [*kept, *((size, torch.int8) for size in sizes), *((size[:1], torch.float32) for size in sizes)]
-
-
-def _quantizes_to_int8(dtype: torch.dtype) -> bool:
-    """Whether block and LM head are quantized to int8: for bf16 on CPUs with bf16 instructions. A level is bound by the
-    bytes that it reads, and its first candidates hardly change. An fp32 draft is left as it is."""
-    return dtype == torch.bfloat16 and rows.multiplies_bf16()
+    """Keys and values that `draft_passes` allocates for a target's cache of `batch` slots of `capacity` positions."""
+    config = draft.config
+    positions = capacity if _can_run(draft, target, head_ED) else min(config.window, config.max_positions)
+    return [((2, batch, positions + tree_rows, config.n_kv_heads, config.head_dim), head_ED.dtype)]
 
 
 def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
@@ -200,8 +187,10 @@ class _CPasses(DraftPasses):
         self._n_behind = 0  # tokens before the roots that the next level's call catches up with
         scale, weights = _scale_of(target.embed_tokens), block_weights(draft, head_ED)
         assert scale is not None
+        # A level is bound by the bytes that it reads, and its first candidates hardly change.
+        in_int8 = weights.dtype == torch.bfloat16 and rows.multiplies_bf16()
         self._block = draft_block.DraftBlock(
-            weights.in_bytes() if _quantizes_to_int8(weights.dtype) else weights,
+            weights.in_bytes() if in_int8 else weights,
             draft_block.Inputs(target.embed_tokens.weight.detach(), scale, *self._tables),
             config.n_heads, config.n_kv_heads, config.rms_norm_eps, self.window + 1,  # with a row's own key
             self.kept, (cache.keys[-1], cache.values[-1]),

@@ -52,21 +52,15 @@ def build_drafter(name: str, target: Target, draft: Any = None, options: Mapping
     for one in names:
         if one not in DRAFTERS:
             raise ValueError(f"drafter: unknown name {one!r}; known: {', '.join(DRAFTERS)}, or several as a+b")
-    if len(set(names)) < len(names):
-        raise ValueError(f"drafter: {name!r} names a drafter twice; name each once")
-    trained = [one for one in names if one in TRAINED]
-    if draft is not None and not trained:
-        raise ValueError(f"draft: {name} takes none; leave it out or name one of {', '.join(sorted(TRAINED))}")
-    if len(trained) > 1:
-        raise ValueError(f"draft: {' and '.join(trained)} each need their own; combine instances by Combined([...])")
-    unprefixed, options_of = dict(options or {}), {}
-    for one in names:
-        prefix, keys = f"{one}.", list(unprefixed)
-        options_of[one] = {key.removeprefix(prefix): unprefixed.pop(key) for key in keys if key.startswith(prefix)}
-    if unprefixed and len(names) > 1:
-        unclear = ", ".join(sorted(unprefixed))
-        raise ValueError(f"options: {unclear}: say which drafter's, as in {names[0]}.{min(unprefixed)}")
-    options_of[names[0]] |= unprefixed
+    if draft is not None and not TRAINED.intersection(names):
+        raise ValueError(f"draft: {name} takes none; omit it or name one of {', '.join(sorted(TRAINED))}")
+    options_of: dict[str, dict[str, Any]] = {one: {} for one in names}
+    for key, value in (options or {}).items():
+        owner, _, option = key.rpartition(".")
+        owner = names[0] if len(names) == 1 and not owner else owner
+        if owner not in names:
+            raise ValueError(f"options: {key}: say which drafter's, as in {names[0]}.{option}")
+        options_of[owner][option] = value
     with on_device(target.model.embed_tokens.weight.device):
         drafters = [_build(one, target, draft if one in TRAINED else None, options_of[one]) for one in names]
     return drafters[0] if len(drafters) == 1 else Combined(drafters)

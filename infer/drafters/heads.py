@@ -15,7 +15,7 @@ from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import DeviceDrafter, Levels, Request, check_draft
 from longdraft.infer.slot_state import SlotState
-from longdraft.infer.tree import PAD, TokenTree, TreeShape
+from longdraft.infer.tree import TokenTree, TreeShape
 from longdraft.kernels.linear import linear
 from longdraft.models.drafts.heads import Heads
 from longdraft.models.kv_cache import KVCache
@@ -23,7 +23,6 @@ from longdraft.models.passes import TargetOutput
 from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
-NOWHERE = -2  # no root's predecessor: those are at -1 or later
 # The ranks on each level of a full tree, or the tree itself.
 Shape = Instance[TreeShape] | Levels
 
@@ -38,21 +37,22 @@ class HeadsDrafter(DeviceDrafter):
             means 3 ranks for each head. A lower `max_nodes` leaves its first nodes.
 
     Attributes:
-        hidden_BD: each slot's state at the last committed position before its root.
-        at_B: int64, the position of each state; NOWHERE if there is none, which is so after a prompt of one token.
+        hidden_BD: each slot's state at the last committed position before its root; zeros if there is none.
     """
 
     hidden_BD: Tensor
-    at_B: Tensor
 
     @validated
     def __init__(self, target: Instance[Target], draft: Instance[Heads], shape: Shape | None = None):
         check_draft(target, draft)
         self.draft, self._head_ED = draft, draft.head(target.model.lm_head.weight)
-        self.shape = _tree_shape(shape, draft.config.n_heads)
+        n_heads = draft.config.n_heads
+        self.shape = shape if isinstance(shape, TreeShape) else TreeShape.cartesian(shape or (3,) * n_heads)
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
+        if self.max_depth > n_heads:
+            raise ValueError(f"shape: {self.max_depth} levels, but this draft has {n_heads} heads, one a level")
         self.learns_from = draft.needs
-        self.at_B = torch.empty(0)
+        self.hidden_BD = torch.empty(0)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -64,26 +64,22 @@ class HeadsDrafter(DeviceDrafter):
         return getattr(output, field)
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
-        if len(self.at_B) != cache.batch:
+        if len(self.hidden_BD) != cache.batch:
             self.hidden_BD = self._head_ED.new_zeros(cache.batch, self._head_ED.shape[1])
-            self.at_B = torch.full((cache.batch,), NOWHERE, dtype=torch.int64, device=self.hidden_BD.device)
-        self.at_B[slot].fill_(NOWHERE)
+        self.hidden_BD[slot].zero_()
 
     def buffers(self) -> tuple[object, ...]:
-        return self.hidden_BD, self.at_B
+        return (self.hidden_BD,)
 
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         hidden_1TD = self.state_of(output)
         if hidden_1TD is not None:
             self.hidden_BD[slot].copy_(hidden_1TD[0, -1])
-            self.at_B[slot].fill_(end - 1)
 
     def grow(self, state: SlotState, budget: Budget, plan: int) -> TokenTree:
-        """The tree of the heads' best tokens, only the root for slots whose state before the root is unknown."""
+        """The tree of the heads' best tokens."""
         shape = self.shape.first(plan)
-        tree = shape.fill(state.roots, self.ranked(state, self.hidden_BD, shape))
-        unknown_B = (self.at_B != state.positions - 1) | ~state.active
-        return tree.with_tokens(tree.tokens, tree.parents.masked_fill(unknown_B[:, None] & (tree.parents >= 0), PAD))
+        return shape.fill(state.roots, self.ranked(state, self.hidden_BD, shape))
 
     def ranked(self, state: SlotState, hidden_BD: Tensor, shape: TreeShape, first: int = 1) -> Tensor:
         """int64 [B, I, K]: the best tokens of levels `first`, first + 1, ..., which heads 1, 2, ... propose."""
@@ -102,14 +98,3 @@ class HeadsDrafter(DeviceDrafter):
         nodes_B, took_part_B = accepted.last(accepted.nodes), accepted.counts > 0
         last_BD = hidden_BND[torch.arange(len(nodes_B), device=nodes_B.device), nodes_B].to(self.hidden_BD.dtype)
         self.hidden_BD.copy_(torch.where(took_part_B[:, None], last_BD, self.hidden_BD))
-        self.at_B.copy_(torch.where(took_part_B, state.positions - 1, self.at_B))
-
-
-def _tree_shape(value: Shape | None, n_heads: int) -> TreeShape:
-    """The tree that a drafter's `shape` option means: a TreeShape, or the ranks in each level of a full tree, by
-    default 3 for each head. Raises ValueError if it has more levels than heads."""
-    if not isinstance(value, TreeShape):
-        value = TreeShape.cartesian(value or (3,) * n_heads)
-    if value.depth > n_heads:
-        raise ValueError(f"shape: {value.depth} levels, but this draft has {n_heads} heads, one a level")
-    return value

@@ -70,7 +70,8 @@ class LongSpecDrafter(DeviceDrafter):
         self._head_ED = draft.head(target.model.lm_head.weight)
         self.max_nodes, self.max_depth = sum(self.widths), len(self.widths)
         self.extended = extended or (EXTENDED_ON_CPU if backend.is_host(self._head_ED.device) else max(self.widths))
-        self._tree_rows = 1 + sum(map(self._n_extended, self.widths[:-1]))  # the last level's nodes are never queries
+        # The last level's nodes are never queries.
+        self._tree_rows = 1 + sum(min(width, self.extended) for width in self.widths[:-1])
         self._borders = torch.tensor(SURPRISE, device=self._head_ED.device)
         self._passes: DraftPasses | None = None
 
@@ -104,12 +105,8 @@ class LongSpecDrafter(DeviceDrafter):
         """How many positions before the roots the draft must read, at most, and the widths of the levels."""
         assert self._passes is not None
         widths = _fit(self.widths, budget.max_nodes)[: budget.stages]
-        self.num_query_tokens = self._n_extended(max(widths, default=1))
+        self.num_query_tokens = min(max(widths, default=1), self.extended)
         return self._passes.plan(state, len(widths)), *widths
-
-    def _n_extended(self, width: int) -> int:
-        """How many nodes of a level of this width are extended."""
-        return min(width, self.extended)
 
     def grow(self, state: SlotState, budget: Budget, plan: tuple[int, ...]) -> TokenTree:
         n_unread, *widths = plan
@@ -120,9 +117,9 @@ class LongSpecDrafter(DeviceDrafter):
         tree = TokenTree(*nodes_3BN)
         for stage, width in enumerate(widths, start=1):
             tokens_BT, scores_BT, open_BTN = level.nodes_3BW[0], level.scores_BW, level.open_BWN
-            if (left_out := tokens_BT.shape[1] - self._n_extended(tokens_BT.shape[1])) > 0:
-                tokens_BT, scores_BT = tokens_BT[:, :-left_out], scores_BT[:, :-left_out]
-                open_BTN = open_BTN[:, :-left_out, :-left_out]  # the level's own columns are the last ones
+            if (others := tokens_BT.shape[1] - self.extended) > 0:
+                tokens_BT, scores_BT = tokens_BT[:, :-others], scores_BT[:, :-others]
+                open_BTN = open_BTN[:, :-others, :-others]  # the level's own columns are the last ones
             logits_BTE = self._passes.logits(state, tokens_BT, stage, open_BTN)
             best = state.best(logits_BTE, stage, min(width, logits_BTE.shape[-1]), self.draft.token_ids)
             first_class = 1 + (stage - 1) * (len(SURPRISE) + 1)

@@ -24,7 +24,6 @@ from longdraft.infer.drafters.base import DeviceDrafter, Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree, TreeShape
 from longdraft.kernels.transfer import integers
-from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 from longdraft.models.schema import Instance, Int, validated
@@ -100,11 +99,6 @@ class TokenRecycling(DeviceDrafter):
         level = [(i, node[-1]) for i, node in enumerate(self.shape.nodes, 1) if len(node) == depth]
         nodes_L, ranks_L = torch.tensor(level, device=self._device).T
         return nodes_L, parents[nodes_L], ranks_L
-
-    def allocations(self, batch: int, capacity: int) -> Allocations:
-        tables = [(table.shape, table.dtype) for table in (self.candidates, self.logits)]
-        logits = [((SEED_ROWS, self.vocab_size), self.target.model.lm_head.weight.dtype)]
-        return {"token recycling's table": tables, "token recycling's logits of a prompt": logits}
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         self.needs = SEEDING

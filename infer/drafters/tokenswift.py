@@ -3,11 +3,12 @@
 Without a draft pass the heads read the state just before the root, at p - 1 for a root at p (infer/drafters/heads.py):
 head i proposes the token at p + i, and the levels are [3, 3, 3]. With a draft pass the target runs over the root on a
 selected cache (infer/caches/partial.py): its own logits propose the token at p + 1, head i that at p + 1 + i, and the
-levels are [1, 3, 3, 3]. infer/costs.py measures whether the pass pays. The heads are in
-models/drafts/tokenswift.py, the n-grams that join them in infer/drafters/ngrams.py.
-Shapes: B slots, D hidden, I levels, K ranks.
+levels are [1, 3, 3, 3]. infer/costs.py measures whether the pass pays. The heads are in models/drafts/tokenswift.py.
+They are joined by the most frequent continuations of a token in the text so far (section 3.3): of the root, or after a
+draft pass of the token that the target itself proposed. Shapes: B slots, D hidden, I levels, K ranks.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -19,9 +20,9 @@ from longdraft.infer.caches.partial import SelectedCache, Selection, refuse_wind
 from longdraft.infer.drafters.base import Count, CountOrZero, Drafter, Request
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.heads import HeadsDrafter, Shape
-from longdraft.infer.drafters.ngrams import Ngrams
+from longdraft.infer.drafters.host import HostDrafter, NgramIndex
 from longdraft.infer.slot_state import SlotState
-from longdraft.infer.tree import TokenTree, TreeShape
+from longdraft.infer.tree import TokenTree, TreeShape, Trie
 from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
@@ -31,6 +32,9 @@ from longdraft.models.target import Target
 
 # First tokens that always stay in the selected cache.
 SINKS = 16
+N = 4
+# How many occurrences of a token are counted, the last ones: what they cost does not grow with the text.
+SEARCHED = 1024
 
 
 @validated
@@ -76,16 +80,12 @@ class TokenSwiftDrafter(HeadsDrafter):
         if draft_pass == "always":
             refuse_windows(target.model.config, "draft_pass='always'")
         self._pass_allowed = draft_pass != "never" and not any(target.model.config.sliding_windows or ())
-        # The tree of a proposal with a draft pass. Its nodes have classes of their own.
-        self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)), 1 + len(self.shape.nodes))
+        # The tree of a proposal with a draft pass.
+        self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)))
         if self._pass_allowed:
             self.max_nodes, self.max_depth = len(self._pass_shape.nodes), self._pass_shape.depth
         self.try_draft_pass_beyond = self._selection.budget if self._pass_allowed and draft_pass == "auto" else None
         self._selected: SelectedCache | None = None  # where the pass may be taken
-
-    @property
-    def n_classes(self) -> int:
-        return self._pass_shape.first_class + len(self._pass_shape.nodes)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -102,13 +102,13 @@ class TokenSwiftDrafter(HeadsDrafter):
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         super().on_start(slot, request, cache)
-        if self._selected is not None and self._selected.full is not cache:
+        if not self._may_pass(cache.capacity):
             self._selected = None
-        if self._selected is None and self._may_pass(cache.capacity):
+            return
+        if self._selected is None or self._selected.full is not cache:
             like = self.target.model.config
             self._selected = SelectedCache(cache, self._selection, like, tail=1, depth=self.max_depth)
-        if self._selected is not None:
-            self._selected.start(slot)
+        self._selected.start(slot)
 
     def buffers(self) -> tuple[object, ...]:
         return *super().buffers(), self._selected
@@ -146,3 +146,40 @@ class TokenSwiftDrafter(HeadsDrafter):
 
     def release(self) -> None:
         self._selected = None
+
+
+def most_frequent(table: NgramIndex, first: int, k: int, n: int = N) -> list[tuple[int, ...]]:
+    """The `k` most frequent continuations of `first`, n - 1 tokens each; among equal counts the latest first."""
+    tokens, ends = table.tokens, table.ends[0].get((first,), [])
+    complete = (end for end in reversed(ends[-SEARCHED:]) if end + n - 1 <= len(tokens))
+    counts = Counter(tuple(tokens[end : end + n - 1]) for end in complete)
+    return [gram for gram, _ in counts.most_common(k)]
+
+
+class Ngrams(HostDrafter):
+    """Proposes the `count` most frequent 4-grams. A node's class is its n-gram's rank, in powers of two, and its depth.
+
+    Args:
+        trunk: the greatest depth of the node that the n-grams start after.
+    """
+
+    behind_trunk = True
+
+    def __init__(self, count: int = 20, trunk: int = 0):
+        self.count = count
+        self.max_nodes, self.max_depth = (N - 1) * count + trunk, N - 1 + trunk
+
+    @property
+    def n_classes(self) -> int:
+        return 1 + (N - 1) * self.count.bit_length()
+
+    def fill(self, trie: Trie, node: int, table: NgramIndex, max_nodes: int) -> None:
+        for rank, gram in enumerate(most_frequent(table, trie.tokens[node], self.count)):
+            place, group = node, (rank + 1).bit_length() - 1
+            for depth, token in enumerate(gram):
+                child = trie.child(place, token)
+                if child is None:
+                    if len(trie) > max_nodes:
+                        return
+                    child = trie.add(place, token, 1 + group * (N - 1) + depth)
+                place = child

@@ -6,7 +6,7 @@ import torch
 from longdraft.infer.drafters.heads import HeadsDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.tree import PAD, TreeShape
+from longdraft.infer.tree import TreeShape
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.drafts.medusa import Medusa, MedusaConfig
@@ -37,7 +37,6 @@ class Watched(HeadsDrafter):
         ranks, levels = self.shape.ranks, self.shape.depth
         for slot, text in enumerate(state.committed):
             if not state.active[slot] or len(text) == 1:
-                assert (tree.parents[slot, 1:] == PAD).all()
                 continue
             hidden = self._target.model(Pass(torch.tensor([text[:-1]]), needs={"post_norm"})).post_norm[0, -1]
             expected = []

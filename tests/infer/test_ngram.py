@@ -9,8 +9,8 @@ from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters import prompt_lookup
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.host import READ_AHEAD, HostDrafter, NgramIndex
-from longdraft.infer.drafters.ngrams import most_frequent
 from longdraft.infer.drafters.prompt_lookup import continuation, matches
+from longdraft.infer.drafters.tokenswift import most_frequent
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState

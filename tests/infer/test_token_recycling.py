@@ -16,7 +16,6 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree, TreeShape
 from longdraft.kernels.choice import gumbel_noise
-from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass, TargetOutput
 
 PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
@@ -212,11 +211,8 @@ def test_a_later_request_starts_with_the_table(chain_target):
     assert again.stats.steps == -(-40 // 7) < first.stats.steps
 
 
-def test_options_and_memory(target, tiny_target, exact_dtype):
+def test_options_and_a_small_vocabulary(target, tiny_target, exact_dtype):
     assert TokenRecycling(target, 16).max_nodes == 16 and TokenRecycling(target, 1).max_depth == 1
-    table = {"token recycling's table": (VOCAB + 2) * 8 * (4 + 2)}
-    logits = {"token recycling's logits of a prompt": 256 * VOCAB * target.model.lm_head.weight.element_size()}
-    assert sizes(TokenRecycling(target).allocations(3, 500)) == table | logits
     few = tiny_target(vocab_size=5, dtype=exact_dtype)
     plain, ours = (Engine(few, d).generate([[1, 2]]) for d in ("plain", TokenRecycling(few)))
     assert ours[0].tokens == plain[0].tokens

@@ -138,13 +138,13 @@ def test_cartesian_three_by_three_has_39_nodes_below_the_root():
 
 
 def test_ranked_tokens_come_to_their_nodes():
-    shape = TreeShape(((0,), (2,), (0, 1), (2, 0)), first_class=7)
+    shape = TreeShape(((0,), (2,), (0, 1), (2, 0)))
     ranked = torch.tensor([[[10, 11, 12], [20, 21, 22]], [[30, 31, 32], [40, 41, 42]]])
     tree = shape.fill(torch.tensor([1, 2]), ranked)
     assert tree.paths() == [[[10], [12], [10, 21], [12, 20]], [[30], [32], [30, 41], [32, 40]]]
-    assert tree.tokens[:, 0].tolist() == [1, 2] and tree.classes.tolist() == [[0, 7, 8, 9, 10]] * 2
+    assert tree.tokens[:, 0].tolist() == [1, 2] and tree.classes is None
     shorter = shape.first(3)
-    assert shorter is shape.first(3) and shorter.nodes == shape.nodes[:3] and shorter.first_class == 7
+    assert shorter is shape.first(3) and shorter.nodes == shape.nodes[:3]
     assert shape.first(4) is shape.first(9) is shape
 
 
