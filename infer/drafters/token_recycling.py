@@ -67,8 +67,8 @@ def static_tree() -> list[tuple[int, ...]]:
 class TokenRecycling(DeviceDrafter):
     """Fills the first `nodes` nodes of the static tree from the table.
 
-    Every verified node writes its token's row. If several nodes have the same token, the last one wins, and of a
-    prompt's tokens the last occurrence.
+    Every verified node writes its token's row. If several nodes have the same token, the first one wins, which is the
+    likeliest; of a prompt's tokens the last occurrence.
 
     Args:
         target: the loaded target, for its LM head and its vocabulary.
@@ -159,10 +159,9 @@ class TokenRecycling(DeviceDrafter):
         there_BN = (tree.parents != PAD) & (accepted.counts > 0)[:, None]
         tokens_M = tree.tokens.masked_fill(~there_BN, void).flatten()
         places_M = torch.arange(len(tokens_M), device=self._device)
-        last_V = places_M.new_zeros(1 + void).scatter_reduce_(0, tokens_M, places_M, "amax")
-        self._write(
-            tokens_M.masked_fill(last_V[tokens_M] != places_M, void), *largest(output.logits.flatten(0, 1), CANDIDATES)
-        )
+        first_V = places_M.new_full((1 + void,), len(places_M))
+        is_first_M = first_V.scatter_reduce_(0, tokens_M, places_M, "amin")[tokens_M] == places_M
+        self._write(tokens_M.masked_fill(~is_first_M, void), *largest(output.logits.flatten(0, 1), CANDIDATES))
 
 
 def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:

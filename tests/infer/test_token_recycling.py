@@ -131,7 +131,7 @@ PATHS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=6
 @given(
     paths=st.lists(PATHS, min_size=3, max_size=3), counts=st.tuples(*[st.integers(0, 2)] * 3), seed=st.integers(0, 99)
 )
-def test_the_last_of_equal_tokens_writes(target, paths, counts, seed):
+def test_the_first_of_equal_tokens_writes(target, paths, counts, seed):
     """Slots without a request, and padding, write nothing."""
     drafter = TokenRecycling(target)
     roots = [0, 1, 0]
@@ -140,8 +140,8 @@ def test_the_last_of_equal_tokens_writes(target, paths, counts, seed):
     logits = torch.randn(3, tree.width, VOCAB, generator=torch.Generator().manual_seed(seed))
     observed(drafter, tree, logits, counts)
     expected = torch.full((VOCAB, 8), -1, dtype=torch.int32)
-    for slot, found in enumerate(tree.paths()):
-        for node in range(1 + len(found) if counts[slot] else 0):
+    for slot, found in reversed(list(enumerate(tree.paths()))):
+        for node in reversed(range(1 + len(found) if counts[slot] else 0)):
             expected[tree.tokens[slot, node]] = logits[slot, node].topk(8).indices.int()
     assert torch.equal(drafter.candidates[:VOCAB], expected) and (drafter.candidates[-1] == -1).all()
     written, kept = expected[:, 0] >= 0, drafter.logits[:VOCAB]
