@@ -34,9 +34,6 @@ IMPLEMENT = (
     "The body of the {what} below is missing. Please write it.",
 )
 
-# The fields of a node that hold statements. `ast.walk` visits all expressions too, which takes ten times as long.
-BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
-
 Node = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -57,32 +54,22 @@ def read_docstrings(name: str, raw: bytes) -> Iterator[Conversation | BadDocumen
         yield BadDocument(name, digest, "bad_utf8" if isinstance(error, UnicodeDecodeError) else "bad_syntax")
         return
     lines = text.split("\n")
-    for node, what in sorted(_documented(tree), key=lambda found: found[0].body[0].lineno):
-        docstring = (ast.get_docstring(node) or "").strip()
-        before = lines[node.body[0].lineno - 1][: node.body[0].col_offset]
-        if len(docstring) < MIN_DOCSTRING or before.strip():  # as in def f(): "docstring"
-            continue
-        document_name = f"{name}:{node.body[0].lineno}"
+    documented = [node for node in ast.walk(tree) if isinstance(node, Node) and ast.get_docstring(node, clean=False)]
+    for node in sorted(documented, key=lambda node: node.body[0].lineno):
+        docstring, quoted = (ast.get_docstring(node) or "").strip(), node.body[0]
+        if len(docstring) < MIN_DOCSTRING or lines[quoted.lineno - 1][: quoted.col_offset].strip():
+            continue  # short, or on the line of its function
+        document_name = f"{name}:{quoted.lineno}"
         try:
-            messages = read_messages(_messages(document_name, node, what, docstring, lines))
+            messages = read_messages(_messages(document_name, node, docstring, lines))
             yield Conversation(document_name, digest, messages)
         except Unusable as error:
             yield BadDocument(document_name, digest, error.why)
 
 
-def _documented(tree: ast.Module) -> Iterator[tuple[Node, str]]:
-    """Each module, class or function that has a docstring, with what it is."""
-    pairs: list[tuple[ast.AST, ast.AST | None]] = [(tree, None)]  # a node, and the module, class or function around it
-    for node, parent in pairs:  # the list grows during the loop: a long chain of elifs is too deep for recursion
-        if isinstance(node, Node) and ast.get_docstring(node, clean=False):
-            function = "method" if isinstance(parent, ast.ClassDef) else "function"
-            yield node, {ast.Module: "module", ast.ClassDef: "class"}.get(type(node), function)
-        children = (child for block in BLOCKS for child in getattr(node, block, ()))
-        pairs += ((child, node if isinstance(node, Node) else parent) for child in children)
-
-
-def _messages(name: str, node: Node, what: str, docstring: str, lines: list[str]) -> list[dict[str, str]]:
+def _messages(name: str, node: Node, docstring: str, lines: list[str]) -> list[dict[str, str]]:
     """A question about the node's code, and the answer. lines: of the file."""
+    what = {ast.Module: "module", ast.ClassDef: "class"}.get(type(node), "function")
     quoted, first, last, margin = node.body[0], 1, len(lines), 0
     if not isinstance(node, ast.Module):
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -92,7 +79,7 @@ def _messages(name: str, node: Node, what: str, docstring: str, lines: list[str]
     task = _dedented(lines[first - 1 : quoted.end_lineno], margin)
     choice = hashlib.sha256(f"{name}\0{docstring}".encode(errors="surrogatepass")).digest()
     is_short = max(len(task), len(solution)) <= MAX_CODE
-    if what in ("function", "method") and solution.strip() and is_short and choice[0] % 2:
+    if what == "function" and solution.strip() and is_short and choice[0] % 2:
         phrases, code, answer = IMPLEMENT, task, _fenced(solution)
     else:
         shown = [*lines[first - 1 : quoted.lineno - 1], *(body if solution else [" " * quoted.col_offset + "..."])]

@@ -4,9 +4,6 @@
     longdraft prepare --source data/answered --chat-field messages ...
 
 With `--prompt-tokens 64-256` texts are continued instead, and then prepared with `--chat-template plain`.
-
-Only arguments and wiring are here; the work is in data_prep/regenerate.py and infer/engine.py. In fp32 neither the
-batch nor the drafter changes a byte. In bf16, passes of other widths round differently, which can decide a near-tie.
 """
 
 import argparse
@@ -47,8 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-field", default="messages", help="field of a record that holds the messages (default: messages)")
     help = "continue texts instead, after each document's first N tokens (N-M: a number chosen by the document's hash)"
     add("--prompt-tokens", type=_token_range, metavar="N[-M]", help=help)
-    help = "with --prompt-tokens: field of a record that holds the text (default: text)"
-    add("--text-field", default="text", help=help)
+    add("--text-field", default="text", help="with --prompt-tokens: field with the text (default: text)")
     add("--chat-template", type=Path, metavar="FILE", help="Jinja, the same as for `longdraft prepare`")
     add("--out", required=True, type=Path, help="folder to create, or to continue")
     add = parser.add_argument_group("answers").add_argument

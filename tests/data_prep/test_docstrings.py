@@ -77,7 +77,7 @@ def test_each_docstring_is_taken_out_of_its_code():
         (f'{head}\n    r"""{LONG} (float)"""', f"```python\n{body}\n```"),
     ]
     assert empty[1:] == ("class Empty(Exception):\n    ...", f"{LONG} (empty)")
-    for (question, _, _), what in zip(found.values(), ["module", "class", "method", "class"], strict=True):
+    for (question, _, _), what in zip(found.values(), ["module", "class", "function", "class"], strict=True):
         assert what in question
     # All have the file's digest, so the whole file is in one split.
     assert {conversation.digest for conversation in conversations(CODE)} == {hashlib.sha256(CODE.encode()).digest()}

@@ -51,6 +51,7 @@ def test_what_is_left_of_long_documents_is_cut_only_to_save_a_row(lengths, seq_l
 
 
 def test_pack_by_hand():
+    assert pack([], 8) == []
     assert pack([10, 3, 5, 8], 8) == [
         [Piece(0, 0, 0, 8)],
         [Piece(0, 1, 8, 10)],
@@ -93,7 +94,3 @@ def test_a_rest_fills_what_others_leave():
     ]
     # Documents of 60 tokens are not cut.
     assert pack([60, 60, 60], 100) == [[Piece(0, 0, 0, 60)], [Piece(1, 0, 0, 60)], [Piece(2, 0, 0, 60)]]
-
-
-def test_nothing_gives_no_rows():
-    assert pack([], 8) == []
