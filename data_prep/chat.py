@@ -5,10 +5,9 @@ counts what the assistant writes: everything after the prompt of its turn, up to
 turn (the token that stops generation), and none of the headers.
 
 The conversation up to a turn is rendered with the generation prompt, and again with the answer: what the second text
-has after the first is the answer and its end (`_answer` handles templates whose second text does not begin with the
-first). The answer ends with the first special token after the content. Without one it ends with the first token of any
-kind; if the template writes nothing there, EOS is added. An answer that was cut follows its prompt as it is, and has no
-end.
+has after the first is the answer and its end, which is the first special token after the content, else the first token
+of any kind; if the template writes nothing there, EOS is added. An answer that was cut follows its prompt as it is, and
+has no end.
 
 A conversation is one sequence if it shows every turn as the conversation up to that turn does. If not (models that
 think drop the reasoning of earlier turns), each turn becomes a sequence of its own, with the loss on its answer alone,
@@ -30,7 +29,7 @@ import numpy as np
 from longdraft.data_prep.chat_template import ANSWER_END, EDGE, GUARD, PLACEHOLDER, ChatTemplate, placeholder
 from longdraft.data_prep.chat_tokenizer import BORDER, ChatTokenizer, Encoding
 from longdraft.data_prep.documents import Conversation, Document, Unusable
-from longdraft.data_prep.tokenize import Encoded, bos_and_eos
+from longdraft.data_prep.tokenize import Encoded, make_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,15 +56,14 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", template: str | None = None):
-        bos_ids, self.eos_id = bos_and_eos(tokenizer)
-        self.vocab_size = len(tokenizer)
+        of_text = make_encoder(tokenizer, ends_documents=False)
+        self.serialised, self.vocab_size, self.eos_id = of_text.serialised, of_text.vocab_size, of_text.eos_id
         if template is None:
             template = tokenizer.get_chat_template()
         elif template == PLAIN:
-            template = ("{{ bos_token }}" if bos_ids else "") + PLAIN_TEMPLATE
-        rust = tokenizer.backend_tokenizer
-        self.serialised = rust.to_str()
-        special = {token.content: i for i, token in rust.get_added_tokens_decoder().items() if token.special}
+            template = ("{{ bos_token }}" if of_text.bos_ids else "") + PLAIN_TEMPLATE
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        special = {token.content: i for i, token in added.items() if token.special}
         variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.template = ChatTemplate(template, variables, special)
         self._tokenizer = ChatTokenizer(self.serialised, self.eos_id)

@@ -25,8 +25,6 @@ from longdraft.data_prep.documents import Unusable
 TODAY = datetime(2024, 7, 26)  # Llama 3.1's template falls back to this date where it has no clock
 GUARD, ANSWER_END, EDGE = "\ufdd0", "\ufdd1", "\ufdd4"
 PLACEHOLDER = re.compile(f"{EDGE}[0-9]+{EDGE}")
-# What a template raises if it does not fit a conversation: its own refusal, or a Python error in its expressions.
-REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
 def placeholder(token: int) -> str:
@@ -73,7 +71,7 @@ class ChatTemplate:
         arguments = {"messages": dicts, "add_generation_prompt": prompt, "tools": None, "documents": None}
         try:
             raw = self._template.render(self.variables | arguments)
-        except REFUSALS as error:
+        except Exception as error:  # its own refusal, or any error of Python in its expressions
             what = f"{type(error).__name__}: {error}"
             raise Unusable("refused_by_template", f"is refused by the chat template ({what})") from None
         return self._written.sub(lambda found: placeholder(self.special[found[0]]), raw).replace(GUARD, "")

@@ -38,10 +38,9 @@ class EndpointClient:
         sampling: fields of a request besides prompt and seed: max_tokens, temperature, ..., and the model's name for
             servers that need one.
         positions: most tokens of a prompt and its answer together; max_tokens is lowered accordingly.
-        concurrency: the number of requests in flight.
-        seconds: timeout of a request.
-    Raises:
-        ValueError: a URL is not valid.
+        concurrency: the number of requests in flight. seconds: timeout of a request.
+
+    Raises ValueError for a URL that is not valid.
     """
 
     def __init__(

@@ -17,9 +17,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
+from pydantic import PositiveInt
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -41,7 +41,7 @@ from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tasks import add_up, failures_described
 from longdraft.data_prep.tokenize import rust_tokenizer
 from longdraft.models.files import WorkFolder, write_atomically, write_json
-from longdraft.models.schema import Int, validated_dataclass
+from longdraft.models.schema import validated_dataclass
 
 PART_SIZE = 256  # conversations of a task
 SHOWN_BAD = 5
@@ -75,17 +75,14 @@ class RegenerateConfig:
 
     sources: tuple[str, ...]
     out: Path
-    max_prompt: Annotated[Int, Field(ge=1)]
+    max_prompt: PositiveInt
     answering: Mapping[str, Any]
     field: str = "messages"
     seed: int = 0
     keep_unfinished: bool = False
-    beginning: tuple[int, int] | None = None
+    beginning: tuple[PositiveInt, PositiveInt] | None = None
 
     def __post_init__(self) -> None:
-        if self.beginning is not None and not 1 <= self.beginning[0] <= self.beginning[1] <= self.max_prompt:
-            least, most = self.beginning
-            raise ValueError(f"prompt_tokens is {least} to {most}; give numbers from 1 to {self.max_prompt}, in order")
         check_outside(self.out, self.sources)
 
 
@@ -98,15 +95,10 @@ def regenerate(
 ) -> dict[str, Any]:
     """Answer the input into `config.out`, or go on with that, and log one line.
 
-    Args:
-        encoder: for the target's tokenizer and chat template.
-        start: makes the target ready; called only if there is work to do.
-    Returns:
-        How many conversations there are ("input") and were answered ("success"), the "bad" ones by reason, and what is
-        wrong with the first of them ("bad_named").
-    Raises:
-        ValueError: a source does not exist, the folder was made with other settings, or the disk is full. Finished
-            parts stay on disk, and the same call resumes.
+    encoder: for the target's tokenizer and chat template. start: makes the target ready; called only if there is work
+    to do. Returns how many conversations there are ("input") and were answered ("success"), the "bad" ones by reason,
+    and what is wrong with the first of them ("bad_named"). Raises ValueError if a source does not exist, the folder was
+    made with other settings, or the disk is full; finished parts stay on disk, and the same call resumes.
     """
     is_chat, records = config.beginning is None, list[dict]()
     record_format = ChatFormat(config.field, answered=False) if is_chat else TextFormat(config.field)
@@ -154,17 +146,16 @@ def _answer_part(
     """Do a task, and return its record."""
     answering = [answer(document, config, encoder) for document in part]
     due: dict[int, tuple[list[int], int]] = {}  # prompt and seed
-    good: dict[int, dict] = {}
-    bad: dict[int, Unusable] = {}
+    done: dict[int, dict | Unusable] = {}
 
     def go_on(number: int, completion: Completion | None) -> None:
         try:
             due[number] = answering[number].send(completion)
             return
         except StopIteration as end:
-            good[number] = end.value
+            done[number] = end.value
         except Unusable as error:
-            bad[number] = error
+            done[number] = error
         progress.update()
 
     for number in range(len(part)):
@@ -176,16 +167,15 @@ def _answer_part(
         due.clear()
         for completion in generate(prompts, seeds):
             go_on(asked[completion.index], completion)
+    ends = [(document.name, done[number]) for number, document in enumerate(part)]
+    good = [json.dumps(end, ensure_ascii=False) + "\n" for _, end in ends if isinstance(end, dict)]
+    bad = [(name, end.why, end.detail) for name, end in ends if isinstance(end, Unusable)]
     path = folder.path / f"{task}.jsonl"
     if good:
-        lines = "".join(json.dumps(good[number], ensure_ascii=False) + "\n" for number in sorted(good))
-        write_atomically(path, lambda temporary: temporary.write_text(lines, encoding="utf-8"))
-    record = {
-        "input": len(part),
-        "success": len(good),
-        "bad": dict(Counter(bad[number].why for number in sorted(bad))),
-        "bad_named": [f"{part[n].name}: {bad[n].why} {bad[n].detail}".rstrip() for n in sorted(bad)][:SHOWN_BAD],
-    }
+        write_atomically(path, lambda temporary: temporary.write_text("".join(good), encoding="utf-8"))
+    named = [f"{name}: {why} {detail}".rstrip() for name, why, detail in bad[:SHOWN_BAD]]
+    reasons = dict(Counter(why for _, why, _ in bad))
+    record = {"input": len(part), "success": len(good), "bad": reasons, "bad_named": named}
     folder.write(task, record, [path] if good else [])
     return record
 
@@ -245,10 +235,8 @@ def beginning(document: Document, least: int, most: int, tokenizer: Tokenizer) -
 
 
 def answer_seed(seed: int, messages: Sequence[tuple[str, str]], turn: int) -> int:
-    """The seed of an answer (unsigned, 64 bits).
-
-    seed: the call's. messages: the conversation as it was given. turn: the number of answers before this one.
-    """
+    """The seed of an answer (unsigned, 64 bits), from the call's, the conversation as it was given, and the number of
+    answers before this one."""
     key = f"{seed}:{messages_digest(messages).hex()}:{turn}"
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
 

@@ -99,19 +99,11 @@ def rust_tokenizer(serialised: str) -> Tokenizer:
 
 
 def make_encoder(tokenizer: "PreTrainedTokenizerFast", ends_documents: bool) -> Encoder:
-    """The encoder for a loaded transformers tokenizer. Raises ValueError as `bos_and_eos`."""
-    bos_ids, eos_id = bos_and_eos(tokenizer)
-    return Encoder(tokenizer.backend_tokenizer.to_str(), len(tokenizer), bos_ids, eos_id, ends_documents)
-
-
-def bos_and_eos(tokenizer: "PreTrainedTokenizerFast") -> tuple[tuple[int, ...], int]:
-    """The ids that the tokenizer itself puts before a text (BOS, or none), and the EOS token's. Raises ValueError if
-    the tokenizer has no EOS token or no Rust form."""
+    """The encoder for a loaded transformers tokenizer. Raises ValueError if it has no EOS token or no Rust form."""
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} has no Rust form (is_fast is False); load a fast tokenizer")
     bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     if not isinstance(eos_id, int):
         raise ValueError("the tokenizer has no EOS token, so documents would run into one another; set its eos_token")
-    if isinstance(bos_id, int) and tokenizer("a")["input_ids"][0] == bos_id:
-        return (bos_id,), eos_id
-    return (), eos_id
+    bos_ids = (bos_id,) if isinstance(bos_id, int) and tokenizer("a")["input_ids"][0] == bos_id else ()
+    return Encoder(tokenizer.backend_tokenizer.to_str(), len(tokenizer), bos_ids, eos_id, ends_documents)

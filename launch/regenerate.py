@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
 def _token_range(text: str) -> tuple[int, int]:
     """The least and the most tokens of N or N-M."""
     least, _, most = text.partition("-")
-    return int(least), int(most or least)
+    first, last = sorted((int(least), int(most or least)))
+    return first, last
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -275,8 +275,8 @@ def test_a_folder_made_with_something_else(config, run, speaker, chats, tmp_path
 def test_what_cannot_be(config, run, speaker, tmp_path):
     with pytest.raises(ValueError, match=r"\bout\b"):
         replace(config, sources=(str(tmp_path),))
-    for wrong in ({"max_prompt": 0}, *({"beginning": of} for of in ((0, 4), (5, 4), (5, 10_001)))):
-        with pytest.raises(ValueError, match=r"max_prompt|prompt_tokens"):
+    for wrong in ({"max_prompt": 0}, {"beginning": (0, 4)}):
+        with pytest.raises(ValueError, match=r"max_prompt|beginning"):
             replace(config, **wrong)
     (tmp_path / "thesis.txt").write_text("no conversation")
     counts = run(replace(config, sources=(str(tmp_path / "thesis.txt"),), out=tmp_path / "new"), speaker)
