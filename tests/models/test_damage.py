@@ -5,7 +5,6 @@ import errno
 import json
 import shutil
 from io import BytesIO
-from pathlib import Path
 
 import gguf
 import pytest
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceTrainer
 
-from longdraft.models.draft_folder import load_draft
 from longdraft.models.files import damage_named
 from longdraft.models.hf import load_target, load_through_transformers, load_tokenizer
 
@@ -91,14 +89,6 @@ def test_whole_ones_load(whole, form):
         assert load(whole / form, torch.float32).tokenizer is not None
 
 
-@pytest.mark.parametrize("file", ["tokenizer.model", "merges.txt", "pytorch_model.bin", "README.md"])
-def test_what_is_not_read_need_not_be_whole(whole, tmp_path, file):
-    """Git LFS lets its users fetch only some of the files."""
-    folder = shutil.copytree(whole / "safetensors", tmp_path / "model")
-    (folder / file).write_bytes(POINTER)
-    assert len(load_target(folder).tokenizer) == len(load_target(whole / "safetensors").tokenizer)
-
-
 def test_what_is_not_there_is_named(whole, tmp_path):
     """As a download that was broken off leaves it."""
     folder = shutil.copytree(whole / "sharded", tmp_path / "model")
@@ -129,17 +119,6 @@ def test_only_damage_is_to_be_fetched_again(tmp_path, error, expected, is_damage
     assert (caught.value is error) == (expected is not ValueError)
     assert ("fetch it again" in str(caught.value)) == is_damage
     assert expected is not ValueError or (str(error.args[-1]) in str(caught.value) and "a.json" in str(caught.value))
-
-
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_drafts_files_are_named(tmp_path, file, damage):
-    shutil.copytree(Path(__file__).with_name("drafts_written_before") / "medusa", tmp_path, dirs_exist_ok=True)
-    path = tmp_path / file
-    path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    with pytest.raises(ValueError, match=file) as caught:
-        load_draft(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])

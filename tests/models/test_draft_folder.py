@@ -228,13 +228,6 @@ def test_a_damaged_field_of_the_shape_is_named(folder):
     refused(folder, None, WEIGHTS)
 
 
-@pytest.mark.parametrize("kind", ["longspec"], indirect=True)
-@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "rope_theta": 1e4, "factor": "x"}, {"rope_type": "yarn"}, {}])
-def test_a_rope_that_cannot_be_is_refused(folder, rope):
-    change(folder, draft=content(folder)["draft"] | {"rope": rope})
-    refused(folder, None, CONFIG)
-
-
 @pytest.mark.parametrize(
     "text",
     [

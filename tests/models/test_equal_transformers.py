@@ -211,17 +211,6 @@ def test_token_by_token(pair):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{"max_shard_size": "20KB"}, {"max_shard_size": "10GB"}])
-def test_sharded_or_not(tmp_path, options):
-    theirs = theirs_of(FAMILIES["qwen3"])
-    folder = saved(theirs, tmp_path, **options)
-    assert (len(list(folder.glob("*.safetensors"))) > 3) == (options["max_shard_size"] == "20KB")
-    ours = load_target(folder, dtype=torch.float32).model
-    ids = tokens(2, 20)
-    assert error(ours(Pass(ids)).logits, theirs(ids).logits) < 1e-5
-
-
-@torch.no_grad()
 def test_anchor_offset_positions_keep_the_sinks(tmp_path):
     """Positions with a jump (LongSpec) leave every earlier row visible. transformers takes such a jump for the border
     of a packed sequence, unless it is given an explicit causal mask."""

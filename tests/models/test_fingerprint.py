@@ -1,6 +1,5 @@
 """The hash of a target's weights is the same for the same weights wherever they come from, and differs for others."""
 
-import pytest
 import torch
 
 from longdraft.models.fingerprint import weights_hash
@@ -23,11 +22,6 @@ def test_any_other_weights_are_others(tiny_target):
     for part in ("embed_tokens", "layers.0"):  # a difference that bf16 does not show
         next(target.model.get_submodule(part).parameters()).data *= 1 + 2e-7
     assert weights_hash(target.model) == first
-
-
-@pytest.mark.parametrize("n_layers", [1, 2])
-def test_few_layers(tiny_target, n_layers):
-    assert weights_hash(tiny_target(n_layers=n_layers).model) is not None
 
 
 def test_weights_that_are_not_here_have_none(tiny_target):

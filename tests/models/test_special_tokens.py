@@ -98,11 +98,6 @@ def test_ends_are_those_of_all_sources(generation, config, eos, template, ends):
     assert end_tokens(hf_config, generation, tokenizer_of(template, eos)) == ends
 
 
-def test_without_a_tokenizer_the_generation_configuration_comes_first():
-    assert end_tokens(LlamaConfig(eos_token_id=[3, 4]), [9, 7], None) == (7, 9)
-    assert end_tokens(LlamaConfig(eos_token_id=[3, 4]), None, None) == (3, 4)
-
-
 def test_every_way_to_a_target_finds_them(sizes, tmp_path):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=0))
