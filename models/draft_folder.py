@@ -165,11 +165,11 @@ def local_folder(draft: str | Path, revision: str | None = None) -> Path:
         return folder
     if HUB_NAME.fullmatch(name) and not folder.parent.is_dir():
         return _download(name, revision)
-    if name in (shipped := shipped_drafts()):
+    if name in shipped_drafts():
         return SHIPPED / name
     raise ValueError(
         f"draft: {name} holds no {CONFIG}; give a folder that `longdraft export` wrote, a repository of the hub "
-        f"(owner/name), or a draft that comes with longdraft: {', '.join(shipped)}"
+        f"(owner/name), or a draft that comes with longdraft: {', '.join(shipped_drafts())}"
     )
 
 
@@ -250,16 +250,15 @@ def _read(folder: Path) -> tuple[str, DraftInfo, Any]:
 def _check_target(folder: Path, trained_for: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Compare the target that the folder names with the one at hand. Names may differ (a local copy of a hub model),
     hashes of configuration and tokenizer may not. Other weights are only warned of."""
-    different = [key for key in ("config_sha256", "tokenizer_sha256") if trained_for[key] != target[key]]
-    if different:
-        raise ValueError(
-            f"draft: {folder} was trained for {trained_for['name']}, and {target['name']} has another "
-            f"{' and another '.join(different)}; load its own target"
-        )
+    for key in ("config_sha256", "tokenizer_sha256"):
+        if trained_for[key] != target[key]:
+            raise ValueError(
+                f"draft: {folder} was trained for {trained_for['name']}, and {target['name']} has another {key}; load "
+                "its own target"
+            )
     if len({entry.get("weights_sha256") for entry in (trained_for, target)} - {None}) > 1:
         warnings.warn(
             f"draft: {folder} was trained with other weights than those of {target['name']} (weights_sha256): the text "
-            "is exact all the same, but fewer of the draft's tokens may be accepted; load its own target, or train a "
-            "draft for this one",
+            "is exact, but fewer of the draft's tokens may be accepted",
             stacklevel=3,  # who called load_draft
         )

@@ -50,14 +50,12 @@ class GGUFFile:
         self.path = path
         self._reader = _open(path)
         self.architecture: str = self._value("general.architecture")
-        if self.architecture not in ARCHITECTURES:
-            raise ValueError(
-                f"{path}: GGUF architecture {self.architecture!r} is not supported; supported: "
-                + ", ".join(ARCHITECTURES)
-            )
         scaling = self._value(f"{self.architecture}.rope.scaling.type", "none")
-        if scaling != "none":
-            raise ValueError(f"{path}: GGUF RoPE scaling {scaling!r} is not supported; use the Hugging Face folder")
+        if self.architecture not in ARCHITECTURES or scaling != "none":
+            raise ValueError(
+                f"{path}: GGUF architecture {self.architecture!r} with RoPE scaling {scaling!r} is not supported; "
+                f"supported: {', '.join(ARCHITECTURES)} without one; use the Hugging Face folder"
+            )
 
     def _value(self, key: str, default: Any = None) -> Any:
         field = self._reader.fields.get(key)

@@ -2,7 +2,7 @@
 
 hf.py loads one from files: through hf_config.py its configuration, hf_weights.py its tensors (gguf_file.py from GGUF,
 quantised.py dequantised), fingerprint.py its hashes. from_transformers.py takes over a model that is loaded already;
-transformers_model.py (with transformers_shape.py) runs transformers' own classes.
+transformers_model.py runs transformers' own classes.
 """
 
 from dataclasses import dataclass
