@@ -150,7 +150,7 @@ def generate_with_draft(
     A draft's custom_generate/generate.py calls it with the arguments of `model.generate`.
     """
     tokenizer = kwargs.pop("tokenizer", None) or _own_tokenizer(model.name_or_path)
-    prompt = inputs if input_ids is None else input_ids
+    prompt: Any = inputs if input_ids is None else input_ids
     return generate(model, prompt, tokenizer=tokenizer, drafter=draft_method(draft), draft=draft, **kwargs)
 
 

@@ -187,7 +187,7 @@ def asked_for(drafting: Drafting, settings: BenchSettings, questions: object) ->
         "target": Path(source).name,
         "loader": drafting.loader,
         "checkpoint": checkpoint_digest(source),
-        "draft": ",".join(checkpoint_digest(local_folder(draft)) for draft in args.draft) or None,
+        "draft": ",".join(str(checkpoint_digest(local_folder(draft))) for draft in args.draft) or None,
         "drafters": {name: {key: str(value) for key, value in of.items()} for name, of in of_drafters.items()},
         "small": [checkpoint_digest(one) for one in small],
         "dtype": args.dtype,
