@@ -160,10 +160,10 @@ class SlotPool:
     def _prefill_pass(self, slot: int, prompt: Sequence[int], start: int, end: int, needs: frozenset[str]) -> None:
         """One pass over the tokens prompt[start:end] of this slot."""
         assert self.runner.cache is not None
-        cache, is_whole = self.runner.cache.slot(slot), (start, end) == (0, len(prompt) - 1)
+        cache = self.runner.cache.slot(slot)
         tokens_1T = integers(prompt[start:end], self.device)[None]
         with self._prefill_threads(end - start):
-            output = self.model(Pass(tokens_1T, cache, needs=needs, prompt_lengths=[end] if is_whole else None))
+            output = self.model(Pass(tokens_1T, cache, needs=needs))
             cache.commit(None, integers([end - start], self.device))
             self.drafter.on_prefill(slot, prompt, start, end, output)
 

@@ -12,7 +12,7 @@ Over a cache (`chain_attention`):
 Shapes: B slots, T rows of the pass, S cache capacity or keys, H query heads, K key/value heads, d head width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,45 +60,6 @@ def chain_attention(
         qkv = q_BTHd[slot], keys_BSKd[slot, read], values_BSKd[slot, read]
         outputs.append(causal_attention(*qkv, window, sinks_H, in_two_parts=q_BTHd.device.type == "cpu"))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def prompt_attention(
-    q_BTHd: Tensor,
-    k_BTKd: Tensor,
-    v_BTKd: Tensor,
-    prompt_lengths: Sequence[int],
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """`chain_attention` of whole prompts of these lengths, right-padded to T rows. Output in the padding is arbitrary.
-
-    On a GPU all prompts go together, on a CPU one by one, so that a prompt's result does not depend on the others. On a
-    CPU, prompts of up to MOST_ATTENTION_ROWS tokens go through the C kernels, with the bits that they have in chunks.
-
-    Args:
-        q_BTHd, k_BTKd, v_BTKd: heads after RoPE, in one dtype.
-        prompt_lengths: B numbers of at most T tokens.
-        window, sinks_H: as for `chain_attention`.
-    """
-    n_prompts, n_rows = q_BTHd.shape[:2]
-    if (flash := backend.varlen_attention_for(q_BTHd)) is not None:
-        borders = torch.arange(n_prompts + 1, dtype=torch.int32, device=q_BTHd.device) * n_rows
-        flat = (x.flatten(0, 1) for x in (q_BTHd, k_BTKd, v_BTKd))
-        attend = attention_with_sinks(flash, sinks_H)
-        return attend(*flat, borders, borders, n_rows, n_rows, window).view(q_BTHd.shape)
-    start_B = torch.zeros(n_prompts, dtype=torch.int64, device=q_BTHd.device)
-    if (triton := backend.triton_kernels("tree_attention", q_BTHd.device.type)) is not None:
-        return in_slices(triton, q_BTHd, k_BTKd, v_BTKd, start_B, window, sinks_H)
-    out_BTHd = q_BTHd.new_zeros(q_BTHd.shape)
-    for b, count in enumerate(prompt_lengths):
-        prompt = slice(b, b + 1), slice(count)
-        qkv = q_BTHd[prompt], k_BTKd[prompt], v_BTKd[prompt]
-        few = count <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd)
-        if count and (few or rows.attends_chains(q_BTHd)):
-            out_BTHd[prompt] = rows.chain_rows(*qkv, start_B[:1], window, sinks_H)
-        elif count:
-            out_BTHd[prompt] = causal_attention(*qkv, window, sinks_H)
-    return out_BTHd
 
 
 def by_flash(

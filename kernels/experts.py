@@ -4,7 +4,6 @@ Shapes: B slots, T tokens, M = B * T, D hidden width, E experts, K of them per t
 X = 2 F.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,13 +35,7 @@ class ExpertWeights(NamedTuple):
     clamped: tuple[float, float] | None = None
 
 
-def experts(
-    x_BTD: Tensor,
-    weights: ExpertWeights,
-    n_chosen: int,
-    normalised: bool,
-    prompt_lengths: Sequence[int] | None = None,
-) -> Tensor:
+def experts(x_BTD: Tensor, weights: ExpertWeights, n_chosen: int, normalised: bool) -> Tensor:
     """The sum of each token's experts, weighted with their probabilities: [B, T, D] in x's dtype. No gradient.
 
     Probabilities are the softmax of the router's product in fp32; of equal ones the lower index comes first. The sum is
@@ -56,33 +49,20 @@ def experts(
         x_BTD: hidden states in the weights' dtype.
         n_chosen: K.
         normalised: divide the K probabilities by their sum.
-        prompt_lengths: as for `linear`.
     """
-    on_host = is_host(x_BTD.device)
-    if prompt_lengths is not None and on_host:
-        out_BTD = torch.zeros_like(x_BTD)
-        for slot, count in enumerate(prompt_lengths):
-            prompt_1TD = x_BTD[slot : slot + 1, :count]
-            chosen, shares = choose_experts(prompt_1TD, weights, n_chosen, normalised, [count])
-            out_BTD[slot, :count] = _on_host(prompt_1TD[0], chosen, shares, weights, prompt=True)
-        return out_BTD
     chosen_MK, shares_MK = choose_experts(x_BTD, weights, n_chosen, normalised)
-    rows_MD = x_BTD.flatten(0, 1)
-    if on_host:
-        alone = x_BTD.shape[1] <= MOST_ATTENTION_ROWS
-        return _on_host(rows_MD, chosen_MK, shares_MK, weights, alone=alone).view_as(x_BTD)
-    return grouped(rows_MD, chosen_MK, shares_MK, weights).view_as(x_BTD)
+    if not is_host(x_BTD.device):
+        return grouped(x_BTD.flatten(0, 1), chosen_MK, shares_MK, weights).view_as(x_BTD)
+    return _on_host(x_BTD, chosen_MK, shares_MK, weights).view_as(x_BTD)
 
 
-def choose_experts(
-    x_BTD: Tensor, weights: ExpertWeights, n_chosen: int, normalised: bool, prompt_lengths: Sequence[int] | None = None
-) -> tuple[Tensor, Tensor]:
+def choose_experts(x_BTD: Tensor, weights: ExpertWeights, n_chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
     """The K likeliest experts of each token, int64 [M, K], and their weights in the sum, fp32 [M, K].
 
     The arguments are those of `experts`.
     """
     router = weights.router_ED, weights.router_bias_E
-    logits_ME = linear(x_BTD, *router, prompt_lengths=prompt_lengths).flatten(0, 1)
+    logits_ME = linear(x_BTD, *router).flatten(0, 1)
     ordered = logits_ME.float().softmax(-1).sort(dim=-1, descending=True, stable=True)  # `topk` leaves ties open
     shares_MK, chosen_MK = ordered.values[:, :n_chosen], ordered.indices[:, :n_chosen]
     return chosen_MK, shares_MK / shares_MK.sum(-1, keepdim=True) if normalised else shares_MK
@@ -122,32 +102,24 @@ def waits_for_host(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] not in (9, 10)
 
 
-def _on_host(
-    rows_MD: Tensor,
-    chosen_MK: Tensor,
-    shares_MK: Tensor,
-    weights: ExpertWeights,
-    prompt: bool = False,
-    alone: bool = False,
-) -> Tensor:
-    """[M, D], one expert after the other. prompt: the tokens are one prompt. alone: each token is a row of its own to
-    `linear`, as while decoding."""
-    n_chosen, silu = chosen_MK.shape[1], weights.clamped is None
-    gate_up, gate_up_bias = weights.gate_up_EXD, weights.gate_up_bias_EX
-    down, down_bias = weights.down_EDF, weights.down_bias_ED
+def _on_host(x_BTD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, weights: ExpertWeights) -> Tensor:
+    """[M, D], one expert after the other. In passes of few tokens each token is a slot of its own to `linear`, as while
+    decoding."""
+    rows_MD, n_chosen, silu = x_BTD.flatten(0, 1), chosen_MK.shape[1], weights.clamped is None
+    alone = x_BTD.shape[1] <= MOST_ATTENTION_ROWS
     order_N = chosen_MK.flatten().sort(stable=True).indices
-    sizes = torch.bincount(chosen_MK.flatten(), minlength=len(down)).tolist()
+    sizes = torch.bincount(chosen_MK.flatten(), minlength=len(weights.down_EDF)).tolist()
     outputs_ND, start = rows_MD.new_empty(len(order_N), rows_MD.shape[1]), 0
     for expert, size in enumerate(sizes):
         if size == 0:
             continue
-        places_S, lengths = order_N[start : start + size], [size] if prompt else None
+        places_S = order_N[start : start + size]
         rows = rows_MD[places_S // n_chosen].unsqueeze(1 if alone else 0)
-        bias = None if gate_up_bias is None else gate_up_bias[expert]
-        gated = linear(rows, gate_up[expert], bias, gated=silu, prompt_lengths=lengths)
+        bias = None if weights.gate_up_bias_EX is None else weights.gate_up_bias_EX[expert]
+        gated = linear(rows, weights.gate_up_EXD[expert], bias, gated=silu)
         gated = gated if silu else _gate(gated, weights)
-        bias = None if down_bias is None else down_bias[expert]
-        outputs_ND[places_S] = linear(gated, down[expert], bias, prompt_lengths=lengths).flatten(0, 1)
+        bias = None if weights.down_bias_ED is None else weights.down_bias_ED[expert]
+        outputs_ND[places_S] = linear(gated, weights.down_EDF[expert], bias).flatten(0, 1)
         start += size
     return _add_up(outputs_ND, shares_MK)
 

@@ -1,9 +1,8 @@
 """The linear layer of a frozen model, y = x W^T + b, in the arithmetic that is fast on the CPU at hand.
 
-Not for layers that train, although x may have a gradient. Shapes: M rows, B slots, T tokens, I inputs, N outputs.
+Not for layers that train, although x may have a gradient. Shapes: M rows, I inputs, N outputs.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -26,14 +25,15 @@ def emulates_bf16() -> bool:
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def prompt_in_c(n_rows: int, dtype: torch.dtype) -> bool:
-    """Whether the C kernels, if they are there, multiply a prompt of `n_rows` rows.
+def most_rows_in_c() -> int:
+    """How many rows of a slot the C kernels multiply at most, if they are there: as many as their attention takes, so
+    that a prompt gives the same bits in one pass and in chunks; and more only if PyTorch is slower."""
+    return rows.MOST_LINEAR_ROWS if emulates_bf16() else rows.MOST_ATTENTION_ROWS
 
-    They do so in bf16 for as many rows as their attention takes, so that a prompt gives the same bits in one pass, in
-    chunks and among other prompts. They take more rows only if PyTorch is slower.
-    """
-    most = rows.MOST_LINEAR_ROWS if emulates_bf16() else rows.MOST_ATTENTION_ROWS
-    return dtype == torch.bfloat16 and n_rows <= most
+
+def prompt_in_c(n_rows: int, dtype: torch.dtype) -> bool:
+    """Whether the C kernels, if they are there, multiply a prompt of `n_rows` rows."""
+    return dtype == torch.bfloat16 and n_rows <= most_rows_in_c()
 
 
 def linear(
@@ -44,7 +44,6 @@ def linear(
     norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
-    prompt_lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """residual + RMSNorm(x) W^T + b: [..., N]; or the gate of RMSNorm(x) W^T + b: [..., N / 2]. In x's dtype.
 
@@ -60,22 +59,14 @@ def linear(
         norm: weight [I] and epsilon of an RMSNorm of x.
         gated: return silu(first half of the outputs) * second half.
         residual: of the result's shape, added to it; not with `gated`.
-        prompt_lengths: x is [B, T, I], and the first prompt_lengths[b] rows of slot b are a prompt; the result behind
-            them is arbitrary. On a CPU each prompt is multiplied by itself, by what is fastest for its length, so that
-            its result does not depend on the others.
     """
     assert residual is None or not gated
     n_inputs = x.shape[-1]
     n_rows = x.numel() // n_inputs
-    if prompt_lengths is None:
-        # The rows of a slot decide, not those of the batch: a tree needs the same arithmetic as plain decoding.
-        few = n_rows > 0 and (n_rows <= rows.MOST_LINEAR_ROWS or x.shape[-2] <= rows.MOST_ATTENTION_ROWS)
-    else:
-        few = all(prompt_in_c(count, x.dtype) for count in prompt_lengths)
+    # The rows of a slot decide, not those of the batch: a tree needs the same arithmetic as plain decoding.
+    few = n_rows > 0 and x.shape[-2] <= most_rows_in_c()
     if few and _in_c(x, weight_NI, gated):
         return rows.linear_rows(x, weight_NI, bias_N, norm, gated, residual)
-    if prompt_lengths is not None and len(prompt_lengths) > 1 and x.device.type == "cpu":
-        return _by_prompt(x, weight_NI, bias_N, norm, gated, residual, prompt_lengths)
     if norm is not None:
         x = rms_norm(x, *norm)
     if x.dtype == torch.bfloat16 and _frozen_on_cpu(x) and n_rows >= FP32_FROM and emulates_bf16():
@@ -93,26 +84,6 @@ def _frozen_on_cpu(x: Tensor) -> bool:
 
 def _in_c(x: Tensor, weight_NI: Tensor, gated: bool) -> bool:
     return rows.serves(x.dtype) and _frozen_on_cpu(x) and rows.can_multiply(weight_NI, gated)
-
-
-def _by_prompt(
-    x_BTI: Tensor,
-    weight_NI: Tensor,
-    bias_N: Tensor | None,
-    norm: tuple[Tensor, float] | None,
-    gated: bool,
-    residual_BTN: Tensor | None,
-    prompt_lengths: Sequence[int],
-) -> Tensor:
-    """`linear` of each prompt by itself; zeros behind them."""
-    n_outputs = len(weight_NI) // 2 if gated else len(weight_NI)
-    out_BTN = x_BTI.new_zeros(*x_BTI.shape[:2], n_outputs)
-    for slot, count in enumerate(prompt_lengths):
-        prompt = slice(slot, slot + 1), slice(count)
-        residual = None if residual_BTN is None else residual_BTN[prompt]
-        options = {"norm": norm, "gated": gated, "residual": residual, "prompt_lengths": [count]}
-        out_BTN[prompt] = linear(x_BTI[prompt], weight_NI, bias_N, **options)
-    return out_BTN
 
 
 def _through_fp32(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:

@@ -58,7 +58,6 @@ class _CLayers:
     def __init__(self, layers: "list[Layer]", config: DecoderConfig):
         modules = [module for layer in layers for module in layer.modules()]
         self._weights = [(m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None]
-        self._step = max(1, len(self._weights) // len(layers))
         self._seen = self._addresses()
         weights = [layer.c_weights() for layer in layers]
         known = [layer for layer in weights if layer is not None]
@@ -66,18 +65,12 @@ class _CLayers:
         shape = config.n_heads, config.n_kv_heads, config.rms_norm_eps
         self.table = LayerTable(known, *shape) if computable else None
 
-    def _addresses(self, step: int = 1) -> list[tuple[torch.dtype, int]]:
-        """Each weight's dtype and address now: it may have been moved, cast or replaced in its module's dict."""
-        weights = [cast(Tensor, owner[name]) for owner, name in self._weights[::step]]
-        return [(weight.dtype, weight.data_ptr()) for weight in weights]
+    def _addresses(self) -> list[int]:
+        return [cast(Tensor, owner[name]).data_ptr() for owner, name in self._weights]
 
-    def is_valid(self, check_all: bool) -> bool:
-        """Whether the weights are where they were: one per layer, or all, which takes longer.
-
-        So a single weight that is replaced while a text is decoded is only noticed when the next prompt is read.
-        """
-        step = 1 if check_all else self._step
-        return self._addresses(step) == self._seen[::step]
+    def is_valid(self) -> bool:
+        """Whether no weight was moved, cast or replaced in its module's dict."""
+        return self._addresses() == self._seen
 
     def __reduce__(self) -> tuple:
         """Copy as None: a copied decoder makes a table of its own weights."""
@@ -108,7 +101,6 @@ class Decoder(nn.Module):
         self.ropes = [self.rope, *([] if config.window_rope is None else [Rope(config.window_rope)])]
         self.around_layer: Callable[[Layer], AbstractContextManager[object]] = nullcontext
         self._c_layers: _CLayers | None = None
-        self._all_weights_checked = False  # since the last pass that was not run in C
         self.tie()
 
     @property
@@ -128,13 +120,8 @@ class Decoder(nn.Module):
         with on_device(self.embed_tokens.weight.device):
             return super().__call__(*args, **kwargs)
 
-    def recheck_weights(self) -> None:
-        """Let the next narrow pass check all weights' addresses: a new text begins, or weights were written."""
-        self._all_weights_checked = False
-
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for this model, in its dtype and on its device."""
-        self.recheck_weights()
         config, weight = self.config, self.embed_tokens.weight
         return KVCache(
             config.n_layers, batch, capacity, config.n_kv_heads, config.head_dim, weight.dtype, weight.device
@@ -147,7 +134,7 @@ class Decoder(nn.Module):
         if inputs.shard is not None:
             tokens_BT, context = tokens_BT[:, inputs.shard.tokens], context.of_tokens(inputs.shard.tokens)
         # The stream alone holds the embeddings, and frees them after the first layer.
-        stream = Stream(self.embed_tokens(tokens_BT), inputs.prompt_lengths)
+        stream = Stream(self.embed_tokens(tokens_BT))
         layers_output = self._layers_in_c(stream.rows, context) or self._layers(stream, context)
         hidden_BTD, queries_LBHd, last_kv = layers_output
         output = TargetOutput(queries=queries_LBHd, last_kv=last_kv if "last_kv" in needs else None)
@@ -191,11 +178,8 @@ class Decoder(nn.Module):
     def _layers_in_c(self, x_BTD: Tensor, context: LayerContext) -> _LayersOutput | None:
         """The same bits as `_layers` from one C call; None unless C serves this pass: a cache, few tokens, a CPU."""
         inputs, cache, n_tokens = context.inputs, context.inputs.cache, x_BTD.shape[1]
-        if cache is None or inputs.prompt_lengths is not None or not self._is_narrow(len(x_BTD) * n_tokens):
-            self.recheck_weights()
-            return None
-        table = self._c_table()
-        if table is None:
+        table = None if cache is None else self._c_table(len(x_BTD) * n_tokens)
+        if cache is None or table is None:
             return None
         cache.check_room(n_tokens)
         ends_early = inputs.needs <= _BEFORE_LAST_ATTENTION
@@ -209,17 +193,14 @@ class Decoder(nn.Module):
             last_kv = c_output.k_LBTKd[-1].clone(), c_output.v_LBTKd[-1].clone()
         return c_output.hidden_BTD, queries, last_kv
 
-    def _is_narrow(self, n_tokens: int) -> bool:
-        """Whether the C kernels take a pass of so few tokens, and these weights."""
+    def _c_table(self, n_tokens: int) -> LayerTable | None:
+        """The table of the weights as they are now, if the C kernels take them and a pass of so few tokens."""
         weight = self.embed_tokens.weight
         on_cpu = weight.device.type == "cpu" and self.weights_stay and rows.serves(weight.dtype)
-        return on_cpu and n_tokens <= MOST_TOKENS
-
-    def _c_table(self) -> LayerTable | None:
-        """The table of the weights as they are now."""
-        if self._c_layers is None or not self._c_layers.is_valid(check_all=not self._all_weights_checked):
+        if not on_cpu or n_tokens > MOST_TOKENS:
+            return None
+        if self._c_layers is None or not self._c_layers.is_valid():
             self._c_layers = _CLayers(cast("list[Layer]", self.layers), self.config)
-        self._all_weights_checked = True
         return self._c_layers.table
 
 

@@ -66,4 +66,3 @@ def refresh(target: Target, model: Any) -> None:
     """
     fill(target.model, model.state_dict().items(), target.name, loaded=True)
     target.model.refreshed += 1
-    target.model.recheck_weights()

@@ -4,14 +4,12 @@ Shapes: B slots, T query tokens of a pass, D hidden width, F feed-forward width,
 N = H + 2 K, d head width.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from longdraft.kernels.chain_attention import causal_attention, prompt_attention
+from longdraft.kernels.chain_attention import causal_attention
 from longdraft.kernels.cpu.layers import LayerWeights
 from longdraft.kernels.experts import ExpertWeights, experts
 from longdraft.kernels.gate import gelu_gate
@@ -37,10 +35,9 @@ class Linear(nn.Linear):
         norm: RMSNorm | None = None,
         gated: bool = False,
         residual: Tensor | None = None,
-        prompt_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        norm_and_eps, fused = None if norm is None else (norm.weight, norm.eps), {"gated": gated, "residual": residual}
-        return linear(input, self.weight, self.bias, norm=norm_and_eps, prompt_lengths=prompt_lengths, **fused)
+        norm_and_eps = None if norm is None else (norm.weight, norm.eps)
+        return linear(input, self.weight, self.bias, norm=norm_and_eps, gated=gated, residual=residual)
 
 
 @dataclass
@@ -97,8 +94,6 @@ def attend(
         return attend_pieces(q_BTHd[0], k_BTKd[0], v_BTKd[0], context.pieces, window, sinks_H)[None]
     if cache is None:
         return causal_attention(q_BTHd, k_BTKd, v_BTKd, window, sinks_H)
-    if inputs.prompt_lengths is not None:
-        return prompt_attention(q_BTHd, k_BTKd, v_BTKd, inputs.prompt_lengths, window, sinks_H)
     plan = context.plan
     assert plan is not None
     keys_BSKd, values_BSKd = cache.keys[layer], cache.values[layer]
@@ -169,15 +164,13 @@ class Experts(nn.Module):
     def forward(self, stream: Stream, norm: RMSNorm, post_norm: RMSNorm | None = None) -> None:
         stream.add(self._sum, stream.normed(norm), post_norm)
 
-    def _sum(
-        self, x_BTD: Tensor, _: RMSNorm | None = None, /, residual: Tensor | None = None, **options: Any
-    ) -> Tensor:
+    def _sum(self, x_BTD: Tensor, _: RMSNorm | None = None, /, residual: Tensor | None = None) -> Tensor:
         """The experts' sum as a `FusedLinear` of the stream (models/stream.py); x has been normed already."""
         weights = ExpertWeights(
             self.router, self.gate_up_proj, self.down_proj,
             self.router_bias, self.gate_up_bias, self.down_bias, self.config.clamped_gate,
         )  # fmt: skip
-        sum_BTD = experts(x_BTD, weights, self.config.per_token, self.config.normalised, **options)
+        sum_BTD = experts(x_BTD, weights, self.config.per_token, self.config.normalised)
         return sum_BTD if residual is None else sum_BTD.add_(residual)
 
 

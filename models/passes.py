@@ -75,9 +75,6 @@ class Pass:
             attention takes all tokens at once. Not with a cache. None: all T.
         shard: this process's share of a packed sequence that several processes split; the output then holds its own
             tokens only. Needs `borders`. None: this process computes the whole sequence.
-        prompt_lengths: one length per slot: the tokens are whole prompts, padded at the end, and the slots are empty.
-            The output is undefined at the padding. On a CPU a prompt's result does not depend on the other prompts of
-            the pass. Needs `cache`. None: any other pass.
     """
 
     tokens_BT: Tensor
@@ -91,7 +88,6 @@ class Pass:
     spans: Sequence[Span] = ()
     chunk: int | None = None
     shard: SequenceShard | None = None
-    prompt_lengths: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         cached, (n_sequences, n_tokens) = self.cache is not None, self.tokens_BT.shape

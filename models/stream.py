@@ -5,7 +5,6 @@ On a CPU each linear layer is one C call, together with the norm before it and t
 (kernels/rms_norm.py). Shapes: B slots, T tokens, D hidden width.
 """
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,14 +35,10 @@ class FusedLinear(Protocol):
 
 
 class Stream:
-    """The residual stream [B, T, D] of a pass's tokens. Sub-layers in turn read it through their norm and add to it.
+    """The residual stream [B, T, D] of a pass's tokens. Sub-layers in turn read it through their norm and add to it."""
 
-    prompt_lengths: passed on to the products (kernels/linear.py) where the tokens are whole prompts.
-    """
-
-    def __init__(self, rows_BTD: Tensor, prompt_lengths: Sequence[int] | None = None):
+    def __init__(self, rows_BTD: Tensor):
         self._rows, self._pending = rows_BTD, None  # what is still to be added, at the next norm
-        self._product_options = {} if prompt_lengths is None else {"prompt_lengths": prompt_lengths}
 
     @property
     def rows(self) -> Tensor:
@@ -65,16 +60,16 @@ class Stream:
     def read(self, product: FusedLinear, norm: RMSNorm, **options: Any) -> Tensor:
         """product(norm(stream)); `options` are passed to the product."""
         if self._pending is None or not adds_with_norm(self._rows):
-            return product(self.rows, norm, **self._product_options, **options)
-        return product(self.normed(norm), **self._product_options, **options)
+            return product(self.rows, norm, **options)
+        return product(self.normed(norm), **options)
 
     def add(self, product: FusedLinear, x: Tensor, post_norm: RMSNorm | None = None) -> None:
         """stream += product(x), or post_norm(product(x))."""
         if post_norm is not None or adds_with_norm(self._rows):
-            added = product(x, **self._product_options)
+            added = product(x)
             self._rows, self._pending = self.rows, added if post_norm is None else post_norm(added)
         else:
-            self._rows = product(x, residual=self._rows, **self._product_options)
+            self._rows = product(x, residual=self._rows)
 
     def replace(self, rows_BTD: Tensor) -> None:
         """Go on with these rows in place of the present ones."""

@@ -17,7 +17,7 @@ def test_a_short_prompt_in_bf16_has_the_bits_that_it_has_in_chunks(tiny_target, 
     model = tiny_target(dtype=torch.bfloat16, max_positions=256).model
     tokens = torch.randint(97, (1, size), generator=torch.Generator().manual_seed(size))
     whole, parts = model.new_cache(1, size), model.new_cache(1, size)
-    model(Pass(tokens, cache=whole, needs={"last_kv"}, prompt_lengths=[size]))
+    model(Pass(tokens, cache=whole, needs={"last_kv"}))
     for chunk in tokens.split(3, dim=1):
         model(Pass(chunk, cache=parts, needs={"last_kv"}))
         parts.commit(None, torch.tensor([chunk.shape[1]]))
@@ -29,7 +29,7 @@ def test_a_prompt_gives_what_it_gives_in_chunks(tiny_target, windows):
     model = tiny_target(sliding_windows=windows).model
     tokens = torch.randint(97, (1, 20), generator=torch.Generator().manual_seed(1))
     whole, parts = model.new_cache(1, 20), model.new_cache(1, 20)
-    model(Pass(tokens, cache=whole, needs={"last_kv"}, prompt_lengths=[20]))
+    model(Pass(tokens, cache=whole, needs={"last_kv"}))
     for chunk in tokens.split(6, dim=1):
         model(Pass(chunk, cache=parts, needs={"last_kv"}))
         parts.commit(None, torch.tensor([chunk.shape[1]]))

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longdraft.kernels import backend, chain_attention, tree_attention
-from longdraft.kernels.chain_attention import by_flash, in_slices, prompt_attention
+from longdraft.kernels import chain_attention, tree_attention
+from longdraft.kernels.chain_attention import by_flash, in_slices
 from longdraft.kernels.segment_attention import segment_attention_reference
 from longdraft.kernels.tree import PassPlan, attended_rows
 from longdraft.kernels.tree_attention import tree_attention_reference
@@ -49,24 +49,6 @@ def test_all_ways_give_what_the_reference_gives(no_masks, trees, lengths, n_rows
         merged = chain_attention.chain_attention(q, keys, values, plan, window)
     for found in (merged, in_one, in_slices(KERNELS, q, keys, values, plan.lengths_B, window)):
         torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("implementation", ["c", "parts", "flash", "slices"])
-@pytest.mark.parametrize("window", [None, 5, 64])
-def test_prompts(trees, monkeypatch, request, implementation, window):
-    """Prompts are padded, and the output in the padding is arbitrary."""
-    if implementation == "c":
-        request.getfixturevalue("c_kernels")
-    monkeypatch.setattr(chain_attention.rows, "can_attend", lambda _: implementation == "c")
-    monkeypatch.setattr(backend, "varlen_attention_for", lambda _: varlen if implementation == "flash" else None)
-    monkeypatch.setattr(backend, "triton_kernels", lambda *_: KERNELS if implementation == "slices" else None)
-    prompts = [300, 1, 0, 129, 77]
-    q, k, v = (trees.draw(5, 300, heads, 16, seed=heads) for heads in (6, 2, 2))
-    found = prompt_attention(q, k, v, prompts, window)
-    for slot, count in enumerate(prompts):
-        own = slice(slot, slot + 1), slice(count)
-        want = tree_attention_reference(q[own], k[own], v[own], torch.tensor([0]), None, window)[0] if count else q[own]
-        torch.testing.assert_close(found[own], want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -127,7 +127,7 @@ def test_linear_is_as_close_as_bf16_can_be(plain, m, n, k, bias):
     assert ((ours - exact).abs() <= torch.maximum(2 * (usual - exact).abs(), rounding)).all()
 
 
-@pytest.mark.parametrize("m", [2, 3, 4, 5, 6, 8, 17, 64, 256])
+@pytest.mark.parametrize("m", [2, 3, 4, 5, 6, 8, 17, 64, 128])
 def test_a_row_of_linear_does_not_depend_on_its_neighbours(m):
     torch.manual_seed(m)
     x, weight = torch.randn(m, 576).bfloat16(), torch.randn(301, 576).bfloat16()

@@ -56,16 +56,6 @@ def test_a_decoded_tokens_bits_do_not_depend_on_the_others(c_kernels, dtype, cla
         assert torch.equal(experts(x_BTD[1:2], *given), whole_BTD[1:2])
 
 
-@pytest.mark.parametrize("clamped", [False, True])
-def test_a_prompt_does_not_depend_on_the_others_of_its_pass(clamped):
-    x_BTD, lengths, given = tokens(3, 60), [60, 1, 33], [weights(clamped=clamped), 2, False]
-    together_BTD = experts(x_BTD, *given, prompt_lengths=lengths)
-    for slot, count in enumerate(lengths):
-        own = slice(slot, slot + 1), slice(count)
-        assert torch.equal(experts(x_BTD[own], *given, prompt_lengths=[count]), together_BTD[own])
-        torch.testing.assert_close(together_BTD[own], reference(x_BTD[own], *given))
-
-
 def test_no_tokens_give_no_tokens():
     assert experts(tokens(1, 0), weights(), 2, True).shape == (1, 0, D)
 

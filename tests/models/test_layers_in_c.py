@@ -104,7 +104,6 @@ def test_only_narrow_passes_are_one_call_and_fp32_while_decoding(tiny_target, ca
     cache = model.new_cache(1, 80)
     for width in (33, 1, 32):
         model(Pass(torch.zeros(1, width, dtype=torch.int64), cache=cache))
-    model(Pass(torch.zeros(1, 5, dtype=torch.int64), cache=cache, prompt_lengths=[5]))
     model(Pass(torch.zeros(1, 5, dtype=torch.int64)))
     assert calls == [1, 32]
     fp32 = tiny_target().model
@@ -192,23 +191,15 @@ def test_other_weights(tiny_target, calls, how):
 
 
 @pytest.mark.parametrize("name", ["attention.o_proj", "mlp.down_proj", "mlp_norm", "attention.qkv_proj"])
-def test_one_weight_that_lies_elsewhere_is_seen_when_another_text_begins(tiny_target, calls, name):
-    """Between the narrow passes of one text, only one weight per layer is checked."""
+def test_one_weight_that_lies_elsewhere_is_seen(tiny_target, calls, name):
     model, other = (tiny_target(dtype=torch.bfloat16, seed=seed).model for seed in (0, 0))
-    token, prompt, cache = torch.tensor([[3]]), torch.tensor([[3, 4, 5]]), model.new_cache(1, 20)
-
-    def first_of_a_text(model, cache):
-        cache.reset(prompt_lengths=[3])
-        model(Pass(prompt, cache=cache, prompt_lengths=[3]))
-        cache.commit(None, torch.tensor([3]))
-        return model(Pass(token, cache=cache)).logits
-
-    before = first_of_a_text(model, cache)
+    token, cache = torch.tensor([[3]]), model.new_cache(1, 20)
+    before = model(Pass(token, cache=cache)).logits
     for each in (model, other):
         weight = each.layers[1].get_submodule(name).weight
         weight.data = weight.data.clone() * -2
-    wanted = first_of_a_text(other, other.new_cache(1, 20))
-    assert not torch.equal(wanted, before) and torch.equal(first_of_a_text(model, cache), wanted)
+    wanted = other(Pass(token, cache=other.new_cache(1, 20))).logits
+    assert not torch.equal(wanted, before) and torch.equal(model(Pass(token, cache=cache)).logits, wanted)
     assert len(calls) == 3
 
 

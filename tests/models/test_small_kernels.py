@@ -46,7 +46,7 @@ def passes(model):
     tokens = torch.arange(2 * 5).view(2, 5)
     cache = model.new_cache(2, 24)
     cache.keys.zero_(), cache.values.zero_()
-    made(tokens, cache=cache, prompt_lengths=[5, 5], needs={"last_kv", "logits"})
+    made(tokens, cache=cache, needs={"last_kv", "logits"})
     cache.commit(None, torch.tensor([5, 3]))
     made(tokens[:, :1], cache=cache)
     cache.commit(None, torch.tensor([1, 0]))
