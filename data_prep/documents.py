@@ -16,8 +16,9 @@ SPEAKERS = {
 }
 # Fields where chat data keeps what the assistant wrote besides `content`, which would be lost.
 BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-# Unicode reserves these for a program's internal use: chat_template.py marks places in a text with them.
-NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
+# Unicode reserves the first for a program's internal use: chat_template.py marks places in a text with them. The others
+# are halves of surrogate pairs, which JSON can express and UTF-8 cannot.
+NONCHARACTERS = re.compile("[\ufdd0-\ufdef\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,5 @@ def _text(content: Any) -> str:
 
 
 def messages_digest(messages: Sequence[tuple[str, str]]) -> bytes:
-    """The sha256 of a conversation's content, the same for all its copies. Raises UnicodeError for half a surrogate
-    pair, which JSON can express and UTF-8 cannot."""
+    """The sha256 of a conversation's content, the same for all its copies."""
     return hashlib.sha256(json.dumps(messages, ensure_ascii=False).encode()).digest()

@@ -173,10 +173,8 @@ class WorkFolder:
         self._own_files = rf"{re.escape(PLAN)}|{PROGRESS}/[^/]+\.json|{own_files}"
 
     @contextmanager
-    def opened(self, overwrite: bool = False) -> Iterator[None]:
+    def opened(self) -> Iterator[None]:
         """Lock the folder for the block, and write the plan or compare it with the one that is there.
-
-        overwrite: first remove what an earlier call wrote, whatever its plan.
 
         Raises ValueError if the folder was made by another plan (the message names the differences) or holds files of
         somebody else, or if another process works in it.
@@ -189,13 +187,13 @@ class WorkFolder:
         busy = f"another process works in {self.path}; wait for it or choose another"
         with locked(progress / "all.lock", "out", busy):
             before = read_plan(self.path) if path.exists() else None
-            if before is None or overwrite:
+            if before is None:
                 self._remove(".*")
                 write_json(path, {"address": self.address, **self.plan})
             elif found := _differences(before, json.loads(json.dumps(self.plan))):
                 raise ValueError(
                     f"{self.path} was begun with other settings: {'; '.join(found[:4])}; choose another folder, or "
-                    "overwrite it"
+                    "remove it"
                 )
             self._remove(HALF_WRITTEN)
             try:

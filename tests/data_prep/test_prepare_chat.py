@@ -135,8 +135,7 @@ def test_bad_conversations_are_counted_and_named(config, chats, tiny_tokenizer, 
         "content_not_text": [[user, answer | {"content": [{"type": "image"}]}], [user | {"content": None}]],
         "answer_beside_content": [[user, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]],
         "no_assistant_turn": [[user], [user, user]],
-        "noncharacter": [[user, {"role": "assistant", "content": "\ufdd1"}]],
-        "bad_utf8": [[user, {"role": "assistant", "content": "\ud800"}]],
+        "noncharacter": [[user, {"role": "assistant", "content": half}] for half in ("\ufdd1", "\ud800")],
         "refused_by_template": [[user, answer, answer]],
     }  # fmt: skip
     good = [user, answer | {"tool_calls": None, "weight": 1}]

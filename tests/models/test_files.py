@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -112,17 +111,13 @@ def test_finished_tasks_are_read_back_and_damaged_ones_are_not(tmp_path):
     assert sorted(path.name for path in folder.path.iterdir()) == ["a.txt", "c.txt", "d.txt", "plan.json"]
 
 
-def test_another_plan_is_refused_and_overwriting_removes_own_files_alone(tmp_path):
+def test_another_plan_is_refused(tmp_path):
     with WorkFolder(tmp_path, {"seed": 0, "sizes": {"a": 1}}, r"\w+\.txt").opened():
         (tmp_path / "a.txt").write_text("a")
     other = WorkFolder(tmp_path, {"seed": 1, "sizes": {"a": 1, "b": (2,)}}, r"\w+\.txt")
     with pytest.raises(ValueError, match=r"seed is 0 there and 1 here; sizes\.b is None"), other.opened():
         pass
-    (tmp_path / "notes.md").write_text("mine")
-    with other.opened(overwrite=True):
-        assert not (tmp_path / "a.txt").exists() and (tmp_path / "notes.md").read_text() == "mine"
-    with other.opened():
-        assert json.loads((tmp_path / "plan.json").read_text())["address"] == other.address
+    assert (tmp_path / "a.txt").read_text() == "a"
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"steps": 3}'])
@@ -132,9 +127,8 @@ def test_a_folder_of_another_program_is_left_alone(tmp_path, content):
     for plan in (None, content):
         if plan is not None:
             (tmp_path / "plan.json").write_text(plan)
-        for overwrite in (False, True):
-            with pytest.raises(ValueError, match=r"weights|plan"), folder.opened(overwrite=overwrite):
-                pass
+        with pytest.raises(ValueError, match=r"weights|plan"), folder.opened():
+            pass
     assert (tmp_path / "weights.bin").read_text() == "precious"
 
 
