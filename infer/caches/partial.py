@@ -117,11 +117,6 @@ class SelectedCache(KVCache):
         self._room, self._since = [self.budget] * full.batch, [0] * full.batch
         self.needs = frozenset[str]()
 
-    @property
-    def tokens(self) -> Tensor:
-        """int64 [B]: how many tokens of the text the slot has seen, the tail's included."""
-        return self.held + self.lengths - self.held.clamp(max=self.budget)
-
     def start(self, slot: int) -> None:
         """Empty this slot for the full cache's new sequence, and ask for the queries of its prompt."""
         self.reset([slot], self.full.prompt_lengths[slot : slot + 1])

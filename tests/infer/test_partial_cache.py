@@ -76,7 +76,7 @@ def test_a_build_picks_what_plain_loops_pick(name, lengths):
     cache, query = SelectedCache(full, selection, Shape, tail=8), queries(1)
     seen = full.lengths - torch.tensor([2, 0, 3]).clamp(max=full.lengths)  # tokens that came with the query's own pass
     build_all(cache, query, seen)
-    assert cache.tokens.tolist() == list(lengths)
+    assert cache.held.tolist() == list(lengths)
     for slot, (length, sees) in enumerate(zip(lengths, seen.tolist(), strict=True)):
         covered, found = sees // selection.chunk * selection.chunk, rows_of(cache, slot)
         for layer in range(LAYERS):
@@ -151,7 +151,7 @@ def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name,
     fresh = SelectedCache(full, SELECTIONS[name], Shape, tail=8)
     for slot, (query, seen) in built.items():
         fresh.build(slot, query[:, slot], int(full.lengths[slot]), seen)
-    assert torch.equal(fresh.tokens, full.lengths) and torch.equal(cache.tokens, full.lengths)
+    assert torch.equal(fresh.held, full.lengths) and torch.equal(cache.held, full.lengths)
     assert torch.equal(cache.lengths, full.lengths.clamp(max=24))
     for slot in range(SLOTS):
         assert rows_of(cache, slot) == rows_of(fresh, slot)
@@ -193,6 +193,6 @@ def test_the_target_on_a_selected_cache_that_holds_everything_is_the_target(tiny
         torch.testing.assert_close(got, want)
         full.commit(None, torch.tensor([2, 1]))
         cache.commit(None, torch.tensor([2, 1]))
-        assert torch.equal(cache.tokens, full.lengths)
+        assert torch.equal(cache.held + cache.lengths - cache.held.clamp(max=48), full.lengths)
     cache.follow(6)
     assert torch.equal(cache.keys[:, 0, :36], full.keys[:, 0, :36])

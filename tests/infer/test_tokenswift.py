@@ -169,7 +169,7 @@ def test_the_selected_cache_holds_the_rows_of_a_fresh_prefill(tiny_target, heads
         text = generation.prompt + generation.tokens
         fresh = target.model.new_cache(1, len(text))
         target.model(Pass(torch.tensor([text]), cache=fresh))
-        rows, stands_for = int(selected.lengths[slot]), int(selected.tokens[slot])
+        rows, stands_for = int(selected.lengths[slot]), int(selected.held[slot])
         assert rows == 30 and stands_for > 80
         full = selected.full
         for layer in range(3):

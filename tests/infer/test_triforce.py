@@ -162,7 +162,7 @@ def test_the_middle_level_holds_the_rows_of_a_fresh_prefill(tiny_target, small, 
         text = generation.prompt + generation.tokens
         fresh = target.model.new_cache(1, len(text))
         target.model(Pass(torch.tensor([text]), cache=fresh))
-        rows, stands_for = int(cache.lengths[slot]), int(cache.tokens[slot])
+        rows, stands_for = int(cache.lengths[slot]), int(cache.held[slot])
         assert rows == 32 and stands_for >= len(text) - 1
         for layer in range(3):
             for head in range(heads_of_keys):
