@@ -14,7 +14,7 @@ stage is a pass of the draft that adds a level to the tree. In the order of a st
 4. `Policy.learn` and `Policy.record` take what the step taught, when it is read. Nodes that were not verified are
    learned from too: the committed tokens tell which of them were right.
 
-Only speed depends on this, never a token. Shapes: B slots, N nodes, W kept.
+Only speed depends on this, never a token. Shapes: B slots, N nodes, C classes.
 """
 
 from collections import deque
@@ -27,15 +27,14 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from longdraft.infer.costs import EARLIER_FADING, FIRST_RATE, RECENT, STALE, DraftPassTrial, Rates, Seconds
+from longdraft.infer.costs import RECENT, STALE, Rates, Seconds
 from longdraft.infer.tree import PAD, Lists, TokenTree
 from longdraft.kernels.transfer import HostCopy, from_host
 
 # Query tokens a slot that a pass may have, where the policy chooses; the widest is the drafter's own.
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# The stage of nodes that come from a drafter without stages, and more stages than any drafter has.
-NO_STAGE, ALL_STAGES = -1, 1000
-# A wider pass, or a stage behind several nodes, must promise this much more speed; less is noise of the measurements.
+ALL_STAGES = 1000  # more than any drafter has
+# A wider pass must promise this much more speed; less is noise of the measurements.
 HURDLE = 1.05
 # While proposals do not pay, they come so seldom that they take this fraction of plain decoding's time.
 TRYING = 0.01
@@ -60,13 +59,10 @@ class Policy:
         stages: for each class, the stage of the proposal that it comes from (`Drafter.class_stages`).
         on_host: whether the host reads results without waiting for a device. A query token in each of B slots is then
             assumed to cost as much as B of one slot, before it is measured.
-        try_draft_pass_beyond: of a drafter whose draft pass is to be tried out (`Drafter.try_draft_pass_beyond`).
 
     Attributes:
-        rates: for each slot, how often a node of each class is right where its parent is.
         width: the width chosen last. stages_run: how many stages the current or the last proposal runs.
         passes, drafting: what a pass of each width and a proposal of each depth cost with the slots of this step.
-        draft_pass: the trial of the draft pass, if there is one.
     """
 
     def __init__(
@@ -76,30 +72,24 @@ class Policy:
         automatic: bool = True,
         stages: Sequence[int] = (),
         on_host: bool = False,
-        try_draft_pass_beyond: int | None = None,
     ):
-        self.draft_pass = None if try_draft_pass_beyond is None else DraftPassTrial(try_draft_pass_beyond)
         self.widths, self.automatic, self._on_host = tuple(sorted(set(widths))), automatic, on_host
         self.stage_of_class, self.n_stages = tuple(stages), max((1, *stages))
-        # Behind the rates of the nodes' classes: those of the same classes in other drafters' nodes alone, where there
-        # are such; of the first stage where those nodes are wrong; and of each stage where the one above is right.
-        self._alone = n_classes
-        self._stages_from = n_classes * (2 if NO_STAGE in stages else 1)
-        zeros = [0.0] * (self._stages_from + 1 + self.n_stages)
-        self._earlier = Rates(zeros, zeros.copy(), EARLIER_FADING)  # of all requests so far
+        # After the rates of the nodes' classes, those of each stage where the one above is right.
+        zeros, self._stages_from = [0.0] * (n_classes + 1 + self.n_stages), n_classes
+        self._earlier = Rates(zeros, zeros.copy())  # of all requests so far
         self._seconds: dict[int, tuple[Seconds, Seconds]] = {}  # by the number of slots
-        self._proposals = 0
-        self.start(1)
-
-    def start(self, batch: int) -> None:
-        """Begin a call on `batch` slots."""
-        self.start_step(batch)
-        self._of_slots, self.rates = [self._earlier] * batch, [self._earlier.values] * batch
-        for slot in range(batch):
-            self.start_request(slot)
+        self._proposals, self._more_stages, self._working = 0, 0, list[int]()
         self.width, self.stages_run = self.widths[-1], self.n_stages
-        self._working = list(range(batch))
-        self.others: Lists | None = None  # nodes of drafters without stages in the current proposal
+        self.start_step(1)
+        self.start_request()
+
+    def start_request(self) -> None:
+        """Begin a request, with the rates of all earlier ones, and give the drafter a new trial."""
+        self._rates = self._earlier.passed_on()
+        # Of the last proposals, what was expected and what came, over plain decoding.
+        self._expected, self._gains = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
+        self._steps_off = 0  # how many steps from now on go without a proposal
 
     def start_step(self, n_slots: int) -> None:
         """Begin a step in which `n_slots` slots take part. Costs are learned for each number of slots by itself."""
@@ -107,14 +97,6 @@ class Policy:
             passes = Seconds(self.widths, ROW_COST * (n_slots if self._on_host else 1))
             self._seconds[n_slots] = passes, Seconds(range(1, 1 + self.n_stages), 1.0)
         self.passes, self.drafting = self._seconds[n_slots]
-
-    def start_request(self, slot: int) -> None:
-        """Begin a request on this slot, with the rates of all earlier requests, and give the drafter a new trial."""
-        # Of the last proposals, what was expected and what came, over plain decoding.
-        self._expected, self._gains = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
-        self._steps_off = 0  # how many steps from now on go without a proposal
-        self._of_slots[slot] = self._earlier.passed_on()
-        self.rates[slot] = self._of_slots[slot].values
 
     @property
     def rests(self) -> bool:
@@ -130,7 +112,7 @@ class Policy:
 
         expected: [w - 1], tokens of the w best nodes. stages: of the proposal.
         """
-        drafting = self.drafting.table[stages] if stages and self.drafting.medians else 0.0
+        drafting = self.drafting.table[stages] if self.drafting.medians else 0.0
         speed, nodes = expected[0] / (self.passes.table[1] + drafting), 1
         for width, seconds in self.passes.table.items():
             known = min(width, len(expected))
@@ -164,130 +146,83 @@ class Policy:
     def _worth(self, tree: TokenTree) -> Tensor:
         """fp32 [B, N]: each node's chance to be reached, 0 for padding. It is computed from lists where the host has
         them: a matrix of ancestors costs far more for thousands of nodes."""
-        device, classes_BN = tree.tokens.device, tree.classes
+        device = tree.tokens.device
         if tree.on_host:
-            of_slots = enumerate(zip(tree.lists.parents, self.rates, strict=True))
-            worth = [worth_of(parents, tree.lists.classes_of(slot), rates) for slot, (parents, rates) in of_slots]
+            of_slots = enumerate(tree.lists.parents)
+            worth = [worth_of(parents, tree.lists.classes_of(slot), self._rates.values) for slot, parents in of_slots]
             return from_host(torch.tensor(worth), device)
+        classes_BN = tree.classes
         if classes_BN is None:
             classes_BN = torch.arange(tree.width, device=device).expand(tree.tokens.shape)
-        log_rates_BN = from_host(torch.tensor(self.rates), device).log().gather(1, classes_BN)
+        log_rates_BN = from_host(torch.tensor(self._rates.values), device).log()[classes_BN]
         log_rates_BN[:, 0] = 0.0
         worth_BN = tree.ancestors.float().bmm(log_rates_BN[:, :, None])[:, :, 0].exp()
         return worth_BN.masked_fill(tree.parents == PAD, 0.0)
 
-    def budget(self, max_nodes: int, committed: Sequence[Sequence[int]]) -> "Budget":
-        """Begin a proposal of at most `max_nodes` nodes. committed: each slot's tokens, none without a request."""
-        draft_pass = None
-        if self.draft_pass is not None:
-            draft_pass = self.draft_pass.start_step(max(map(len, committed), default=0))
-        if not self.automatic:
-            return Budget(max_nodes, draft_pass=draft_pass)
-        self._proposals += 1
-        self._working = [slot for slot, tokens in enumerate(committed) if tokens]
-        self._one_more, self.others, self.stages_run = self._proposals % EXPLORE_EVERY == 0, None, 1
-        if self.n_stages == 1:
-            return Budget(max_nodes, draft_pass=draft_pass)
-        if self._on_host:
-            return Budget(max_nodes, draft_pass=draft_pass, policy=self)
-        self.stages_run = self._paying_stages()
-        if self._one_more:
-            self.stages_run = min(self.stages_run + 1, self.n_stages)
-        return Budget(max_nodes, self.stages_run, draft_pass)
+    def budget(self, max_nodes: int, working: Sequence[int]) -> "Budget":
+        """Begin a proposal of at most `max_nodes` nodes. working: the slots with a request.
 
-    def begins(self, others: Lists) -> bool:
-        """Whether a first stage pays beside the nodes of drafters without stages, which have classes."""
-        self.others = others
-        self.stages_run = min(self._paying_stages(others), 1)
-        if not self.stages_run and self._one_more:
-            self.stages_run, self._one_more = 1, False
-        return self.stages_run > 0
+        The first proposal runs all stages, so that their seconds are known.
+        """
+        if not self.automatic:
+            return Budget(max_nodes)
+        self._proposals += 1
+        explores = self._proposals % EXPLORE_EVERY == 0
+        self._more_stages = self.n_stages if self._proposals == 1 else int(explores)
+        self._working, self.stages_run = working, 1
+        if self.n_stages == 1 or self._on_host:
+            return Budget(max_nodes, policy=self)
+        chances = list(accumulate(map(self.chance, range(1, 1 + self.n_stages)), mul, initial=1.0))
+        speeds = {depth: self._speed([chances[: 1 + depth]], depth) for depth in range(1, 1 + self.n_stages)}
+        self.stages_run = min(max(speeds, key=speeds.__getitem__) + self._more_stages, self.n_stages)
+        return Budget(max_nodes, self.stages_run)
 
     def goes_on(self, tree: TokenTree, first_class: int) -> bool:
         """Whether one more stage pays after `tree`, which the draft has proposed so far. The stage is taken to add a
         child to every node of the last one, right as often as it was, whether it extends all of them or the best.
         first_class: the first of the draft's own classes among the policy's."""
-        proposal, now, then, hurdle = tree.lists, list[list[float]](), list[list[float]](), 1.0
+        proposal, now, then = tree.lists, list[list[float]](), list[list[float]]()
         for slot in self._working:
             classes = [0, *(first_class + kind for kind in proposal.classes_of(slot)[1:])]
-            worth = worth_of(proposal.parents[slot], classes, self.rates[slot])
+            worth = worth_of(proposal.parents[slot], classes, self._rates.values)
             stages = [self.stage_of_class[kind] for kind in classes]
-            chance = self.chance(slot, 1 + max(stages))
-            children = [chance * worth[node] for node, stage in enumerate(stages) if stage == max(stages)]
-            if len(children) > 1:  # the chance is that of all of them together, and is counted for each
-                hurdle = HURDLE
+            chance = self.chance(1 + max(stages))
             now.append(worth)
-            then.append(worth + children)
-        pays = self._speed(then, self.stages_run + 1) > hurdle * self._speed(now, self.stages_run)
-        if not pays and self._one_more:
-            pays, self._one_more = True, False
-        if pays or self._proposals == 1:
-            self.stages_run += 1
-            return True
-        return False
-
-    def _paying_stages(self, others: Lists | None = None) -> int:
-        """How many stages have the most tokens a second. The first proposal runs all, so that their seconds are known.
-
-        others: nodes of drafters without stages. A stage adds something where those are wrong: the first one as often
-            as it was right there before, later ones as often as by themselves. It may be that none pays.
-        """
-        if self._proposals == 1:
-            return self.n_stages
-        worths, added, depths = list[list[float]](), list[list[float]](), range(1 + self.n_stages)
-        for slot in self._working:
-            chances, found = [self.chance(slot, stage) for stage in depths[1:]], [0.0] * self.n_stages
-            worths.append([1.0])
-            if others is not None and others.classes is not None:
-                chances[0] = self._of_slots[slot].rate(self._stages_from, chances[0])
-                kinds = [self._alone + kind for kind in others.classes[slot]]
-                worths[-1] = worth_of(others.parents[slot], kinds, self._of_slots[slot].values)
-                found = _found_at(others.parents[slot], worths[-1], self.n_stages)
-            reached = accumulate(chances, mul)
-            added.append([chance * max(0.0, 1.0 - other) for chance, other in zip(reached, found, strict=True)])
-        speeds = list[float]()
-        for depth in depths:
-            with_stages = [worth + more[:depth] for worth, more in zip(worths, added, strict=True)]
-            speeds.append(self._speed(with_stages, depth))
-        least = 1 if others is None else 0
-        return max(depths[least:], key=speeds.__getitem__)
+            then.append(worth + [chance * worth[node] for node, stage in enumerate(stages) if stage == max(stages)])
+        pays = self._speed(then, self.stages_run + 1) > self._speed(now, self.stages_run)
+        if not pays and self._more_stages > 0:
+            self._more_stages, pays = self._more_stages - 1, True
+        self.stages_run += pays
+        return pays
 
     def _speed(self, worths: Iterable[Iterable[float]], stages: int) -> float:
         """Tokens a second at the best width. worths: for each slot, its nodes' chances to be reached, the root's too.
         stages: of the proposal."""
         of_nodes = map(sum, zip_longest(*(sorted(worth, reverse=True) for worth in worths), fillvalue=0.0))
-        expected = list(accumulate(of_nodes))
-        return self._choose(expected, stages)[0] if expected else 0.0
+        return self._choose(list(accumulate(of_nodes)), stages)[0]
 
-    def chance(self, slot: int, stage: int) -> float:
+    def chance(self, stage: int) -> float:
         """How often this stage holds the right token where the one above does. A stage that was never tried is taken to
         be as good as the one above it."""
-        chance = FIRST_RATE
-        for above in range(1, stage + 1):
-            chance = self._of_slots[slot].rate(self._stages_from + above, chance)
-        return chance
+        above = {} if stage == 1 else {"before": self.chance(stage - 1)}
+        return self._rates.rate(self._stages_from + stage, **above)
 
     def learn(self, slot: int, proposal: Lists, committed: Sequence[int]) -> None:
-        """Learn which nodes of a slot's whole proposal were right. committed: the new tokens behind the root."""
+        """Learn which nodes of a slot's whole proposal were right. committed: the new tokens after the root."""
         found = list(_judged(proposal, slot, committed))
         events = found.copy()
         if self.n_stages > 1:
             nodes = zip(proposal.classes_of(slot)[1:], proposal.parents[slot][1:], strict=True)
-            proposed = {self.stage_of_class[kind] for kind, parent in nodes if parent >= 0} - {0, NO_STAGE}
+            proposed = {self.stage_of_class[kind] for kind, parent in nodes if parent >= 0} - {0}
             right = {0, *(self.stage_of_class[kind] for kind, hit in found if hit)}
             tried = (stage for stage in proposed if stage - 1 in right and stage <= len(committed))
             events += [(self._stages_from + stage, stage in right) for stage in tried]
-            if self.others is not None:
-                alone = list(_judged(self.others, slot, committed))
-                events += [(self._alone + kind, hit) for kind, hit in alone]
-                if 1 in proposed and not any(hit for _, hit in alone):
-                    events.append((self._stages_from, 1 in right))
         for kind, hit in events:
             self._earlier.add(kind, hit)
-            self._of_slots[slot].add(kind, hit)
+            self._rates.add(kind, hit)
 
     def record(
-        self, width: int, seconds: float, draft_seconds: float, tokens: float, typical: bool = True, stages: int = 1
+        self, width: int, seconds: float, draft_seconds: float, tokens: float, stages: int = 1, typical: bool = True
     ) -> None:
         """Learn what a step cost, and give the drafter a rest where its last proposals did not pay.
 
@@ -302,19 +237,10 @@ class Policy:
         if self._steps_off > 0:
             self._steps_off -= 1
         elif typical and self._proposals:
-            if stages:
-                self.drafting.record(stages, draft_seconds)
+            self.drafting.record(stages, draft_seconds)
             self._gains.append(tokens * self.passes.table[1] / seconds)
             if len(self._expected) == RECENT and max(fmean(self._expected), fmean(self._gains)) < 1:
                 self._steps_off = min(STALE, int(draft_seconds / (TRYING * self.passes.table[1])))
-
-    def decisions(self) -> dict[str, str]:
-        """What was decided, by name, for the statistics."""
-        passes = {} if self.draft_pass is None else {"draft_pass": self.draft_pass.description}
-        if not self.automatic:
-            return passes | {"nodes": "every proposed node is verified"}
-        times = ", ".join(f"{width}: {1e3 * time:.1f} ms" for width, time in sorted(self.passes.medians.items()))
-        return passes | {"nodes": f"chosen step by step; a step by the rows of its pass: {times}"}
 
 
 @dataclass(frozen=True)
@@ -324,14 +250,12 @@ class Budget:
     Attributes:
         max_nodes: the most nodes below each root.
         stages: the most passes of the draft.
-        draft_pass: whether the draft pass that is being tried out is to be taken; None where there is no such trial.
         policy: decides from stage to stage whether a further one pays; None: `stages` are run.
         first_class: the first of the drafter's own classes among the policy's.
     """
 
     max_nodes: int
     stages: int = ALL_STAGES
-    draft_pass: bool | None = None
     policy: Policy | None = None
     first_class: int = 0
 
@@ -346,16 +270,6 @@ def worth_of(parents: Sequence[int], classes: Sequence[int], rates: Sequence[flo
     for parent, kind in zip(parents[1:], classes[1:], strict=True):
         worth.append(worth[parent] * rates[kind] if parent >= 0 else 0.0)
     return worth
-
-
-def _found_at(parents: Sequence[int], worth: Sequence[float], deepest: int) -> list[float]:
-    """The chance that the nodes of depth 1, 2, ..., `deepest` hold the right token there."""
-    depths, found = [0], [0.0] * deepest
-    for parent, chance in zip(parents[1:], worth[1:], strict=True):
-        depths.append(1 + depths[max(parent, 0)])
-        if depths[-1] <= deepest:
-            found[depths[-1] - 1] += chance
-    return found
 
 
 def _judged(proposal: Lists, slot: int, committed: Sequence[int]) -> Iterator[tuple[int, bool]]:

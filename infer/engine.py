@@ -165,7 +165,7 @@ class Engine:
                 ended.append(sequence)
                 self.pool.free(slot)
         for sequence in ended:
-            yield self._with_decisions(sequence.cancel())
+            yield sequence.cancel()
 
     def _collect(self, stepped: list[ActiveSequence | None], step: Step) -> Iterator[Piece]:
         """Read a step, and give its tokens to the sequences of that step that have not finished meanwhile."""
@@ -180,13 +180,7 @@ class Engine:
             _count(sequence.result.stats, step, slot, min(piece.accepted, len(piece.tokens) - 1))
             if piece.generation:
                 self.pool.free(slot)
-            yield self._with_decisions(piece)
-
-    def _with_decisions(self, piece: Piece) -> Piece:
-        """The piece; its generation, if it has one, tells what the policy decided by itself."""
-        if piece.generation and self.drafter.max_nodes:
-            piece.generation.stats.decisions = self.runner.policy.decisions()
-        return piece
+            yield piece
 
 
 def _count(stats: Statistics, step: Step, slot: int, accepted: int) -> None:

@@ -1,7 +1,7 @@
 """A request while it is decoded, and what decoding returns: generations with their statistics, pieces of streams."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from longdraft.infer.logprobs import TokenLogprob
 from longdraft.infer.requests import Request
@@ -27,17 +27,6 @@ class Statistics:
     target_seconds: float = 0.0  # verification: the target's passes
     commit_seconds: float = 0.0  # choice, accept, commit, on_step
     accepted_at_depth: list[int] = field(default_factory=list)  # [d] steps that accepted at least d + 1 nodes
-    decisions: dict[str, str] = field(default_factory=dict)  # what "auto" options decided, in words
-
-    @property
-    def host_seconds(self) -> float:
-        """Decoding time outside of the target's passes and the proposals."""
-        return self.decode_seconds - self.target_seconds - self.draft_seconds
-
-    @property
-    def acceptance_by_depth(self) -> list[float]:
-        """[d]: share of steps that accepted at least d + 1 nodes."""
-        return [count / max(self.steps, 1) for count in self.accepted_at_depth]
 
 
 @dataclass
@@ -81,26 +70,9 @@ class Generation:
 
     def summary(self) -> Mapping[str, object]:
         """The figures as plain values, for JSON."""
-        stats, steps = self.stats, max(self.stats.steps, 1)
-        per_step = {
-            f"{part}_ms": round(1e3 * getattr(stats, f"{part}_seconds") / steps, 3)
-            for part in ("draft", "target", "commit", "host")
-        }
-        return {
-            "prompt_tokens": len(self.prompt),
-            "new_tokens": len(self.tokens),
-            "finish_reason": self.finish_reason,
-            "seed": self.seed,
-            "steps": stats.steps,
-            "tokens_per_step": round(self.tokens_per_step, 4),
-            "tokens_per_second": round(self.tokens_per_second, 3),
-            "acceptance": round(self.acceptance, 4),
-            "acceptance_by_depth": [round(share, 4) for share in stats.acceptance_by_depth],
-            "taken_over": stats.taken_over,
-            "first_token_seconds": round(stats.first_token_seconds, 4),
-            **per_step,
-            "decisions": stats.decisions,
-        }
+        rates = {name: getattr(self, name) for name in ("tokens_per_step", "tokens_per_second", "acceptance")}
+        counts = {"prompt_tokens": len(self.prompt), "new_tokens": len(self.tokens), "seed": self.seed}
+        return {**counts, "finish_reason": self.finish_reason, **rates, **asdict(self.stats)}
 
 
 @dataclass
@@ -144,7 +116,7 @@ class ActiveSequence:
         self.result.logprobs = None if sampling.logprobs is None else []
         self._text = None
         if target.tokenizer is not None:
-            continued = request.continued_tokens
+            continued = request.prompt if request.continues else ()
             self._text = ShownText(target.tokenizer, sampling.stop_strings, continued, request.skip_special)
 
     def commit(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> Piece:

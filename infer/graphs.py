@@ -32,9 +32,8 @@ Recorder = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 class _Recorded:
     """The recorded work of one key.
 
-    Inputs are copies, and outputs lie outside of the recording's memory; both stay where they are and are shared by all
-    variants. `owners` keeps alive whatever else the work reads and writes, so that no key ever comes to mean other
-    memory.
+    Inputs are copies, and outputs lie outside of the recording's memory; both stay where they are. `owners` keeps alive
+    whatever else the work reads and writes, so that no key ever comes to mean other memory.
     """
 
     owners: tuple
@@ -66,7 +65,6 @@ class Graphs:
         work: Callable[..., T],
         *inputs: Any,
         widest: int = 1,
-        variant: object = None,
     ) -> T:
         """Queue `work(*inputs)`.
 
@@ -79,17 +77,17 @@ class Graphs:
             inputs: tensors that may lie elsewhere the next time, or tuples or dataclasses of them.
             widest: rows of the widest pass in the work; above MOST_ROWS attention reads lengths on the host, so it
                 cannot be recorded.
-            variant: one more owner, of which several take turns (samplings); a step has only one of them.
 
         Returns: what the work returned. Where it is recorded, this memory is overwritten when the key runs again.
         """
         if self._recorder is None or widest > MOST_ROWS:
             return work(*inputs)
-        shared_key = (*key, *map(id, owners), tuple(map(_form, _tensors(inputs))))
-        key = (*shared_key, id(variant))
+        key = (*key, *map(id, owners), *((x.shape, x.dtype) for x in _tensors(inputs)))
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._first(shared_key, (*owners, variant), work, inputs)
+            # On copies of the inputs from the first run on, because kernels are compiled for strides and alignment.
+            copies = _twin(inputs, Tensor.clone)
+            known = self._known[key] = _Recorded(owners, copies, _twin(work(*copies), Tensor.clone))
             self.fresh = True
             return _twin(known.outputs)
         _fill(known.inputs, inputs)
@@ -98,20 +96,6 @@ class Graphs:
             self.fresh = True
         known.replay()
         return _twin(known.outputs)
-
-    def _first(self, shared_key: tuple, owners: tuple, work: Callable[..., Any], inputs: tuple) -> _Recorded:
-        """The first run of a key. It uses the memory of another variant if that has tensors of the same shapes."""
-        other = next((known for key, known in self._known.items() if key[:-1] == shared_key), None)
-        # On copies of the inputs from the first run on, because kernels are compiled for strides and alignment.
-        if other is None:
-            copies = _twin(inputs, Tensor.clone)
-            return _Recorded(owners, copies, _twin(work(*copies), Tensor.clone))
-        _fill(other.inputs, inputs)
-        outputs = work(*other.inputs)
-        if _twin(outputs, _form) != _twin(other.outputs, _form):
-            return _Recorded(owners, other.inputs, _twin(outputs, Tensor.clone))
-        _fill(other.outputs, outputs)
-        return _Recorded(owners, other.inputs, other.outputs)
 
     def forget(self, owner: object) -> None:
         """Forget the work that reads or writes the memory of this owner."""
@@ -215,10 +199,6 @@ def _twin(found: Any, of_tensor: Callable[[Tensor], Tensor] = lambda x: x) -> An
         twin.__dict__.update({name: _twin(part, of_tensor) for name, part in kept.items()})
         return twin
     return found
-
-
-def _form(tensor: Tensor) -> Any:
-    return tensor.shape, tensor.dtype
 
 
 def _fill(twin: Any, found: Any) -> None:

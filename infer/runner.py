@@ -45,8 +45,6 @@ class Step:
             `n_logprobs` tensors of `path_logprobs`, and those of `TokenTree.unread`.
         expected: on its way to the host, what the policy decides the next width by: [w - 1] tokens expected of the w
             best nodes. None where the policy has decided already.
-        draft_pass: whether the draft pass that is being tried out was to be taken; None without such a trial, and where
-            the drafter rested.
         drafting: when the proposal began and ended, on the device.
         stages: stages of the proposal.
         tokens: the newly committed tokens; none for a slot that took no part.
@@ -61,7 +59,6 @@ class Step:
     results: HostCopy
     n_logprobs: int
     expected: HostCopy | None
-    draft_pass: bool | None
     drafting: tuple[Moment, Moment]
     stages: int
     draft_seconds: float
@@ -99,21 +96,14 @@ class Runner:
         self.work_clock: Callable[[], float] = library.work_seconds if self.on_cpu else time.perf_counter
         self.graphs = graphs_for(graphs, model)
         automatic = nodes == "auto" and self.max_nodes > 0
-        self.policy = Policy(
-            drafter.n_classes,
-            widths_up_to(self.max_nodes, automatic),
-            automatic,
-            drafter.class_stages,
-            on_host=self.on_cpu,
-            try_draft_pass_beyond=drafter.try_draft_pass_beyond,
-        )
+        widths = widths_up_to(self.max_nodes, automatic)
+        self.policy = Policy(drafter.n_classes, widths, automatic, drafter.class_stages, on_host=self.on_cpu)
         self._began: tuple[float, float] | None = None  # time and work when the first step since the last read began
         self._disturbed = 0  # how many of the next steps read have no typical time
         self._passed = 0.0  # when the target's pass of this step was queued
 
-    def start(self, batch: int) -> None:
-        """Begin a call on `batch` slots; unread steps of an earlier call are forgotten."""
-        self.policy.start(batch)
+    def start(self) -> None:
+        """Begin a call; unread steps of an earlier call are forgotten."""
         self._began, self._disturbed = None, 0
 
     def step(self) -> Step:
@@ -125,7 +115,7 @@ class Runner:
             self._began = self._began or (begin, self.work_clock())
             working = self._working_slots()
             self.policy.start_step(working.stop - working.start if working else cache.batch)
-            proposed, draft_pass = self._propose()
+            proposed = self._propose()
             tree, expected = self.policy.prune(proposed, state.active)
             self._passed = drafted = time.perf_counter()
             drafting, needs = (draft_begin, Moment(self.device, self.work_clock)), self.drafter.needs
@@ -153,7 +143,6 @@ class Runner:
                 results=HostCopy(accepted.counts, accepted.tokens, (tree.parents >= 0).sum(dim=1), *logprobs, *unread),
                 n_logprobs=len(logprobs),
                 expected=expected,
-                draft_pass=draft_pass,
                 drafting=drafting,
                 stages=self.policy.stages_run,
                 draft_seconds=drafted - begin,
@@ -196,16 +185,16 @@ class Runner:
         working = slice(active[0], active[-1] + 1) if active else slice(0, 0)
         return working if 0 < working.stop - working.start < len(state.roots) else None
 
-    def _propose(self) -> tuple[TokenTree, bool | None]:
-        """The drafter's tree, or the roots alone while it rests; and `Step.draft_pass`."""
+    def _propose(self) -> TokenTree:
+        """The drafter's tree, or the roots alone while it rests."""
         state = self.state
         if self.max_nodes == 0 or self.policy.rests:
-            return TokenTree.roots(state.roots), None
-        budget = self.policy.budget(self.max_nodes, state.committed)
-        tree = self.drafter.propose(state, budget)
+            return TokenTree.roots(state.roots)
+        working = [slot for slot, tokens in enumerate(state.committed) if tokens]
+        tree = self.drafter.propose(state, self.policy.budget(self.max_nodes, working))
         assert tree.width <= self.max_nodes + 1, f"the drafter proposed {tree.width - 1} nodes of {self.max_nodes}"
         assert self.lag or torch.equal(tree.tokens[:, 0], state.roots), "node 0 of the drafter's tree is not the root"
-        return tree, budget.draft_pass
+        return tree
 
     def read(self, step: Step, present: Sequence[bool] = ()) -> Step:
         """Wait for a step's results, let the policy learn from them, and return the step with them.
@@ -218,21 +207,17 @@ class Runner:
         step.read_at, (began, work) = time.perf_counter(), self._began
         step.seconds, self._began = step.read_at - began, None
         step.tokens = [new[:count] for new, count in zip(tokens, counts, strict=True)]
-        taking_part = [slot for slot, new in enumerate(step.tokens) if new and (not present or present[slot])]
-        tokens_a_slot = sum(len(step.tokens[slot]) for slot in taking_part) / max(len(taking_part), 1)
         work = self.work_clock() - work
-        trial = self.policy.draft_pass
-        if trial is not None and step.draft_pass is not None and taking_part:
-            trial.record(step.draft_pass, work, tokens_a_slot)
         if self.policy.automatic:
-            if proposed.width > 1:  # else there is nothing to learn, and nothing to wait for
-                for slot in taking_part:
-                    self.policy.learn(slot, proposed.lists, step.tokens[slot])
+            taking_part = [slot for slot, new in enumerate(step.tokens) if new and (not present or present[slot])]
+            for slot in taking_part if proposed.width > 1 else ():
+                self.policy.learn(slot, proposed.lists, step.tokens[slot])
             if step.expected is not None:
                 self.policy.decide(step.expected.lists()[0])
             draft_begin, draft_end = step.drafting
             draft_seconds, typical = draft_begin.seconds_to(draft_end), not self._disturbed
-            self.policy.record(step.num_query_tokens, work, draft_seconds, tokens_a_slot, typical, step.stages)
+            tokens = sum(len(step.tokens[slot]) for slot in taking_part) / max(len(taking_part), 1)
+            self.policy.record(step.num_query_tokens, work, draft_seconds, tokens, step.stages, typical)
             self._disturbed = max(0, self._disturbed - 1)
         if logprobs:
             of_slots = zip(step.tokens, *logprobs, strict=True)

@@ -2,14 +2,13 @@
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field
-from numbers import Integral, Real
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict
+from pydantic import AfterValidator, Field, Strict
 
-from longdraft.models.schema import Bool, Str, validated_dataclass
+from longdraft.models.schema import Bool, Int, Str, validated_dataclass
 
 # Below this a logit / T could overflow; long before, the choice is the greedy one.
 COLDEST = 1e-6
@@ -18,31 +17,20 @@ WARMEST = 1e30
 MOST_LOGPROBS = 20  # as in other servers
 
 
-def _python_number(value: Any) -> Any:
-    """Python's number for one of another class, such as NumPy's. The rest is left to pydantic."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
 def _warm_or_greedy(temperature: float) -> float:
     if temperature and not COLDEST <= temperature <= WARMEST:
         raise ValueError(f"{temperature} is not valid; give 0 (greedy), or a number from {COLDEST} to {WARMEST}")
     return temperature
 
 
-def _tuple_of(ids: Any) -> Any:
-    return tuple(ids) if isinstance(ids, Sequence | set | frozenset) and not isinstance(ids, str | bytes) else ids
-
-
-Number = Annotated[float, Strict(), BeforeValidator(_python_number)]
-Integer = Annotated[int, Strict(), BeforeValidator(_python_number)]
+Number = Annotated[float, Strict()]
+Integer = Int
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Penalty = Annotated[Number, Field(ge=1e-30, le=1e30)]
 Shift = Annotated[Number, Field(ge=-1e30, le=1e30)]
 AtLeast0 = Annotated[Integer, Field(ge=0, lt=2**62)]
 AtLeast1 = Annotated[Integer, Field(ge=1, lt=2**62)]
-TokenIds = Annotated[tuple[AtLeast0, ...], BeforeValidator(_tuple_of)]
+TokenIds = tuple[AtLeast0, ...]
 Logprobs = Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)]
 Text = Annotated[Str, Field(min_length=1)]
 
@@ -120,13 +108,6 @@ PRESETS: dict[str, Mapping[str, Any]] = {
     "tokenswift-qwen2.5-7b": _MIN_P | {"min_p": 0.05, "contextual_penalty": 1.15},
     "tokenswift-qwen2.5-14b": _MIN_P | {"min_p": 0.05, "contextual_penalty": 1.13},
 }
-
-
-def preset(name: str) -> Mapping[str, Any]:
-    """The keywords of a preset. Raises ValueError, which lists the known names, for an unknown one."""
-    if name not in PRESETS:
-        raise ValueError(f"preset: {name!r} is unknown; known: {', '.join(PRESETS)}")
-    return PRESETS[name]
 
 
 def preset_for(target: str, family: str = "tokenswift") -> str | None:

@@ -74,7 +74,7 @@ class SlotPool:
             for slot in range(batch):  # a call that was left early may have left requests there
                 self._empty(slot)
             runner.state.active.zero_()
-        runner.start(batch)
+        runner.start()
 
     def _allocate(self, batch: int, capacity: int, log: Callable[[str], object]) -> None:
         """Replace cache and state."""
@@ -150,7 +150,7 @@ class SlotPool:
             state.history.start(slot, request.prompt)
             state.roots[slot].fill_(request.prompt[-1])
             state.positions[slot].fill_(len(request.prompt) - 1)
-            self.runner.policy.start_request(slot)
+            self.runner.policy.start_request()
             self.drafter.on_start(slot, request, cache)
             if self._kept is not None and (count := self._kept.begin(slot, request.prompt)):
                 sequence.result.stats.taken_over = count

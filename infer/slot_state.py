@@ -72,8 +72,8 @@ class SlotState:
         def on_copies(roots_B: Tensor, positions_B: Tensor, active_B: Tensor, *inputs: Any) -> T:
             return work(replace(self, roots=roots_B, positions=positions_B, active=active_B), *inputs)
 
-        owners, state = (*owners, self.history), (self.roots, self.positions, self.active)
-        return self.graphs.run(key, owners, on_copies, *state, *inputs, widest=widest, variant=self.sampling)
+        owners, state = (*owners, self.history, self.sampling), (self.roots, self.positions, self.active)
+        return self.graphs.run(key, owners, on_copies, *state, *inputs, widest=widest)
 
     def rounded(self, count: int) -> int:
         """`count`, a size that steers the work of a step. Where work is recorded, which is done for each size by

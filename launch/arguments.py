@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from longdraft.infer.sampling import PRESETS, SamplingParams, preset
+from longdraft.infer.sampling import PRESETS, SamplingParams
 from longdraft.launch.console import flag
 
 # Names that are defined in files which import torch.
@@ -113,7 +113,7 @@ def add_sampling(add: Callable[..., Any], helps: Mapping[str, str]) -> None:
 
 def given_sampling(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The keywords of SamplingParams that were given, on top of the preset's."""
-    values = {} if args.preset is None else dict(preset(args.preset))
+    values = {} if args.preset is None else dict(PRESETS[args.preset])
     return values | {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 

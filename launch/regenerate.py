@@ -122,11 +122,10 @@ def _served(sampling: SamplingParams, model: str | None) -> dict[str, Any]:
 def _generate(
     engine: "Engine", tokenizer: Any, sampling: SamplingParams, prompts: Sequence[list[int]], seeds: Sequence[int]
 ) -> Iterator[Completion]:
-    from longdraft.infer.text import TextReader
+    from longdraft.infer.text import text_after
 
     for piece in engine.stream(prompts, [replace(sampling, seed=seed) for seed in seeds]):
         if done := piece.generation:
             ended = done.finish_reason == "stop"
-            reader = TextReader(tokenizer, done.prompt, skip_special=False)
-            reader.push(done.tokens[:-1] if ended else done.tokens)
-            yield Completion(done.index, reader.finish(), ended)
+            tokens = done.tokens[:-1] if ended else done.tokens
+            yield Completion(done.index, text_after(tokenizer, done.prompt, tokens, skip_special=False), ended)

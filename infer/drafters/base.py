@@ -43,8 +43,6 @@ class Drafter:
         max_nodes: the most nodes below the root that it ever proposes.
         max_depth: the deepest level that it ever proposes.
         trunk: the first `trunk` nodes of its last tree form one path, and every other node descends from it.
-        try_draft_pass_beyond: the context length in tokens above which the policy tries the draft pass
-            (`Budget.draft_pass`); None: never.
     """
 
     needs: frozenset[str] = frozenset()
@@ -52,7 +50,6 @@ class Drafter:
     max_nodes: int
     max_depth: int
     trunk = 0
-    try_draft_pass_beyond: int | None = None
     user: object = None  # the engine that is decoding with it
     parts: Sequence["Drafter"] = ()
 
@@ -77,7 +74,7 @@ class Drafter:
     def class_stages(self) -> Sequence[int]:
         """For each class, the stage of the proposal that adds its nodes; 0 for the root's class. A drafter that runs a
         pass for each level has a stage for each: it runs at most `Budget.stages`, and asks `Budget.goes_on` between
-        two. Others have one stage."""
+        two. Others have one stage, or 0 beside a drafter with several."""
         return [0, *[1] * (self.n_classes - 1)]
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:

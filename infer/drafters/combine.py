@@ -3,8 +3,7 @@
 Each drafter keeps its own state and sees every verified tree, whoever proposed its nodes. A node's class says which
 drafter proposed it first, in which of its classes, and whether another one proposed it too. So the policy learns how
 good each drafter is and what their agreement is worth, and prunes by that. The union is made on the host; on a GPU a
-step reads everything that its drafters need there at once. On a CPU the look-ups come first, and a draft that proposes
-in stages runs only if it pays beside them (infer/budget.py). Shapes: B slots, N nodes.
+step reads everything that its drafters need there at once. Shapes: B slots, N nodes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from longdraft.infer.budget import NO_STAGE, Budget
+from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.host import HostDrafter
 from longdraft.infer.slot_state import SlotState
@@ -60,28 +59,18 @@ class Combined(Drafter):
         drafters = self.parts
         if not any(map(_staged, drafters)):
             return [stage for drafter in drafters for stage in drafter.class_stages] * 2
-        stages = [drafter.class_stages if _staged(drafter) else [NO_STAGE] * drafter.n_classes for drafter in drafters]
+        stages = [drafter.class_stages if _staged(drafter) else [0] * drafter.n_classes for drafter in drafters]
         return [stage for of_drafter in stages for stage in of_drafter] * 2
-
-    @property
-    def try_draft_pass_beyond(self) -> int | None:
-        return next((one.try_draft_pass_beyond for one in self.parts if one.try_draft_pass_beyond is not None), None)
 
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         max_nodes = budget.max_nodes
         limits = [min(max_nodes, drafter.max_nodes) for drafter in self.parts]
-        proposals, trees = dict[int, Lists](), dict[int, TokenTree]()
-        if budget.policy is not None and (proposals := self._look_ups(state, limits)):
-            found = _as_lists(self._unite(proposals, state.roots.tolist(), max_nodes))
-            if not budget.policy.begins(found):
-                budget = replace(budget, stages=0)
-        first_class = 0
+        proposals, trees, first_class = dict[int, Lists](), dict[int, TokenTree](), 0
         for i, drafter in enumerate(self.parts):
-            if not isinstance(drafter, HostDrafter) and (budget.stages or not _staged(drafter)):
+            if not isinstance(drafter, HostDrafter):
                 trees[i] = drafter.propose(state, replace(budget, max_nodes=limits[i], first_class=first_class))
             first_class += drafter.n_classes
-        others = ((i, drafter) for i, drafter in enumerate(self.parts) if i not in proposals)
-        look_ups = {i: drafter for i, drafter in others if isinstance(drafter, HostDrafter)}
+        look_ups = {i: drafter for i, drafter in enumerate(self.parts) if isinstance(drafter, HostDrafter)}
         # One read of everything: the roots, the look-ups' rows, and the trees.
         device_rows = [drafter.device_rows(state) for drafter in look_ups.values()]
         unread = [x for tree in trees.values() for x in tree.unread]
@@ -97,14 +86,6 @@ class Combined(Drafter):
             starts = trunks if drafter.behind_trunk else ()
             proposals[i] = _as_lists(drafter.tries(state, rows_of_drafter, limits[i], starts))
         return TokenTree.from_tries(self._unite(proposals, roots, max_nodes), state.roots.device)
-
-    def _look_ups(self, state: SlotState, limits: Sequence[int]) -> dict[int, Lists]:
-        """The look-ups' proposals, by index of the drafter, beside which a staged drafter runs."""
-        return {
-            i: _as_lists(drafter.tries(state, drafter.device_rows(state).tolist(), limits[i]))
-            for i, drafter in enumerate(self.parts)
-            if isinstance(drafter, HostDrafter) and not drafter.behind_trunk
-        }
 
     def _unite(self, proposals: Mapping[int, Lists], roots: list[int], max_nodes: int) -> list[Trie]:
         """One trie a slot of the proposed nodes, at most `max_nodes`. proposals: by index of the drafter."""

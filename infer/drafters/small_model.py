@@ -106,6 +106,8 @@ class SmallModelDrafter(DeviceDrafter):
     def _keep_agreeing(self, state: SlotState) -> None:
         """Drop the rows from the first one on whose token is not the text's, and the root's: its logits are needed."""
         assert self._cache is not None
+        # Within TriForce the cache may begin anew after a root that is then taken back.
+        self._first.copy_(torch.minimum(self._first, state.positions))
         text_BW = state.history.read(self._first, self.window)
         there_BW = torch.arange(self.window, device=text_BW.device) < self._cache.lengths[:, None]
         agreeing_B = ((text_BW == self._read) & there_BW).cumprod(1).sum(1)

@@ -3,7 +3,7 @@
 Without a draft pass the heads read the state just before the root, at p - 1 for a root at p (infer/drafters/heads.py):
 head i proposes the token at p + i, and the levels are [3, 3, 3]. With a draft pass the target runs over the root on a
 selected cache (infer/caches/partial.py): its own logits propose the token at p + 1, head i that at p + 1 + i, and the
-levels are [1, 3, 3, 3]. infer/costs.py measures whether the pass pays. The heads are in models/drafts/tokenswift.py.
+levels are [1, 3, 3, 3]. The heads are in models/drafts/tokenswift.py.
 They are joined by the most frequent continuations of a token in the text so far (section 3.3): of the root, or after a
 draft pass of the token that the target itself proposed. Shapes: B slots, D hidden, I levels, K ranks.
 """
@@ -24,7 +24,7 @@ from longdraft.infer.drafters.host import HostDrafter, NgramIndex
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree, TreeShape, Trie
 from longdraft.models.drafts.tokenswift import TokenSwift
-from longdraft.models.footprint import Allocations
+from longdraft.models.footprint import Allocations, cache_rows, size_of
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.schema import Instance, validated
@@ -35,6 +35,8 @@ SINKS = 16
 N = 4
 # How many occurrences of a token are counted, the last ones: what they cost does not grow with the text.
 SEARCHED = 1024
+# A draft pass adds a level; it pays where it reads less than this fraction of what a pass of the target reads.
+PASS_SHARE = 0.5
 
 
 @validated
@@ -53,7 +55,7 @@ def tokenswift(
         shape: which rank combinations of the heads are nodes, best first, or the number of ranks in each level of a
             full Cartesian tree; None means 3 ranks for each head. A draft pass puts one more node, the target's own
             proposal, between the root and this tree.
-        draft_pass: "always", "never", or "auto", which measures.
+        draft_pass: "always", "never", or "auto": where it reads less than half of what a pass of the target reads.
         budget: rows of the selected cache, for each layer and KV head.
         ngrams: how many 4-grams join the tree; 0 for none.
 
@@ -79,30 +81,37 @@ class TokenSwiftDrafter(HeadsDrafter):
         self.target, self._draft_pass, self._selection = target, draft_pass, Selection(budget, fixed=SINKS)
         if draft_pass == "always":
             refuse_windows(target.model.config, "draft_pass='always'")
+        self._weight_bytes = sum(p.numel() * p.element_size() for p in target.model.parameters())
         self._pass_allowed = draft_pass != "never" and not any(target.model.config.sliding_windows or ())
         # The tree of a proposal with a draft pass.
         self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)))
         if self._pass_allowed:
             self.max_nodes, self.max_depth = len(self._pass_shape.nodes), self._pass_shape.depth
-        self.try_draft_pass_beyond = self._selection.budget if self._pass_allowed and draft_pass == "auto" else None
         self._selected: SelectedCache | None = None  # where the pass may be taken
 
     @property
     def needs(self) -> frozenset[str]:
         return super().needs if self._selected is None else super().needs | self._selected.needs
 
-    def _may_pass(self, capacity: int) -> bool:
-        """Whether the draft pass may ever be taken on a full cache of this capacity."""
-        return self._pass_allowed and (self._draft_pass == "always" or capacity > self._selection.budget)
+    def _may_pass(self, batch: int, capacity: int) -> bool:
+        """Whether the draft pass may ever be taken on a full cache of this size."""
+        return self._pass_allowed and (self._draft_pass == "always" or self._pass_pays([capacity] * batch))
+
+    def _pass_pays(self, lengths: Sequence[int]) -> bool:
+        """Whether weights and selected rows are less than half of weights and all rows. lengths: of the contexts."""
+        config, dtype = self.target.model.config, self.target.model.embed_tokens.weight.dtype
+        all_rows, selected = sum(lengths), sum(min(length, self._selection.budget) for length in lengths)
+        full, draft = (self._weight_bytes + size_of(cache_rows(config, n, dtype)) for n in (all_rows, selected))
+        return draft < PASS_SHARE * full
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
         like, dtype = self.target.model.config, self.target.model.embed_tokens.weight.dtype
         selected = self._selection.allocations(like, dtype, batch, capacity, tail=1)
-        return selected if self._may_pass(capacity) else {}
+        return selected if self._may_pass(batch, capacity) else {}
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         super().on_start(slot, request, cache)
-        if not self._may_pass(cache.capacity):
+        if not self._may_pass(cache.batch, cache.capacity):
             self._selected = None
             return
         if self._selected is None or self._selected.full is not cache:
@@ -120,7 +129,8 @@ class TokenSwiftDrafter(HeadsDrafter):
 
     def plan(self, state: SlotState, budget: Budget) -> tuple[int, bool]:
         """The number of nodes, and whether the proposal has a draft pass."""
-        takes_pass = self._selected is not None and (self._draft_pass == "always" or budget.draft_pass is True)
+        always = self._draft_pass == "always"
+        takes_pass = self._selected is not None and (always or self._pass_pays([*map(len, state.committed)]))
         self.trunk = int(takes_pass)
         return budget.max_nodes, takes_pass
 

@@ -11,7 +11,7 @@ from longdraft.infer.generation import Generation, Piece
 from longdraft.infer.logprobs import TokenLogprob
 from longdraft.infer.requests import Request
 from longdraft.infer.server.protocol import Chat, Completion
-from longdraft.infer.text import token_bytes
+from longdraft.infer.text import token_text
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", "cancelled": "stop"}
 LEAST = -9999.0  # what OpenAI's interface says for a log-probability of -inf, which JSON does not have
@@ -80,8 +80,8 @@ def chat_logprobs(tokenizer: Any, entries: Sequence[TokenLogprob]) -> dict[str, 
     """Each token with its text and bytes, and the most probable ones in its place, as in a chat."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        data = token_bytes(tokenizer, token)
-        return {"token": _spelled(data), "logprob": max(logprob, LEAST), "bytes": list(data)}
+        text = token_text(tokenizer, token)
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode())}
 
     content = [entry(one.token, one.logprob) | {"top_logprobs": [entry(*pair) for pair in one.top]} for one in entries]
     return {"content": content, "refusal": None}
@@ -91,18 +91,10 @@ def completion_logprobs(tokenizer: Any, entries: Sequence[TokenLogprob]) -> dict
     """Lists with an entry for each token, as in a completion."""
 
     def by_text(*pairs: tuple[int, float]) -> dict[str, float]:
-        return {_spelled(token_bytes(tokenizer, token)): max(logprob, LEAST) for token, logprob in pairs}
+        return {token_text(tokenizer, token): max(logprob, LEAST) for token, logprob in pairs}
 
     return {
-        "tokens": [_spelled(token_bytes(tokenizer, one.token)) for one in entries],
+        "tokens": [token_text(tokenizer, one.token) for one in entries],
         "token_logprobs": [max(one.logprob, LEAST) for one in entries],
         "top_logprobs": [by_text(*one.top, (one.token, one.logprob)) for one in entries],
     }
-
-
-def _spelled(data: bytes) -> str:
-    """A token's text. The bytes of a token that is no whole character are spelled out, as OpenAI does."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "".join(f"\\x{byte:02x}" for byte in data)

@@ -29,9 +29,9 @@ from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import memory_parts
 from longdraft.kernels import backend, tree_attention
+from longdraft.kernels.attention import masked_attention
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.tree import MOST_ROWS, attended_rows
-from longdraft.kernels.tree_attention import cross_attention_reference
 from longdraft.train.evaluate import Task, decode
 
 VOCAB, NEW = 61, 16
@@ -132,13 +132,19 @@ def dense(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree
     return torch.einsum("bkgts,bskd->btkgd", weights, values_BSKd).reshape(q_BTHd.shape), None
 
 
+def cross(q_BTHd, keys_BSKd, values_BSKd, lengths_B):
+    """As `dense`, over the committed rows alone."""
+    there_BS = torch.arange(keys_BSKd.shape[1]) < lengths_B[:, None]
+    return masked_attention(q_BTHd, keys_BSKd, values_BSKd, there_BS[:, None].expand(-1, q_BTHd.shape[1], -1))
+
+
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Reads cost a wait, there are no C kernels, attention needs no host, and engines record with `record` where they
     would on CUDA."""
     monkeypatch.setattr(backend, "is_host", lambda device: False)
     monkeypatch.setattr(rows, "library", lambda: None)
-    kernels = SimpleNamespace(tree_attention=dense, cross_attention=cross_attention_reference)
+    kernels = SimpleNamespace(tree_attention=dense, cross_attention=cross)
     monkeypatch.setattr(tree_attention, "triton_for", lambda q: kernels if q.shape[1] <= MOST_ROWS else None)
     monkeypatch.setattr(graphs_module, "backend", SimpleNamespace(triton_kernels=lambda *_: kernels))
     monkeypatch.setattr(graphs_module, "cuda_graphs", lambda device: Graphs(record))
@@ -189,23 +195,27 @@ def test_recorded_steps_give_plain_tokens(made, plain_tokens, seeded, as_on_a_gp
     assert len(RECORDED) == 1 if drafter == "plain" else len(RECORDED) >= 2
 
 
-def test_kinds_of_sampling_take_the_memory_of_one(made, as_on_a_gpu):
-    """The outputs kept for a width take the memory that the estimate says, however many kinds of sampling there are."""
+def test_what_is_kept_takes_the_memory_of_the_estimate(made, as_on_a_gpu):
+    """The outputs of each width, for a kind of sampling; a kind that comes again has its own recording still."""
     target, drafter = made("token_recycling")
-    engine, kept, prompts = Engine(target, drafter, slots=2, nodes=8), [], [[3, 1, 4, 1, 5], [9, 2, 6]]
-    for kind in SAMPLINGS.values():
-        engine.generate(prompts, replace(kind, seed=3, max_new_tokens=12, ignore_eos=True))
-        known = engine.runner.graphs._known
-        large = [x for one in known.values() for x in graphs_module._tensors((*one.inputs, one.outputs))]
-        large = [x for x in large if x.shape[-1] == VOCAB]
-        kept.append({x.data_ptr(): x.nbytes for x in large})
-    widths = {x.shape[1] for x in large}
-    assert len(known) >= 2 * len(SAMPLINGS) and kept[0] == kept[-1]
+    engine, prompts = Engine(target, drafter, slots=2, nodes=8), [[3, 1, 4, 1, 5], [9, 2, 6]]
+    engine.generate(prompts, SamplingParams(seed=3, max_new_tokens=12, ignore_eos=True))
+    known = engine.runner.graphs._known
+    large = [x for one in known.values() for x in graphs_module._tensors((*one.inputs, one.outputs))]
+    kept = {x.data_ptr(): x for x in large if x.shape[-1] == VOCAB}.values()
+    widths = {x.shape[1] for x in kept}
     plain, own = (
         memory_parts(target.model, one, 2, 100, sorted(widths), 8, recording=True)["recorded steps"]
         for one in (Plain(), drafter)
     )
-    assert own - plain == sum(kept[-1].values()) == 2 * 2 * sum(widths) * VOCAB * 4  # as outputs, and to learn from
+    assert (
+        own - plain == sum(x.nbytes for x in kept) == 2 * 2 * sum(widths) * VOCAB * 4
+    )  # as outputs, and to learn from
+    for kind in SAMPLINGS.values():
+        engine.generate(prompts, replace(kind, seed=3, max_new_tokens=12, ignore_eos=True))
+    recorded = len(RECORDED)
+    engine.generate(prompts, SamplingParams(seed=3, max_new_tokens=12, ignore_eos=True))
+    assert len(RECORDED) == recorded
 
 
 class OneRank:

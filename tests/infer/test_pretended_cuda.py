@@ -70,7 +70,6 @@ def made(shared):
         "longspec": lambda target, _: LongSpecDrafter(target, exactness.block(target, noise=5), extended=16),
         "prompt_lookup": lambda *_: PromptLookup(length=6),
         "draft_pass_alone": lambda *args: without_ngrams(*args, draft_pass="always"),
-        "draft_pass_auto": without_ngrams,
     }
     randomised = exactness.randomised
 
@@ -163,12 +162,11 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
 
 
 def test_a_selected_cache_waits_only_to_be_built(made, pretended_cuda, plain_tokens, counted):
-    """The tokens of a step that is measured come with the next step."""
     prompt, params = list(range(20, 60)), replace(SAMPLINGS["T1"], seed=7, max_new_tokens=32)
     want = plain_tokens(made("plain")[0], [prompt], params)
     builds = counted(SelectedCache, "build")
     with pretended_cuda.PretendedCuda() as gpu:
-        target, drafter = made("draft_pass_auto", gpu.put)
+        target, drafter = made("draft_pass_alone", gpu.put)
         engine = Engine(target, drafter, nodes=None)
         engine.generate([prompt], replace(params, max_new_tokens=2))  # what is made once
         steps = counted(engine.runner, "step")
@@ -176,6 +174,5 @@ def test_a_selected_cache_waits_only_to_be_built(made, pretended_cuda, plain_tok
         builds.clear()
         (found,) = engine.generate([prompt], params)
         assert found.tokens == want[0] and gpu.waits.total() <= len(builds), gpu.waits
-        # The engine reads a step's tokens, and the drafter what it measures.
-        assert gpu.late.total() <= 2 * len(steps)
-    assert "after 16 steps at" in found.stats.decisions["draft_pass"] and len(builds) > 2
+        assert gpu.late.total() <= 2 * len(steps)  # a step's tokens, and what the cache counts
+    assert len(builds) > 2

@@ -1,9 +1,7 @@
 """Parameters, the filters against those of transformers, and the choice rule."""
 
 import math
-from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
@@ -203,14 +201,3 @@ WRONG = {
 def test_parameters_out_of_range_name_the_field(name, value):
     with pytest.raises(ValueError, match=rf"^{name}\b.*: "):
         SamplingParams(**{name: value})
-
-
-def test_numbers_of_any_kind_are_floats_and_integers():
-    """Whatever number class a caller uses, torch can make tensors of the values."""
-    given = SamplingParams(
-        temperature=Fraction(1, 2), top_p=np.float32(0.5), top_k=np.int64(3), seed=np.uint64(2**63), max_new_tokens=5
-    )
-    assert given == SamplingParams(temperature=0.5, top_p=0.5, top_k=3, seed=2**63, max_new_tokens=5)
-    kinds = [type(getattr(given, name)) for name in ("temperature", "top_p", "top_k", "seed")]
-    assert kinds == [float, float, int, int]
-    assert SamplingParams(0.5, 3).top_k == 3  # by position too

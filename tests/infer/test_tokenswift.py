@@ -2,12 +2,12 @@
 
 import weakref
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 from longdraft.infer.caches.partial import SelectedCache
-from longdraft.infer.costs import RECENT, DraftPassTrial
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.engine import Engine
@@ -185,74 +185,26 @@ def test_the_selected_cache_holds_the_rows_of_a_fresh_prefill(tiny_target, heads
                     torch.testing.assert_close(mine[layer, slot, known, head], want, rtol=1e-3, atol=1e-3)
 
 
-class Clock:
-    """A clock that only passes of the target move: `draft` seconds on a selected cache, else 1 + `row` a row."""
+def test_auto_takes_the_pass_where_it_reads_less_than_half(target, plain_tokens, seeded):
+    """By the contexts of the slots at work: once the long text is done, the short one's counts."""
+    drafter, taken = drafter_for(target, budget=20, ngrams=0), []
+    assert "selected cache" not in drafter.allocations(2, 100)  # beside these weights that is no long context
+    drafter._weight_bytes = 0
+    assert "selected cache" not in drafter.allocations(2, 40) and "selected cache" in drafter.allocations(2, 41)
+    plan = drafter.plan
 
-    def __init__(self, target, draft):
-        self.now, self.draft = 0.0, draft
-        target.model.register_forward_hook(self.tick)
+    def watched(state, budget):
+        taken.append((sum(map(len, state.committed)), sum(map(bool, state.committed)), plan(state, budget)[1]))
+        return plan(state, budget)
 
-    def __call__(self):
-        return self.now
-
-    def tick(self, module, args, output):
-        self.now += self.draft if isinstance(args[0].cache, SelectedCache) else 1.0
-
-
-@pytest.mark.parametrize(("draft_seconds", "decided"), [(0.01, "always"), (5.0, "never")])
-def test_auto_takes_what_its_clock_says_is_cheaper_and_says_so(tiny_target, draft_seconds, decided):
-    target = tiny_target(vocab_size=VOCAB, std=0.2)
-    drafter = drafter_for(target, budget=44, ngrams=0)
-    engine = Engine(target, drafter, nodes=None)
-    engine.runner.work_clock = clock = Clock(target, draft_seconds)
-    (short,) = engine.generate(prompts(9), SamplingParams(max_new_tokens=20))
-    assert (
-        short.stats.decisions["draft_pass"] == "never: up to 44 tokens of context the selected cache is the whole one"
-    )
-    # Untrained heads bring no more behind a draft pass on average; this seed's text is one on which they do.
-    (result,) = engine.generate(prompts(45), SamplingParams(temperature=0.5, seed=6, max_new_tokens=40))
-    words = result.stats.decisions["draft_pass"]
-    assert words.startswith(f"{decided}: ") and words.endswith("ms a token after 16 steps at 45 tokens of context")
-    better, worse = float(words.split()[1]), float(words.split()[3])
-    assert 100 < better < worse and (decided == "always" or worse > 1000)
-    # The context has doubled, and the pass has become what it was not.
-    clock.draft = 5.0 if decided == "always" else 0.01
-    (long,) = engine.generate(prompts(45), SamplingParams(temperature=0.5, seed=2, max_new_tokens=125))
-    words = long.stats.decisions["draft_pass"]
-    assert words.startswith("never: " if decided == "always" else "always: ")
-    assert 90 <= int(words.split(" at ")[1].split()[0]) < 100
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_auto_takes_the_cheaper_of_what_it_measured(tiny_target, seed):
-    """Whichever it is: a step costs 1.01 with the draft pass and 1 without, so the tokens a step decide."""
-    target = tiny_target(vocab_size=VOCAB, std=0.2)
-    engine = Engine(target, drafter_for(target, budget=44, ngrams=0), nodes=None)
-    engine.runner.work_clock = Clock(target, 0.01)
-    (result,) = engine.generate(prompts(45), SamplingParams(temperature=0.5, seed=seed, max_new_tokens=40))
-    decided, figures = result.stats.decisions["draft_pass"].split(": ")
-    taken, other = float(figures.split()[0]), float(figures.split()[2])
-    assert decided in ("always", "never") and taken <= other
-    with_pass, without = (taken, other) if decided == "always" else (other, taken)
-    assert 1010 / 4 <= with_pass <= 1010 and 1000 / 4 <= without <= 1000  # 1 to 4 tokens a step
-
-
-def test_the_choice_goes_by_the_median_step_and_the_mean_tokens():
-    choice = DraftPassTrial(budget=100)
-    choice.start_step(101)
-    for step in range(RECENT):
-        choice.record(False, 99.0 if step == 3 else 1.0, 2 + step % 2)
-    assert not choice.decided and choice.with_pass
-    choice.record(False, 0.1, 9)  # while the selected cache is being built
-    for _ in range(RECENT):
-        choice.record(True, 1.3, 3.5)
-    assert choice.with_pass and choice.description.startswith("always: 371.4 against 400.0 ms a token after 16 steps")
-    choice.start_step(201)
-    assert choice.with_pass
-    choice.start_step(202)
-    assert not choice.decided and not choice.with_pass
-    choice.start_step(50)
-    assert not choice.with_pass and "up to 100 tokens" in choice.description
+    drafter.plan = watched
+    params = seeded(SamplingParams(temperature=0.5), 2, 60)
+    params[0] = replace(params[0], max_new_tokens=3)
+    want = plain_tokens(target, prompts(90, 20), params)
+    assert [one.tokens for one in Engine(target, drafter, nodes=None).generate(prompts(90, 20), params)] == want
+    for length, working, takes_pass in taken:
+        assert takes_pass == (length > 40 * working)
+    assert {(working, takes_pass) for _, working, takes_pass in taken} == {(2, True), (1, False), (1, True)}
 
 
 def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, seeded):
@@ -265,26 +217,6 @@ def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, see
     (result,) = Engine(target, drafter).generate(prompts(30), params)
     assert result.tokens == want[0]
     assert "selected cache" not in drafter.allocations(1, 100)
-
-
-def test_whether_the_pass_pays_is_found_beside_heads_that_never_take_it(target):
-    drafters = [drafter_for(target, draft_pass=mode, budget=20, ngrams=0) for mode in ("auto", "never")]
-    engine = Engine(target, Combined(drafters), nodes=None)
-    (result,) = engine.generate(prompts(30), SamplingParams(max_new_tokens=120))
-    assert engine.runner.policy.draft_pass.decided
-    assert result.tokens == Engine(target).generate(prompts(30), SamplingParams(max_new_tokens=120))[0].tokens
-
-
-def test_auto_goes_by_the_slots_that_are_at_work(target):
-    """Once the long text is done, the short one's length counts; the host knows without asking the device."""
-    drafter, longest = drafter_for(target, budget=20), []
-    engine = Engine(target, drafter, nodes=None)
-    choice = engine.runner.policy.draft_pass
-    start_step = choice.start_step
-    choice.start_step = lambda tokens: longest.append(tokens) or start_step(tokens)
-    params = [SamplingParams(max_new_tokens=new) for new in (2, 9)]
-    engine.generate(prompts(90, 30), params)
-    assert longest[0] == 90 and 30 < longest[-1] < 40
 
 
 def test_a_slot_that_takes_no_part_keeps_its_state(target, watched):

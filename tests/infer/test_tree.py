@@ -148,11 +148,6 @@ def test_ranked_tokens_come_to_their_nodes():
     assert shape.first(4) is shape.first(9) is shape
 
 
-def test_a_child_without_its_parent_is_refused():
-    with pytest.raises(ValueError, match=r"node \(1, 0\) must come once, and after its parent \(1,\)"):
-        TreeShape(((0,), (1, 0)))
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_likeliest_nodes_is_the_best_tree_of_its_size(count):
     """Compared with every valid tree of that size."""
