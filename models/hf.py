@@ -148,7 +148,8 @@ def load_transformers(path: str | Path, dtype: torch.dtype) -> Any:
         return model.eval()
     options: Any = {"dtype": dtype, "trust_remote_code": False, "output_loading_info": True}
     with damage_named(location, remedy="fetch it again, or take another target"):
-        model, info = AutoModelForCausalLM.from_pretrained(location, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(location, **options)
+    model, info = loaded
     if lacking := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
         raise ValueError(f"{location} lacks weights, or has them in another shape: {', '.join(lacking)}")
     return model.eval()
