@@ -83,7 +83,8 @@ def cross_attention(q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, leng
     # Of the flash kernels only flash-attn's `flash_attn_with_kvcache` cuts a long cache into runs as this one does.
     if (triton := triton_for(q_BTHd)) is not None:
         return triton.cross_attention(q_BTHd, keys_BSKd, values_BSKd, lengths_B)[0]
-    return cross_attention_reference(q_BTHd, keys_BSKd, values_BSKd, lengths_B)[0]
+    n_keys = max(1, int(lengths_B.max()))
+    return cross_attention_reference(q_BTHd, keys_BSKd[:, :n_keys], values_BSKd[:, :n_keys], lengths_B)[0]
 
 
 def tree_attention_reference(
@@ -105,7 +106,6 @@ def cross_attention_reference(
     q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`cross_attention` by one dense mask, with the natural log-sum-exps of the scaled scores, fp32 [B, T, H]."""
-    n_keys = max(1, int(lengths_B.max()))
-    mask_BS = torch.arange(n_keys, device=q_BTHd.device) < lengths_B[:, None]
+    mask_BS = torch.arange(keys_BSKd.shape[1], device=q_BTHd.device) < lengths_B[:, None]
     mask_BTS = mask_BS[:, None].expand(-1, q_BTHd.shape[1], -1)
-    return masked_attention(q_BTHd, keys_BSKd[:, :n_keys], values_BSKd[:, :n_keys], mask_BTS)
+    return masked_attention(q_BTHd, keys_BSKd, values_BSKd, mask_BTS)
