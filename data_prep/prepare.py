@@ -11,6 +11,7 @@ After a kill only the tasks without a record are done again.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -65,7 +66,7 @@ def prepare(
                 _write_manifests(tasks, config, folder)
             folder.remove_progress()
         manifest = read_manifest(config.out / MANIFEST)
-        log(f"{'Already prepared' if was_finished else 'Prepared'}: {_summary(manifest)} -> {config.out}")
+        log(f"{'Already prepared' if was_finished else 'Prepared'}: {_summary(manifest, config.out)}")
         return manifest
 
 
@@ -157,8 +158,8 @@ def _write_manifests(tasks: Sequence[ShardTask], config: PrepareConfig, folder: 
         splits[name] = split = add_up([empty_record(), *records])
         if fraction and not split["rows"]:
             raise ValueError(
-                f"no row for {name}: {split['documents']} documents, {_omitted(split)}; give more text and another "
-                "folder, or other values of heldout_share, seq_len, max_tokens or seed"
+                f"no row for {name}: give more text and another folder, or other values of heldout_share, seq_len, "
+                f"max_tokens or seed; bad or dropped: {'; '.join(_omitted(split)) or 'none'}"
             )
     for name, split in splits.items():
         (folder.path / name).mkdir(exist_ok=True)
@@ -167,23 +168,27 @@ def _write_manifests(tasks: Sequence[ShardTask], config: PrepareConfig, folder: 
     write_json(folder.path / MANIFEST, {**described, "splits": splits})
 
 
-def _summary(manifest: dict) -> str:
-    """What a finished folder holds: rows, tokens, documents, what was omitted, and tokens by source."""
+def _summary(manifest: dict, out: Path) -> str:
+    """What a finished folder holds: rows, tokens, documents, and lines about what was omitted and tokens by source."""
     train, heldout = (manifest["splits"][split] for split in SPLITS)
     total = add_up([train, heldout])
-    by_source = ", ".join(f"{name} {counts['tokens']:,}" for name, counts in total["mix"].items())
-    return (
+    rows, tokens, supervised = (total[name] for name in ("rows", "tokens", "supervised_tokens"))
+    of_them = "" if supervised == tokens else f", {supervised:,} of them supervised"
+    bad, dropped = (sum(total[what].values()) for what in ("bad", "dropped"))
+    lines = [
         f"{train['rows']:,} train and {heldout['rows']:,} held-out rows of {manifest['seq_len']:,} tokens "
-        f"({total['tokens']:,} tokens of {total['documents']:,} documents, {total['supervised_tokens']:,} of them "
-        f"supervised, {1 - total['tokens'] / (total['rows'] * manifest['seq_len']):.1%} filler; {_omitted(total)}; "
-        f"tokens by source: {by_source})"
-    )
+        f"({tokens:,} tokens of {total['documents']:,} documents{of_them}, "
+        f"{1 - tokens / (rows * manifest['seq_len']):.1%} filler; {bad:,} bad and {dropped:,} dropped documents) "
+        f"-> {out}",
+        *_omitted(total),
+    ]
+    if len(total["mix"]) > 1:
+        mix = (f"{name} {counts['tokens']:,}" for name, counts in total["mix"].items())
+        lines.append(f"tokens by source: {', '.join(mix)}")
+    return "\n  ".join(lines)
 
 
-def _omitted(counts: Mapping[str, dict]) -> str:
-    """How many documents were bad or dropped, and for each reason the first of them."""
-    return ", ".join(
-        f"{sum(counts[what].values()):,} {what}"
-        + "".join(f"; {n:,} {why}, first {counts['examples'][why]}" for why, n in counts[what].items())
-        for what in ("bad", "dropped")
-    )
+def _omitted(counts: Mapping[str, dict]) -> list[str]:
+    """For each reason how many documents were bad or dropped, with the first of them."""
+    reasons = [(why, n) for what in ("bad", "dropped") for why, n in counts[what].items()]
+    return [f"{n:,} {why}, first {counts['examples'][why]}" for why, n in reasons]

@@ -39,7 +39,7 @@ def test_weights_share_out_the_tokens(books, tmp_path, tiny_tokenizer, read_back
     for name, weight in weights.items():
         assert 0.9 * weight * 1000 < total(manifest, name) <= weight * 1000, name
     by_source = ", ".join(f"{name} {total(manifest, name):,}" for name in weights)
-    assert f"tokens by source: {by_source})" in capsys.readouterr().out
+    assert f"\n  tokens by source: {by_source}\n" in capsys.readouterr().out
     shards = [ShardSet(config.out / split) for split in ("train", "heldout")]
     pieces = [{name.partition("/")[0] for name, _ in one.pieces(i)} for one in shards for i in range(len(one))]
     assert max(map(len, pieces)) >= 2, "no row holds pieces of several sources"
