@@ -1,4 +1,4 @@
-"""Export a run's newest checkpoint as a draft folder (models/draft_folder.py).
+"""Export a run's newest checkpoint as a draft folder (models/draft_folder.py), and read it back.
 
 Shapes: E draft vocabulary.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from longdraft.models.draft_folder import Draft, DraftInfo, check_out, save_draft, target_entry
+from longdraft.models.draft_folder import Draft, DraftInfo, check_out, load_draft, save_draft, target_entry
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.drafts.loss import TOP_K
 from longdraft.models.hf import lasting_name
@@ -46,8 +46,8 @@ def export(
             hub repository OWNER/NAME, or for the folder if this is "".
 
     Raises ValueError where run_dir has no whole checkpoint or no best weights, the vocabulary cannot be restricted to
-    that size, `out` holds anything but a draft of ours or cannot be written. A draft that is there already is then
-    untouched.
+    that size, `out` holds anything but a draft of ours or cannot be written; a draft that is there already is then
+    untouched. Also where what is read back is not the trained draft.
     """
     found = checkpoint.best(run_dir) if best else checkpoint.newest(run_dir, read=[checkpoint.WEIGHTS])
     if found is None:
@@ -63,9 +63,10 @@ def export(
         draft = _restricted(config, target, draft, draft_vocab_size)
     info = _info(config, saved, target, draft)
     save_draft(out, draft, info)
+    _check_same(load_draft(out), draft)
     ids, vocab_size = draft.token_ids, target.model.config.vocab_size
     n_known = "" if ids is None else f", for {len(ids)} of {vocab_size} tokens"
-    print(f"Exported step {saved['step']} of {run_dir} to {out}{n_known}")
+    print(f"Exported step {saved['step']} of {run_dir} to {out}{n_known}: reloaded, the same in every weight")
     if card is not None:
         model_card.write_card(run_dir, out, config, saved["step"], card)
     return out
@@ -93,3 +94,11 @@ def _info(config: Config, saved: dict[str, Any], target: Target, draft: Draft) -
         noise=noise,
         step=saved["step"],
     )
+
+
+def _check_same(exported: Draft, trained: Draft) -> None:
+    """Raises ValueError where the draft that was read back has another config or another weight."""
+    found, expected = exported.state_dict(), trained.state_dict()
+    same = exported.config == trained.config and found.keys() == expected.keys()
+    if not (same and all(found[name].equal(weight.cpu()) for name, weight in expected.items())):
+        raise ValueError("out: the draft that was read back is not the trained one; export again")

@@ -12,6 +12,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.export import main
+from longdraft.models import draft_folder
 from longdraft.models.draft_folder import DRAFTS, WEIGHTS, load_draft, read_info
 from longdraft.models.files import file_digest
 from longdraft.models.fingerprint import weights_hash
@@ -123,6 +124,17 @@ def test_best_weights_are_exported_when_asked(made_run, capsys):
     assert all(torch.equal(weight, weights[name]) for name, weight in load_file(folder / WEIGHTS).items())
 
 
+def test_what_is_not_read_back_as_it_was_trained_is_an_error(made_run, monkeypatch):
+    run, *_ = made_run("medusa")
+    for damage in (lambda weight: weight + 1, lambda weight: weight.bfloat16()):
+        monkeypatch.undo()
+        monkeypatch.setattr(draft_folder, "load_file", lambda file, load=load_file, damage=damage: {
+            name: damage(weight) for name, weight in load(file).items()
+        })  # fmt: skip
+        with pytest.raises(ValueError, match=r"out: .* not the trained one"):
+            export(run)
+
+
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("name", SECTIONS)
 def test_every_method(made_run, capsys, name, precision):
@@ -130,6 +142,7 @@ def test_every_method(made_run, capsys, name, precision):
     out = export(run)
     said = capsys.readouterr().out
     assert out == run / "draft" and f"Exported step 7 of {run} to {out}" in said
+    assert said.endswith(": reloaded, the same in every weight\n")
     assert (", for 20 of 97 tokens" in said) == ("draft_vocab_size" in SECTIONS[name])
     exported, weights = load_draft(out), trained.state_dict()
     assert exported.config == trained.config and exported.state_dict().keys() == weights.keys()
@@ -149,7 +162,7 @@ def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_fold
     assert main([str(run), *(["--draft-vocab-size", "30"] if restrict else [])]) == 0
     draft = load_draft(run / "draft", target)
     if restrict:
-        assert ", for 30 of 97 tokens\n" in capsys.readouterr().out
+        assert ", for 30 of 97 tokens: reloaded" in capsys.readouterr().out
         assert read_info(run / "draft").train_config["draft"]["draft_vocab_size"] is None  # trained with all tokens
         rows = ShardSet(data_folder / "train")
         assert torch.equal(draft.token_ids, frequent_tokens(rows, 97, 30, target.eos_token_ids))
@@ -175,7 +188,7 @@ def test_a_restricted_draft_is_restricted_further(made_run, data_folder, capsys)
     """To the most frequent of the tokens it was trained with, which need not be those of the training data."""
     run, target, trained = made_run("longspec-narrow")
     assert main([str(run), "--draft-vocab-size", "10"]) == 0
-    assert ", for 10 of 97 tokens\n" in capsys.readouterr().out
+    assert ", for 10 of 97 tokens: reloaded" in capsys.readouterr().out
     draft = load_draft(run / "draft", target)
     kept, most = set(draft.token_ids.tolist()), frequent_tokens(ShardSet(data_folder / "train"), 97, 10)
     assert len(kept) == draft.config.draft_vocab_size == 10
