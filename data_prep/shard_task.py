@@ -76,8 +76,7 @@ def make_readers(
     template = str(path) if path and str(path) == PLAIN else path and path.read_text(encoding="utf-8")
 
     def encoder(is_chat: bool) -> Encoder | ChatEncoder:
-        ends_documents = config.documents == "pack"
-        return ChatEncoder(tokenizer, template) if is_chat else make_encoder(tokenizer, ends_documents)
+        return ChatEncoder(tokenizer, template) if is_chat else make_encoder(tokenizer, config.documents == "pack")
 
     encoders = {is_chat: encoder(is_chat) for is_chat in {source.is_chat for _, source in sources}}
     return [Reader(name, record_format_of(source, tokenizers), encoders[source.is_chat]) for name, source in sources]
