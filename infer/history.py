@@ -43,5 +43,8 @@ class History:
 
     def read(self, first_B: Tensor, count: int) -> Tensor:
         """int64 [B, count]: the tokens from position first_B[b] on; positions outside are clamped to the ends."""
-        positions_BC = first_B[:, None] + torch.arange(count, device=first_B.device)
+        return self.read_at(first_B[:, None] + torch.arange(count, device=first_B.device))
+
+    def read_at(self, positions_BC: Tensor) -> Tensor:
+        """int64 [B, C]: the tokens at these positions; positions outside are clamped to the ends."""
         return self.tokens.gather(1, positions_BC.clamp(0, self.tokens.shape[1] - 1))

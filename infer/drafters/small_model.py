@@ -1,9 +1,10 @@
 """A small model of the same vocabulary drafts a chain: classic draft-model speculation, and TriForce's lowest tier
 (arXiv 2404.11912, section 4.2).
 
-It reads the last tokens of the text only, so that it drafts at any length: its cache begins at some token, and when the
-cache is full, it is emptied and begins anew half a window before the root. What it has read stays as far as the text
-agrees with it. It chooses as the target would, with the noise of the target's choices (infer/choice/slots.py).
+It reads the first tokens of the text (the attention sinks of StreamingLLM, arXiv 2309.17453) and the last ones, with
+positions inside its cache, so that it drafts at any length. When the cache is full, it is emptied and filled anew with
+the sinks and the last tokens, half a window in all. What it has read stays as far as the text agrees with it. It
+chooses as the target would, with the noise of the target's choices (infer/choice/slots.py).
 Shapes: B slots, T tokens of a pass, C chain, W rows of the cache, V vocabulary.
 """
 
@@ -33,12 +34,12 @@ class SmallModelDrafter(DeviceDrafter):
         gamma: tokens a step (TriForce: 2).
 
     Attributes:
-        window: rows of its cache.
+        window: rows of its cache. sinks: of them for the first tokens of the text (TriForce: 256 and 16).
 
     Raises ValueError for vocabularies or tokenizers that differ, and if gamma exceeds half the window.
     """
 
-    window = 256
+    window, sinks = 256, 16
 
     @validated
     def __init__(self, target: Instance[Target], small: Instance[Target], gamma: Count = 2):
@@ -48,7 +49,7 @@ class SmallModelDrafter(DeviceDrafter):
         self.small, self.gamma = small, gamma
         self.max_nodes = self.max_depth = gamma
         self._cache: KVCache | None = None
-        # Of all slots at most: tokens between the first one of the cache and the root, and how many of these it lacks.
+        # Of all slots at most: rows of the cache for the tokens before the root, and how many of these it lacks.
         self._span = self._missing = 0
 
     @property
@@ -64,14 +65,14 @@ class SmallModelDrafter(DeviceDrafter):
         if self._cache is None or self._cache.batch != cache.batch:
             self._cache = self.small.model.new_cache(cache.batch, self.window)
             self._read = torch.zeros(cache.batch, self.window, dtype=torch.int64, device=cache.lengths.device)
-            self._first = torch.zeros_like(cache.lengths)  # position in the text of the cache's first token
+            self._skipped = torch.zeros_like(cache.lengths)  # tokens of the text between the sinks and the next row
         before = min(len(request.prompt) - 1, self.window // 2)
         self._cache.reset([slot])
-        self._first[slot].fill_(len(request.prompt) - 1 - before)
+        self._skipped[slot].fill_(len(request.prompt) - 1 - before)
         self._span, self._missing = max(self._span, before), max(self._missing, before)
 
     def buffers(self) -> tuple[object, ...]:
-        return self._cache, self._read, self._first
+        return self._cache, self._read, self._skipped
 
     def plan(self, state: SlotState, budget: Budget) -> tuple[int, int, bool]:
         """How many tokens to draft, the most tokens that a slot must read before its root, and whether the caches of
@@ -89,10 +90,10 @@ class SmallModelDrafter(DeviceDrafter):
         assert cache is not None
         if begins_anew:
             cache.lengths.zero_()
-            self._first.copy_((state.positions - self.window // 2).clamp(min=0))
+            self._skipped.copy_((state.positions - self.window // 2).clamp(min=0))
         self._keep_agreeing(state)
-        missing_B = state.positions - self._first - cache.lengths
-        tokens_BT = state.history.read(self._first + cache.lengths, 1 + missing)
+        missing_B = state.positions - self._skipped - cache.lengths
+        tokens_BT = self._text(state, cache.lengths[:, None] + torch.arange(1 + missing, device=missing_B.device))
         logits_B1V = self._pass(tokens_BT, 1 + missing_B, missing_B)
         chain_BC = torch.full_like(state.roots, -1)[:, None].repeat(1, count)
         for i in range(count):
@@ -107,11 +108,14 @@ class SmallModelDrafter(DeviceDrafter):
         """Drop the rows from the first one on whose token is not the text's, and the root's: its logits are needed."""
         assert self._cache is not None
         # Within TriForce the cache may begin anew after a root that is then taken back.
-        self._first.copy_(torch.minimum(self._first, state.positions))
-        text_BW = state.history.read(self._first, self.window)
-        there_BW = torch.arange(self.window, device=text_BW.device) < self._cache.lengths[:, None]
-        agreeing_B = ((text_BW == self._read) & there_BW).cumprod(1).sum(1)
-        self._cache.rewind(torch.minimum(agreeing_B, state.positions - self._first))
+        self._skipped.copy_(torch.minimum(self._skipped, state.positions))
+        rows_1W = torch.arange(self.window, device=state.positions.device)[None]
+        agreeing_BW = (self._text(state, rows_1W) == self._read) & (rows_1W < self._cache.lengths[:, None])
+        self._cache.rewind(torch.minimum(agreeing_BW.cumprod(1).sum(1), state.positions - self._skipped))
+
+    def _text(self, state: SlotState, rows_BT: Tensor) -> Tensor:
+        """The tokens of the text that these rows of the cache stand for."""
+        return state.history.read_at(torch.where(rows_BT < self.sinks, rows_BT, rows_BT + self._skipped[:, None]))
 
     def _pass(self, tokens_BT: Tensor, counts_B: Tensor, at_B: Tensor) -> Tensor:
         """Run the model over these tokens and commit the first counts_B of them. Returns the logits [B, 1, V] of the

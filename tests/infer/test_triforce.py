@@ -125,17 +125,20 @@ def test_a_small_model_reads_the_end_of_a_text_and_each_token_of_it_about_twice(
 def test_a_full_cache_begins_anew_and_proposes_what_the_model_chooses_after_those_tokens(
     target, small, monkeypatch, gamma
 ):
-    """Of several slots, at whatever places they are."""
+    """The first tokens of the text and the last ones, at positions inside the cache. Of several slots, at whatever
+    places they are."""
     monkeypatch.setattr(SmallModelDrafter, "window", 14)
+    monkeypatch.setattr(SmallModelDrafter, "sinks", 3)
     drafter = SmallModelDrafter(target, small, gamma=gamma)
     propose, spans = drafter.propose, set()
 
     def checked(state, budget):
         tree = propose(state, budget)
         for slot in state.active.nonzero()[:, 0].tolist():
-            first, root = int(drafter._first[slot]), int(state.positions[slot])
-            text = state.history.tokens[slot, first : root + 1].tolist()
-            spans.add(root - first)
+            skipped, root = int(drafter._skipped[slot]), int(state.positions[slot])
+            whole = state.history.tokens[slot, : root + 1].tolist()
+            text = [*whole[:3], *whole[3 + skipped :]]
+            spans.add(root - skipped)
             for token in tree.tokens[slot, 1:].tolist():
                 assert token == int(small.model(Pass(torch.tensor([text]))).logits[0, -1].argmax())
                 text.append(token)
