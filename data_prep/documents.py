@@ -108,8 +108,9 @@ def _text(content: Any) -> str:
     """The text of a message's content: a text, or OpenAI's list of {"type": "text", "text": ...}. Raises Unusable."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     parts = parts if isinstance(parts, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    if not texts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+    of_text = [part for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [part["text"] for part in of_text if isinstance(part.get("text"), str)]
+    if not texts or len(texts) < len(parts):
         raise Unusable("content_not_text")
     text = "".join(texts)
     if NONCHARACTERS.search(text):

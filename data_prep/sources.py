@@ -176,7 +176,7 @@ def _of_hub(source: Source, number: int, patterns: Sequence[str]) -> tuple[Path,
     there is no network; no files), or if it streams (no folder; the files, of a fixed commit, with the hub's digests).
     """
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     name, _, revision = source.path.partition("@")
     try:

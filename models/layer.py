@@ -5,6 +5,7 @@ N = H + 2 K, d head width.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +165,9 @@ class Experts(nn.Module):
     def forward(self, stream: Stream, norm: RMSNorm, post_norm: RMSNorm | None = None) -> None:
         stream.add(self._sum, stream.normed(norm), post_norm)
 
-    def _sum(self, x_BTD: Tensor, _: RMSNorm | None = None, /, residual: Tensor | None = None) -> Tensor:
+    def _sum(
+        self, x_BTD: Tensor, _: RMSNorm | None = None, /, residual: Tensor | None = None, **_options: Any
+    ) -> Tensor:
         """The experts' sum as a `FusedLinear` of the stream (models/stream.py); x has been normed already."""
         weights = ExpertWeights(
             self.router, self.gate_up_proj, self.down_proj,
