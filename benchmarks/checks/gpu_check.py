@@ -152,8 +152,8 @@ def _command(name: str, args: argparse.Namespace, limit: int) -> list[str]:
         shown = ["-q", "--maxfail=20", "-p", "no:cacheprovider", "--durations=5", *workers]
         return [python, "-m", "pytest", *shown, *(["-k", few] if few else []), *map(str, files)]
     if name == "kernel benchmarks":
-        shapes = ["--device", device(), "--quick", "--name", "kernel_benchmarks", *(few or "").split()]
-        return [python, str(ROOT / "benchmarks/kernels/run.py"), *options, *shapes]
+        out, shapes = str(args.out / "kernel_benchmarks.json"), ["--quick", *(few or "").split()]
+        return [python, str(ROOT / "benchmarks/kernels/run.py"), "--out", out, "--device", device(), *shapes]
     return [python, __file__, "--stage", name, *options, "--methods", *args.methods]
 
 

@@ -1,6 +1,6 @@
 """Tree attention of one layer over a long cache: our implementation beside those of others.
 
-What all layers of a pass share (masks, bits, block masks, the host's copy of the lengths) is computed before the clock
+What all layers of a pass share (masks, bits, the host's copy of the lengths) is computed before the clock
 starts, for every candidate. Each peer is set up as well as possible: grouped heads are folded into the query rows if
 that avoids expanding K and V, masks are additive, and what follows a flash kernel is one compiled kernel on a GPU.
 Shapes: N query tokens of the pass, S committed rows, C capacity, H query heads, K key/value heads, G = H / K,
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longdraft.benchmarks.kernels.profiles import PROFILES, attention_work
-from longdraft.benchmarks.kernels.race import OURS, Bench, Build, NotTimed, Run, check_error, race
+from longdraft.benchmarks.kernels.race import OURS, PROFILES, Bench, Build, Profile, Run, Work, check_error, race
 from longdraft.kernels import tree_attention as ours
-from longdraft.kernels.backend import has_flash_attn
 from longdraft.kernels.tree import PassPlan
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 
@@ -120,30 +118,6 @@ def _sdpa(case: Case) -> Run:
     return lambda: case.unfolded(scaled_dot_product_attention(case.folded(), k, v, attn_mask=bias))
 
 
-def _flex(case: Case) -> Run:
-    if not case.q_1NHd.is_cuda:
-        raise NotTimed("not available", "left out on a CPU, where compiling it takes longer than all else")
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    (q,), (k, v) = heads_first(case.q_1NHd), _rows(case)
-    own, length, last = case.tree_1NN[0], case.length, case.q_1NHd.shape[1] - 1
-
-    def opened(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        del batch, head
-        return (key < length) | own[row.clamp(max=last), (key - length).clamp(0, last)]
-
-    torch._dynamo.reset()  # otherwise PyTorch stops compiling after several shapes
-    blocks = create_block_mask(opened, 1, 1, last + 1, k.shape[2], device=q.device.type)
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    @torch.no_grad()
-    def run() -> Tensor:
-        out: Any = compiled(q, k, v, block_mask=blocks, enable_gqa=case.groups > 1)
-        return out.transpose(1, 2)
-
-    return run
-
-
 def _with_own_rows(
     q_KQd: Tensor, k_KNd: Tensor, v_KNd: Tensor, bias_QN: Tensor, old_KQd: Tensor, old_lse_KQ: Tensor
 ) -> Tensor:
@@ -155,30 +129,17 @@ def _with_own_rows(
 
 
 def _flash(case: Case) -> Run:
-    """A flash kernel over the prefix (flash-attn's, else PyTorch's), merged with attention over the tree."""
-    k, v = _rows(case)
-    if k.is_cuda and k.dtype == torch.float32:
-        raise NotTimed("not available", "flash kernels take fp16 and bf16 on a GPU")
-    (old_k, k), (old_v, v) = ((x[:, :, : case.length], x[0, :, case.length :]) for x in (k, v))
+    """PyTorch's flash kernel over the prefix, merged with attention over the tree."""
+    (old_k, k), (old_v, v) = ((x[:, :, : case.length], x[0, :, case.length :]) for x in _rows(case))
     bias = _additive(case.tree_1NN[0], torch.float32).repeat(case.groups, 1)
     merge = torch.compile(_with_own_rows, dynamic=False) if k.is_cuda else _with_own_rows
-    lengths, aten = case.lengths_1.int(), torch.ops.aten
+    aten = torch.ops.aten
     on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
     kernel = aten._scaled_dot_product_flash_attention if k.is_cuda else on_cpu
 
-    def prefix(q_1KQd: Tensor) -> tuple[Tensor, Tensor]:
-        if not (has_flash_attn() and k.is_cuda):
-            return kernel(q_1KQd, old_k, old_v)[:2]
-        from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
-
-        cache = case.keys_1CKd, case.values_1CKd
-        q_1QKd = q_1KQd.transpose(1, 2)
-        out, lse_1KQ = flash_attn_with_kvcache(q_1QKd, *cache, cache_seqlens=lengths, return_softmax_lse=True)
-        return out.transpose(1, 2), lse_1KQ
-
     def run() -> Tensor:
         q_1KQd = case.folded()
-        old, lse = prefix(q_1KQd)
+        old, lse = kernel(q_1KQd, old_k, old_v)[:2]
         return case.unfolded(merge(q_1KQd[0], k, v, bias, old[0], lse[0])[None])
 
     return run
@@ -187,7 +148,6 @@ def _flash(case: Case) -> Run:
 IMPLEMENTATIONS: dict[str, Build] = {
     OURS: _ours,
     "SDPA, dense mask": _sdpa,
-    "FlexAttention, block mask": _flex,  # before the other that compiles, because it clears what was compiled
     "flash prefix + tree": _flash,
 }
 
@@ -207,5 +167,14 @@ def measure(
         for n in nodes:
             work = attention_work(PROFILES[profile], context, n, bench.dtype.itemsize, int(random_tree(n).sum()))
             shape = {"benchmark": "attention", "profile": profile, "context": context, "nodes": n}
-            found += race(bench, shape, builds, lambda at=context, n=n: [make_case(bench, profile, at, n)], check, work)
+            found += race(bench, shape, builds, [make_case(bench, profile, context, n)], check, work)
     return found
+
+
+def attention_work(profile: Profile, context: int, nodes: int, itemsize: int, tree_pairs: int) -> Work:
+    """One layer's attention in a pass of `nodes` rows after `context` rows: K and V read once, queries read, output
+    written; both products over all pairs that are not masked. tree_pairs: those among the pass's own rows."""
+    keys_and_values = 2 * (context + nodes) * profile.n_kv_heads * profile.head_dim
+    rows = 2 * nodes * profile.n_heads * profile.head_dim
+    flops = 4 * profile.n_heads * profile.head_dim * (nodes * context + tree_pairs)
+    return Work((keys_and_values + rows) * itemsize, flops)

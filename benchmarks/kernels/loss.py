@@ -6,16 +6,14 @@ Shapes: P heads, M rows of a head, D hidden width, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longdraft.benchmarks.kernels.profiles import PROFILES, loss_work
-from longdraft.benchmarks.kernels.race import OURS, Bench, Build, NotTimed, Run, check_error, race
-from longdraft.kernels.linear import emulates_bf16
+from longdraft.benchmarks.kernels.race import OURS, PROFILES, Bench, Build, Profile, Run, Work, check_error, race
 from longdraft.kernels.linear_loss import IGNORED, LossPart, linear_loss
 
 HEADS = 3
@@ -92,7 +90,7 @@ def _plain(case: Case) -> Run:
 
 def _liger(case: Case) -> Run:
     if not case.weight_VD.is_cuda:
-        raise NotTimed("not available", "Liger's kernel needs a CUDA device; Triton's interpreter is for tests alone")
+        raise RuntimeError("Liger's kernel needs a CUDA device")
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as liger
 
     def loss(leaf: Tensor, labels_M: Tensor) -> Tensor:
@@ -112,16 +110,15 @@ def check(_: str, case: Any, found: Found) -> None:
 
 
 def measure(bench: Bench, profile: str, n_rows: int, builds: Mapping[str, Build] = IMPLEMENTATIONS) -> list[dict]:
-    """Return a row for each implementation, with its peak memory. A CPU that emulates bf16 is measured in fp32, because
-    one would train in that."""
-    if bench.device.type == "cpu" and emulates_bf16():
-        bench = replace(bench, dtype=torch.float32)
-    dtype = str(bench.dtype).removeprefix("torch.")
-    shape = {"benchmark": "loss", "profile": profile, "rows": n_rows, "heads": HEADS, "dtype": dtype}
+    """Return a row for each implementation, with its peak memory."""
+    shape = {"benchmark": "loss", "profile": profile, "rows": n_rows, "heads": HEADS}
     work = loss_work(PROFILES[profile], n_rows, HEADS, bench.dtype.itemsize)
-
-    def cases() -> list[Case]:
-        small = make_case(bench, profile, min(SMALL_ROWS, n_rows), True)
-        return [small, make_case(bench, profile, n_rows, False)]
-
+    cases = [make_case(bench, profile, min(SMALL_ROWS, n_rows), True), make_case(bench, profile, n_rows, False)]
     return race(bench, shape, builds, cases, check, work, memory=True)
+
+
+def loss_work(profile: Profile, rows: int, heads: int, itemsize: int) -> Work:
+    """Loss and hidden gradients of `heads` heads on one LM head: a product each for logits and gradients; the head is
+    read once, hidden states are read, gradients written."""
+    head = profile.vocab_size * profile.hidden_size
+    return Work((head + 2 * heads * rows * profile.hidden_size) * itemsize, 4 * heads * rows * head)

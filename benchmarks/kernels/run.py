@@ -1,13 +1,12 @@
-"""Measures our kernels and target passes beside others' implementations and against this machine's ceilings.
+"""Measures our kernels beside others' implementations and against this machine's ceilings.
 
 `python benchmarks/kernels/run.py --quick` prints a table; the last line is one JSON object. benchmarks/README.md says
-what is measured and how. The exit status is 1 if an implementation of ours gave a wrong output or failed; it is not
-timed then. Drafters are measured by `longdraft bench`.
+what is measured and how. The exit status is 1 if an implementation of ours failed or gave a wrong output; it is not
+timed then. Drafters and passes of a target are measured by `longdraft bench`.
 """
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,123 +15,85 @@ import torch
 
 from longdraft.benchmarks.drafters.metrics import lay_out
 from longdraft.benchmarks.drafters.provenance import hardware, provenance
-from longdraft.benchmarks.kernels import attention, loss, step
-from longdraft.benchmarks.kernels.profiles import POSITIONS, PROFILES
-from longdraft.benchmarks.kernels.race import DTYPES, OURS, Bench, Ceilings
+from longdraft.benchmarks.kernels import attention, loss
+from longdraft.benchmarks.kernels.race import DTYPES, OURS, PROFILES, Bench
+from longdraft.kernels.linear import emulates_bf16
 from longdraft.models.device import check_device, default_device
 
-# In this order; once the budget is spent, the rest is reported as not measured.
 TITLES = {
     "attention": "Tree attention of one layer, one sequence",
-    "step": "A target pass of several rows, one sequence",
     "loss": "Loss and hidden gradients of heads that share one LM head",
 }
-PACKAGES = ("torch", "triton", "transformers", "flash_attn", "liger_kernel")
-# Default values: (on a GPU, quick on a GPU, on a CPU, quick on a CPU).
+PACKAGES = ("torch", "triton", "liger_kernel")
+# Default values by device, and those that --quick replaces.
 DEFAULTS = {
-    "profile": (["llama3.1-8b"], ["llama3.1-8b"], ["smollm2-135m"], ["smollm2-135m"]),
-    "contexts": ([8192, 32768, 131072], [8192, 65536], [1024, 8192], [1024]),
-    "nodes": ([1, 16, 64, 128], [64], [1, 8, 16, 64], [1, 8]),
-    "rows": (8192, 8192, 512, 64),
-    "turns": (10, 3, 9, 3),
-    "budget": (1500.0, 150.0, 1500.0, 150.0),
+    "cuda": {"profile": ["llama3.1-8b"], "contexts": [8192, 32768, 131072], "nodes": [1, 16, 64, 128], "rows": 8192},
+    "cpu": {"profile": ["smollm2-135m"], "contexts": [1024, 8192], "nodes": [1, 8, 16, 64], "rows": 512},
 }
+QUICK = {"cuda": {"contexts": [8192, 65536], "nodes": [64]}, "cpu": {"contexts": [1024], "nodes": [1, 8], "rows": 64}}
+TURNS, QUICK_TURNS = 9, 3
 # Key of a row: (title of its column, format, factor). A table has the columns of which one of its rows has a figure.
 COLUMNS = {
-    "profile": ("profile", "", None), "dtype": ("dtype", "", None), "context": ("context", "", 1),
-    "layers": ("layers", "", 1), "nodes": ("rows", "", 1), "rows": ("rows", "", 1), "heads": ("heads", "", 1),
-    "implementation": ("implementation", "", None),
-    "ms": ("ms", ".3f", 1), "bytes_per_second": ("GB/s", ",.1f", 1e-9), "share_of_copy": ("of copy", ".0%", 1),
-    "flops_per_second": ("TFLOP/s", ",.3f", 1e-12), "share_of_products": ("of products", ".0%", 1),
-    "peak_bytes": ("peak MiB", ",.0f", 2**-20),
-    "over_one_row": ("over 1 row", ".2f", 1), "over_longdraft": ("over ours", ".2f", 1),
+    "profile": ("profile", "", None), "context": ("context", "", 1), "nodes": ("rows", "", 1),
+    "rows": ("rows", "", 1), "heads": ("heads", "", 1), "implementation": ("implementation", "", None),
+    "ms": ("ms", ".3f", 1), "share_of_copy": ("of copy", ".0%", 1), "share_of_products": ("of products", ".0%", 1),
+    "peak_bytes": ("peak MiB", ",.0f", 2**-20), "over_longdraft": ("over ours", ".2f", 1),
 }  # fmt: skip
 
 
 def read(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments and fill in every default."""
-    parser = argparse.ArgumentParser(description="Kernels and target passes against the machine's ceilings.")
+    parser = argparse.ArgumentParser(description="Kernels against their peers and the machine's ceilings.")
     add = parser.add_argument
-    help = "any of attention, step, loss; ceilings alone: only those (default: all)"
-    add("what", nargs="*", metavar="WHAT", help=help)
+    add("what", nargs="?", choices=(*TITLES, "ceilings"), help="only this (default: all)")
     add("--profile", nargs="+", choices=PROFILES, help="whose shapes (default: llama3.1-8b, on a CPU smollm2-135m)")
-    add("--contexts", nargs="+", type=_up_to(POSITIONS), help="committed rows, of attention and step")
-    add("--nodes", nargs="+", type=_up_to(128), help="rows of a pass, 1 to 128, of attention and step")
-    add("--rows", type=_up_to(2**20), help="of each head's loss")
-    add("--dtype", choices=DTYPES, default="bf16")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--turns", type=_up_to(1000), help="of the implementations")
-    add("--budget", type=float, help="seconds, after which nothing new begins")
-    add("--quick", action="store_true", help="fewer shapes and turns, within 150 s")
-    add("--out", type=Path, metavar="FOLDER", help="also write NAME.json and NAME.txt there")
-    add("--name", help="of these files (default: DATE-COMMIT-HARDWARE)")
+    add("--contexts", nargs="+", type=int, help="committed rows, of attention")
+    add("--nodes", nargs="+", type=int, help="rows of a pass, of attention")
+    add("--rows", type=int, help="of each head's loss")
+    add("--dtype", choices=DTYPES, help="default: bf16, or fp32 on a CPU that emulates it")
+    add("--device", help="default: cuda if there is a GPU, else cpu")
+    add("--quick", action="store_true", help="fewer shapes and turns")
+    add("--out", type=Path, metavar="FILE.json", help="also write the result there, and the table beside it as .txt")
     args = parser.parse_args(argv)
-    if unknown := sorted(set(args.what) - {*TITLES, "ceilings"}):
-        parser.error(f"{', '.join(unknown)}: no benchmark; give any of {', '.join(TITLES)}, ceilings")
-    args.what = args.what or list(TITLES)
-    name, otherwise = "--device", "give --device cpu"
     try:
-        device = default_device(name, otherwise) if args.device == "auto" else check_device(args.device, name)
+        given, name = args.device, "--device"
+        device = check_device(given, name) if given else default_device(name, "give --device cpu")
     except ValueError as error:
         parser.error(str(error))
     args.device = device.type
-    for name, values in DEFAULTS.items():
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" and emulates_bf16() else "bf16")
+    for name, value in (DEFAULTS[device.type] | (QUICK[device.type] if args.quick else {})).items():
         if getattr(args, name) is None:
-            setattr(args, name, values[2 * (device.type != "cuda") + args.quick])
+            setattr(args, name, value)
     return args
-
-
-def _up_to(most: int):
-    def number(text: str) -> int:
-        if not text.isdecimal() or not 1 <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not from 1 to {most}")
-        return int(text)
-
-    return number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = read(argv)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    bench = Bench(torch.device(args.device), DTYPES[args.dtype], args.turns, args.budget)
+    bench = Bench(torch.device(args.device), DTYPES[args.dtype], QUICK_TURNS if args.quick else TURNS)
     result = provenance(bench.dtype, PACKAGES) | {"hardware": hardware(bench.device), "device": args.device}
-    result["settings"] = {name: value for name, value in vars(args).items() if name not in ("out", "name")}
     result |= {"ceilings": bench.ceilings._asdict(), "results": []}
-    print(bench.ceilings, flush=True)
-    measures = {
-        "attention": lambda shape: attention.measure(bench, shape, args.contexts, args.nodes),
-        "step": lambda shape: step.measure(bench, shape, args.contexts, args.nodes),
-        "loss": lambda shape: loss.measure(bench, shape, args.rows),
-    }
-    for name, measure in measures.items():
-        for profile in args.profile:
-            if name in args.what:
-                result["results"] += measure(profile)
-                result["seconds"] = round(args.budget - bench.left, 1)
-                _write(result, args)  # so that a run that is killed leaves what it has
+    for profile in args.profile:
+        if args.what in (None, "attention"):
+            result["results"] += attention.measure(bench, profile, args.contexts, args.nodes)
+        if args.what in (None, "loss"):
+            result["results"] += loss.measure(bench, profile, args.rows)
     print("\n" + table(result))
     print(json.dumps(result))
-    bad = [r for r in result["results"] if r["implementation"].startswith(OURS) and r["status"] in ("wrong", "failed")]
-    return 1 if bad else 0
-
-
-def _write(result: dict, args: argparse.Namespace) -> None:
-    if args.out is None:
-        return
-    commit = (result["commit"] or "unknown").rstrip("+")[:8]
-    machine = re.sub(r"[^a-z0-9]+", "-", result["hardware"].lower()).strip("-")
-    stem = args.name or f"{result['date'][:10]}-{commit}-{machine}"
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / f"{stem}.txt").write_text(table(result) + "\n")
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.with_suffix(".txt").write_text(table(result) + "\n")
+    return int(any("problem" in row for row in result["results"] if row["implementation"] == OURS))
 
 
 def table(result: dict) -> str:
     """The result as text: a table for each benchmark; a row that was not timed ends in the reason."""
+    copy, products = (result["ceilings"][name] for name in ("copy", "products"))
     lines = [
         f"{result['hardware']}, {result['threads']} threads, {result['dtype']}, commit {result['commit']}, "
         f"torch {result['versions']['torch']}, {result['date']}",
-        str(Ceilings(**result["ceilings"])),
+        f"ceilings: copy {copy / 1e9:,.1f} GB/s (read and written), products {products / 1e12:,.3f} TFLOP/s",
     ]
     for name, title in TITLES.items():
         if rows := [row for row in result["results"] if row["benchmark"] == name]:
@@ -148,7 +109,7 @@ def _lines(rows: Sequence[dict]) -> list[str]:
     lines = ["  ".join(header).rstrip()]
     lines.append("-" * len(lines[0]))
     for cells, row in zip(padded, rows, strict=True):
-        shown = cells if "ms" in row else [*cells[: what + 1], f"{row['status']}: {row['reason']}"]
+        shown = [*cells[: what + 1], row["problem"]] if "problem" in row else cells
         lines.append("  ".join(shown).rstrip())
     return lines
 

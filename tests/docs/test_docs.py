@@ -201,7 +201,7 @@ def known_options() -> frozenset[str]:
     """Of all our commands, and the few of others' that pages speak of."""
     found = {"--num_gpus", "--include", "--hostfile", "--master_port", "--no-deps"}
     commands = [f"longdraft {name}" for name in cli.COMMANDS] + ["longdraft prepare regenerate"]
-    for command in [*commands, "python benchmarks/kernels/run.py", "python benchmarks/kernels/limits.py"]:
+    for command in [*commands, "python benchmarks/kernels/run.py"]:
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             call(shlex.split(f"{command} --help"))
