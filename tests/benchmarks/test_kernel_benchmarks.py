@@ -130,14 +130,8 @@ def test_figures_follow_from_the_time(bench, monkeypatch):
     """8 MB and 16 MFLOP in 8 ms, on 2 GB/s of copy and 8 GFLOP/s."""
     monkeypatch.setattr(Bench, "in_turns", lambda self, runs: dict.fromkeys(runs, 0.008))
     bench.ceilings = Ceilings(2e9, 8e9)
-    (row,) = race.race(
-        bench,
-        {},
-        {OURS: lambda case: lambda: None},
-        [make_case(bench, TINY, 5, 1)],
-        Mock(),
-        race.Work(8_000_000, 16_000_000),
-    )
+    work = race.Work(8_000_000, 16_000_000)
+    (row,) = race.race(bench, {}, {OURS: lambda case: lambda: None}, [make_case(bench, TINY, 5, 1)], Mock(), work)
     assert row["ms"] == 8 and row["over_longdraft"] == 1
     assert row["share_of_copy"] == pytest.approx(0.5) and row["share_of_products"] == pytest.approx(0.25)
 
@@ -157,9 +151,8 @@ def test_ceilings_are_positive_and_peaks_are_counted(bench, monkeypatch):
 
 def test_a_table_says_why_there_is_no_time():
     row = {"profile": "tiny", "context": 7, "nodes": 2, "implementation": "peer"}
-    lines = run._lines(
-        [row | {"problem": "wrong: max"}, row | {"implementation": "ours", "ms": 1.5, "share_of_copy": 0.8}]
-    )
+    timed = row | {"implementation": "ours", "ms": 1.5, "share_of_copy": 0.8}
+    lines = run._lines([row | {"problem": "wrong: max"}, timed])
     assert lines[0].split() == ["profile", "context", "rows", "implementation", "ms", "of", "copy"]
     assert lines[2] == "tiny           7     2  peer            wrong: max"
     assert lines[3].split() == ["tiny", "7", "2", "ours", "1.500", "80%"]
