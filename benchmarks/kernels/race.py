@@ -26,6 +26,9 @@ CEILING_SIZES = {"cuda": (2**29, 8192), "cpu": (2**26, 512)}
 # In fp32 the error of plain PyTorch may happen to be zero; this fraction of the largest value is always allowed.
 FLOOR = 2e-5
 
+# What PyTorch and other libraries raise for what they do not support, and a wrong output.
+UNSUPPORTED = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, AttributeError, LookupError)
+
 Run = Callable[[], Any]
 # Prepares a candidate for a case; masks, layouts and whatever else the layers of a pass share are not timed.
 Build = Callable[[Any], Run]
@@ -58,7 +61,7 @@ class Work(NamedTuple):
     flops: int
 
 
-class Wrong(Exception):
+class Wrong(ValueError):
     """A candidate's output is wrong."""
 
 
@@ -148,7 +151,7 @@ def race(
         rows[name] = {**shape, "implementation": name}
         try:
             ready[name] = _examined(name, build, cases, check)
-        except Exception as error:  # whatever PyTorch, compilers and other libraries raise for what they do not support
+        except UNSUPPORTED as error:
             rows[name]["problem"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
             print(f"  {name}: {rows[name]['problem']}", flush=True)
             continue
