@@ -52,7 +52,7 @@ def chain_attention(
     if (triton := backend.triton_kernels("tree_attention", q_BTHd.device.type)) is not None:
         return in_slices(triton, q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window, sinks_H)
     if rows.attends_chains(q_BTHd):
-        return rows.chain_rows(q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window, sinks_H)
+        return rows.rows_with_sinks(q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, None, window, sinks_H)
     outputs = []
     for b, length in enumerate(plan.lengths_B.tolist()):
         first = 0 if window is None else max(0, length - window + 1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.cpu import rows
-from longdraft.kernels.cpu.library import fields, make_call, pointer
+from longdraft.kernels.cpu.library import fits, make_call, pointers, structure
 
 
 class Matrices(NamedTuple):
@@ -55,32 +55,20 @@ class BlockWeights(NamedTuple):
         return self._replace(matrices=Matrices(*(rows.in_bytes(matrix.numbers_NI) for matrix in self.matrices)))
 
 
-class _Weights(ctypes.Structure):
-    """`draft_weights` of rows.c: each matrix is its numbers and its scales."""
-
-    _fields_ = fields(" ".join((*(f"{name} {name}_scales" for name in Matrices._fields), *Vectors._fields)), "")
-
-
-class _Calls(ctypes.Structure):
-    """`draft_calls` of rows.c."""
-
-    _fields_ = [
-        *((name, rows.Linear) for name in ("behind", "qkv", "self_o", "cross_q", "cross_o", "gate_up", "down", "head")),
-        *((name, rows.Rotation) for name in ("behind_turned", "turned", "cross_turned")),
-        *((name, rows.Attention) for name in ("attended", "crossed")),
-    ]
-
-
-class _Block(ctypes.Structure):
-    """`draft_block` of rows.c."""
-
-    _fields_ = fields(
-        "weights calls tokens embeddings cos sin logits rest keys values lengths ends mask target_keys target_values "
-        "target_lengths history behind_starts behind_rest",
-        "batch rows before n_behind hidden heads kv_heads width inner vocab window slot row target_slot target_row "
-        "history_slot offset",
-        "eps scale embedding_scale",
-    )
+# `draft_weights`, in which each matrix is its numbers and its scales, `draft_calls` and `draft_block` of rows.c.
+Weights = structure(addresses=" ".join((*(f"{name} {name}_scales" for name in Matrices._fields), *Vectors._fields)))
+Calls = structure(
+    (rows.Linear, "behind qkv self_o cross_q cross_o gate_up down head"),
+    (rows.Rotation, "behind_turned turned cross_turned"),
+    (rows.Attention, "attended crossed"),
+)
+Block = structure(
+    addresses="weights calls tokens embeddings cos sin logits rest keys values lengths ends mask "
+    "target_keys target_values target_lengths history behind_starts behind_rest",
+    sizes="batch rows before n_behind hidden heads kv_heads width inner vocab window slot row "
+    "target_slot target_row history_slot offset",
+    floats="eps scale embedding_scale",
+)
 
 
 class Inputs(NamedTuple):
@@ -116,30 +104,31 @@ class DraftBlock:
     ):
         for numbers_NI, scales_N in weights.matrices:
             assert numbers_NI.dtype == (weights.dtype if scales_N is None else torch.int8)
-            assert scales_N is None or (scales_N.dtype, scales_N.shape) == (torch.float32, numbers_NI.shape[:1])
-        keys, _ = own_cache
-        width = keys.shape[3]
+            assert fits(scales_N, torch.float32, len(numbers_NI))
+        keys, width = own_cache[0], own_cache[0].shape[3]
         for k, v in (own_cache, target_cache):
             assert k.stride() == v.stride() and k.stride()[2:] == (width, 1) and k.dtype == v.dtype == weights.dtype
         for table in (inputs.embeddings_VD, inputs.cos_PF, inputs.sin_P2F):
             assert table.is_contiguous() and table.dtype == weights.dtype
-        self._kept = weights, inputs, own_cache, target_cache  # C has only addresses: keep tensors held here alone
-        addresses = map(pointer, (*(tensor for matrix in weights.matrices for tensor in matrix), *weights.vectors))
-        self._table, self._calls = _Weights(*addresses), _Calls()
+        table = Weights(*pointers(*(tensor for matrix in weights.matrices for tensor in matrix), *weights.vectors))
+        calls = Calls()
+        self._kept = weights, inputs, own_cache, target_cache, table, calls  # C has their addresses alone
         (vocab, hidden), inner = weights.matrices.head.numbers_NI.shape, weights.matrices.down.numbers_NI.shape[1]
         self._batch, self._rows = len(keys), min(keys.shape[1], len(inputs.cos_PF))
         self._dtype, self._vocab, kv, turning = weights.dtype, vocab, n_kv_heads * width, width // 2 * 3
         # Numbers of scratch for each row of the pass, and for each of the `n_behind` rows before it.
         self._scratch = 6 * n_heads * width + 3 * kv + 4 * hidden + inner + turning
         self._scratch_behind = hidden + 3 * kv + turning
-        self._name = f"draft_block_{rows.SUFFIXES[weights.dtype]}"
-        a = self._arguments = _Block(heads=n_heads, kv_heads=n_kv_heads, width=width, window=window, eps=eps)
-        a.weights, a.calls = ctypes.addressof(self._table), ctypes.addressof(self._calls)
-        a.keys, a.values, a.target_keys, a.target_values = map(Tensor.data_ptr, (*own_cache, *target_cache))
-        (a.slot, a.row), (a.target_slot, a.target_row) = keys.stride()[:2], target_cache[0].stride()[:2]
-        a.embeddings, a.cos, a.sin = map(Tensor.data_ptr, (inputs.embeddings_VD, inputs.cos_PF, inputs.sin_P2F))
-        a.embedding_scale, a.scale = torch.tensor(inputs.scale, dtype=weights.dtype).item(), width**-0.5
-        a.hidden, a.inner, a.vocab = hidden, inner, vocab
+        scale = torch.tensor(inputs.scale, dtype=weights.dtype).item()
+        (slot, row), (target_slot, target_row) = keys.stride()[:2], target_cache[0].stride()[:2]
+        a = self._arguments = Block(
+            hidden=hidden, heads=n_heads, kv_heads=n_kv_heads, width=width, inner=inner, vocab=vocab, window=window,
+            slot=slot, row=row, target_slot=target_slot, target_row=target_row,
+            eps=eps, scale=width**-0.5, embedding_scale=scale,
+        )  # fmt: skip
+        a.weights, a.calls = ctypes.addressof(table), ctypes.addressof(calls)
+        a.embeddings, a.cos, a.sin = pointers(inputs.embeddings_VD, inputs.cos_PF, inputs.sin_P2F)
+        a.keys, a.values, a.target_keys, a.target_values = pointers(*own_cache, *target_cache)
 
     def run(
         self,
@@ -166,26 +155,26 @@ class DraftBlock:
         """
         batch, n_tokens = tokens_BT.shape
         before, a = mask_BTN.shape[2] - n_tokens, self._arguments
-        assert before >= 0 and (mask_BTN.dtype, mask_BTN.shape[:2]) == (torch.bool, tokens_BT.shape)
-        for tensor, shape in ((tokens_BT, (batch, n_tokens)), (lengths_B, (batch,)), (target_lengths_B, (batch,))):
-            assert (tensor.dtype, tensor.shape) == (torch.int64, shape) and batch <= self._batch
+        assert before >= 0 and batch <= self._batch
         assert int(lengths_B.max()) + max(before + n_tokens, offset + 1) <= self._rows, "no room behind the lengths"
         tokens_BT, mask_BTN = tokens_BT.contiguous(), mask_BTN.contiguous()
         lengths_B, target_lengths_B = lengths_B.contiguous(), target_lengths_B.contiguous()
+        assert fits(tokens_BT, torch.int64, batch, n_tokens) and fits(mask_BTN, torch.bool, *mask_BTN.shape)
+        assert fits(lengths_B, torch.int64, batch) and fits(target_lengths_B, torch.int64, batch)
         logits = torch.empty(batch, n_tokens, self._vocab, dtype=self._dtype)
         rest = torch.empty(batch * n_tokens * self._scratch, dtype=self._dtype)
         ends_B = lengths_B + before if before else lengths_B
-        a.tokens, a.mask, a.logits, a.rest = map(Tensor.data_ptr, (tokens_BT, mask_BTN, logits, rest))
-        a.lengths, a.ends, a.target_lengths = map(Tensor.data_ptr, (lengths_B, ends_B, target_lengths_B))
+        a.tokens, a.mask, a.logits, a.rest = pointers(tokens_BT, mask_BTN, logits, rest)
+        a.lengths, a.ends, a.target_lengths = pointers(lengths_B, ends_B, target_lengths_B)
         if n_behind:
-            assert history_BS is not None and (history_BS.dtype, history_BS.stride(1)) == (torch.int64, 1)
-            assert len(history_BS) == batch
+            assert history_BS is not None and len(history_BS) == batch
+            assert (history_BS.dtype, history_BS.stride(1)) == (torch.int64, 1)
             starts_B = lengths_B - n_behind
             rest_behind = torch.empty(batch * n_behind * self._scratch_behind, dtype=self._dtype)
-            a.history, a.behind_starts, a.behind_rest = map(Tensor.data_ptr, (history_BS, starts_B, rest_behind))
+            a.history, a.behind_starts, a.behind_rest = pointers(history_BS, starts_B, rest_behind)
             a.history_slot = history_BS.stride(0)
         a.batch, a.rows, a.before, a.n_behind, a.offset = batch, n_tokens, before, n_behind, offset
-        make_call(self._name, a, f"a block of {batch * n_tokens} tokens")
+        make_call("draft_block", self._dtype, a, f"a block of {batch * n_tokens} tokens")
         return logits
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.cpu import rows
-from longdraft.kernels.cpu.library import fields, make_call, pointer
+from longdraft.kernels.cpu.library import fits, make_call, pointers, structure
 
 # Above this many tokens, of all slots together, a pass takes so long that Python's share does not matter.
 MOST_TOKENS = 32
@@ -41,30 +41,14 @@ class LayerWeights(NamedTuple):
     window: int | None
 
 
-class _Layer(ctypes.Structure):
-    """`layer` of rows.c."""
-
-    _fields_ = [*((name, ctypes.c_void_p) for name in LayerWeights._fields[:-1]), ("window", ctypes.c_ssize_t)]
-
-
-class _Calls(ctypes.Structure):
-    """`layer_calls` of rows.c."""
-
-    _fields_ = [
-        *((name, rows.Linear) for name in ("qkv", "o", "gate_up", "down")),
-        ("turned", rows.Rotation),
-        ("attended", rows.Attention),
-    ]
-
-
-class _DecoderLayers(ctypes.Structure):
-    """`decoder_layers` of rows.c."""
-
-    _fields_ = fields(
-        "table calls x cos sin y projected turned rest keys values lengths mask",
-        "layers batch rows hidden heads kv_heads width inner period ends_early cache_layer cache_slot cache_row",
-        "eps scale",
-    )
+# `layer`, `layer_calls` and `decoder_layers` of rows.c.
+Layer = structure(addresses=" ".join(LayerWeights._fields[:-1]), sizes="window")
+Calls = structure((rows.Linear, "qkv o gate_up down"), (rows.Rotation, "turned"), (rows.Attention, "attended"))
+DecoderLayers = structure(
+    addresses="table calls x cos sin y projected turned rest keys values lengths mask",
+    sizes="layers batch rows hidden heads kv_heads width inner period ends_early cache_layer cache_slot cache_row",
+    floats="eps scale",
+)
 
 
 class LayersOutput(NamedTuple):
@@ -87,8 +71,7 @@ class LayerTable:
     """
 
     def __init__(self, layers: Sequence[LayerWeights], n_heads: int, n_kv_heads: int, eps: float):
-        entries = [_Layer(*map(pointer, layer[:-1]), layer.window or 0) for layer in layers]
-        self._entries = (_Layer * len(entries))(*entries)
+        self._entries = (Layer * len(layers))(*(Layer(*pointers(*layer[:-1]), layer.window or 0) for layer in layers))
         self._heads, self._eps = (n_heads, n_kv_heads), eps
         (self._hidden, self._inner), self._dtype = layers[0].down_DF.shape, layers[0].down_DF.dtype
 
@@ -118,19 +101,18 @@ class LayerTable:
         mask = None if tree_mask_BTT is None else tree_mask_BTT.contiguous()
         assert hidden == self._hidden and keys.stride() == values.stride() and keys.stride()[3:] == (width, 1)
         assert keys.dtype == values.dtype == x.dtype == cos.dtype == self._dtype and cos.shape[1] == n_tokens
-        assert lengths_B.is_contiguous() and (lengths_B.dtype, len(lengths_B)) == (torch.int64, batch)
-        assert mask is None or (mask.dtype, mask.shape) == (torch.bool, (batch, n_tokens, n_tokens))
+        assert fits(lengths_B, torch.int64, batch) and fits(mask, torch.bool, batch, n_tokens, n_tokens)
         y, pass_shape = torch.empty_like(x), (n_layers, batch, n_tokens)
         projected, rotated = x.new_empty(*pass_shape, turned + kv_heads, width), x.new_empty(*pass_shape, turned, width)
         rest = x.new_empty(*pass_shape, heads * width + 2 * hidden + self._inner)
-        calls = torch.empty(n_layers * ctypes.sizeof(_Calls), dtype=torch.uint8)
-        pointers = self._entries, calls, x, cos, sin, y, projected, rotated, rest, keys, values, lengths_B, mask
-        arguments = _DecoderLayers(
-            ctypes.addressof(self._entries), *map(pointer, pointers[1:]),
+        calls = torch.empty(n_layers * ctypes.sizeof(Calls), dtype=torch.uint8)
+        arguments = DecoderLayers(
+            ctypes.addressof(self._entries),
+            *pointers(calls, x, cos, sin, y, projected, rotated, rest, keys, values, lengths_B, mask),
             n_layers, batch, n_tokens, hidden, heads, kv_heads, width, self._inner, len(cos) * n_tokens, ends_early,
             *keys.stride()[:3], self._eps, width**-0.5,
         )  # fmt: skip
-        make_call(f"layers_{rows.SUFFIXES[x.dtype]}", arguments, f"the layers of {batch * n_tokens} tokens")
+        make_call("layers", x.dtype, arguments, f"the layers of {batch * n_tokens} tokens")
         return LayersOutput(y, rotated[..., :heads, :], rotated[..., heads:, :], projected[..., turned:, :])
 
 

@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent
 SOURCES = FOLDER / "rows.c", *sorted(FOLDER.glob("*.inc"))
 # No -ffast-math: it would assume that infinities and NaN never occur, and flush denormals process-wide.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-pthread", "-fPIC"]
+SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of the C functions for each element type
 # Whether this thread is inside `decoding`.
 is_decoding: ContextVar[bool] = ContextVar("is_decoding", default=False)
 
@@ -44,8 +45,9 @@ def _place(name: str) -> Path:
     return folder / name
 
 
-def _build(compiler: str) -> Path:
+def _build() -> Path:
     """Compile the library, unless there already is one for these sources, this compiler and this processor."""
+    compiler = _compiler() or "cc"
     flags = [*FLAGS, "-mno-avx512f"] if os.environ.get("LONGDRAFT_CPU_KERNELS") == "avx2" else FLAGS
     processor = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
     features = sorted({line for line in processor.splitlines() if line.startswith(("flags", "Features", "model name"))})
@@ -54,11 +56,10 @@ def _build(compiler: str) -> Path:
     path = _place(f"rows-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.so")
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            compiled, linked = Path(folder) / "rows.o", Path(folder) / "rows.so"
-            subprocess.run([compiler, *flags, "-c", SOURCES[0], "-o", compiled], check=True, capture_output=True)
-            link = [compiler, "-shared", "-pthread", compiled, "-o", linked, "-lm"]
-            subprocess.run(link, check=True, capture_output=True)
-            linked.replace(path)
+            built = Path(folder) / "rows.so"
+            command = [compiler, *flags, "-shared", SOURCES[0], "-o", built, "-lm"]
+            subprocess.run(command, check=True, capture_output=True)
+            built.replace(path)
     return path
 
 
@@ -66,16 +67,11 @@ def _compiler() -> str | None:
     return shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 
 
-def _lacks_avx2() -> bool:
-    """Whether this is an x86 processor without AVX2, whose vectors rows.c uses there."""
-    return platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx2_supported()
-
-
 def obstacle() -> str | None:
     """Why the kernels cannot be used on this machine, as far as is known before they are built; or None."""
     if os.environ.get("LONGDRAFT_CPU_KERNELS") == "0":
         return "LONGDRAFT_CPU_KERNELS=0 turns the CPU kernels off"
-    if _lacks_avx2():
+    if platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx2_supported():
         return "the CPU kernels need AVX2, which this processor lacks; decoding is slower"
     if _compiler() is None:
         return "no C compiler found, decoding on the CPU is slower; install gcc or set CC"
@@ -88,54 +84,50 @@ def library() -> ctypes.CDLL | None:
 
     LONGDRAFT_CPU_KERNELS=0 turns the kernels off; =avx2 builds them as for an x86 processor with AVX2 alone.
     """
-    if (why := obstacle()) is not None:
-        if os.environ.get("LONGDRAFT_CPU_KERNELS") != "0":
-            print(f"longdraft: {why}", file=sys.stderr)
-        return None
-    compiler = _compiler()
-    assert compiler is not None
-    try:
-        loaded = ctypes.CDLL(str(_build(compiler)))
-    except (OSError, subprocess.CalledProcessError) as error:
-        advice, detail = "set XDG_CACHE_HOME to a folder that can be written", f"({error})"
-        if isinstance(error, subprocess.CalledProcessError):
-            advice, detail = "set CC to a working C compiler", f"The compiler said: {error.stderr.decode()}"
-        print(
-            f"longdraft: the CPU kernels could not be built, decoding is slower; {advice}, or LONGDRAFT_CPU_KERNELS=0 "
-            f"to be silent. {detail}",
-            file=sys.stderr,
-        )
-        return None
-    loaded.make_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    loaded.beam_level.argtypes, loaded.beam_level.restype = [ctypes.c_void_p], None
-    loaded.uneven_seconds.restype = ctypes.c_double
-    return loaded
+    if (why := obstacle()) is None:
+        try:
+            loaded = ctypes.CDLL(str(_build()))
+            loaded.make_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+            loaded.beam_level.argtypes, loaded.beam_level.restype = [ctypes.c_void_p], None
+            loaded.uneven_seconds.restype = ctypes.c_double
+            return loaded
+        except OSError as error:
+            advice = f"set XDG_CACHE_HOME to a folder that can be written ({error})"
+        except subprocess.CalledProcessError as error:
+            advice = f"set CC to a working C compiler. The compiler said: {error.stderr.decode()}"
+        why = f"the CPU kernels could not be built, decoding is slower; LONGDRAFT_CPU_KERNELS=0 silences this; {advice}"
+    if os.environ.get("LONGDRAFT_CPU_KERNELS") != "0":
+        print(f"longdraft: {why}", file=sys.stderr)
+    return None
 
 
-def fields(pointers: str, sizes: str, floats: str = "") -> list[tuple[str, type]]:
-    """The `_fields_` of a structure of pointers, then sizes, then floats, each group a string of names."""
-    groups = (ctypes.c_void_p, pointers), (ctypes.c_ssize_t, sizes), (ctypes.c_float, floats)
-    return [(name, c_type) for c_type, names in groups for name in names.split()]
+def pointers(*tensors: Tensor | None) -> list[int | None]:
+    """The addresses of tensors' data, for a structure; None (NULL) for None."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """The address of a tensor's data; None (NULL) for None."""
-    return None if tensor is None else tensor.data_ptr()
+def fits(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> bool:
+    """Whether a tensor is None or contiguous, of this dtype and shape."""
+    return tensor is None or (tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous())
 
 
-@cache
-def _address(name: str) -> int:
-    """The address of the function of this name, for `make_call`."""
-    address = ctypes.cast(getattr(library(), name), ctypes.c_void_p).value
-    assert address is not None
-    return address
+def structure(
+    *parts: tuple[type, str], addresses: str = "", sizes: str = "", floats: str = ""
+) -> type[ctypes.Structure]:
+    """The structure of these fields, in order. The names of one type are in a string; `parts` are structures in it."""
+    groups = *parts, (ctypes.c_void_p, addresses), (ctypes.c_ssize_t, sizes), (ctypes.c_float, floats)
+    fields = [(name, c_type) for c_type, names in groups for name in names.split()]
+    return type("Structure", (ctypes.Structure,), {"_fields_": fields})
 
 
-def make_call(name: str, arguments: ctypes.Structure, what: str) -> None:
-    """Run a function of the library as one job for its threads. Raises MemoryError if there is no memory for `what`."""
+def make_call(name: str, dtype: torch.dtype | None, arguments: ctypes.Structure, what: str) -> None:
+    """Run a function of the library, for numbers of this dtype, as one job for its threads.
+
+    Raises MemoryError if there is no memory for `what`.
+    """
     lib = library()
     assert lib is not None
-    if lib.make_call(_address(name), ctypes.addressof(arguments)):
+    if lib.make_call(getattr(lib, f"{name}_{SUFFIXES[dtype]}" if dtype else name), ctypes.addressof(arguments)):
         raise MemoryError(f"no memory for {what}")
 
 
@@ -178,15 +170,11 @@ def free_processors(enabled: bool = True) -> Iterator[None]:
 
 def running_elsewhere() -> int:
     """How many threads of other processes run or wait for a processor now; 0 where the system does not tell."""
-    try:
+    with suppress(OSError, ValueError, IndexError):
         running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
-        ours = sum(
-            (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
-            for task in Path("/proc/self/task").iterdir()
-        )
-    except (OSError, ValueError, IndexError):
-        return 0
-    return max(0, running - ours)
+        stats = [(task / "stat").read_text() for task in Path("/proc/self/task").iterdir()]
+        return max(0, running - sum(stat.rpartition(")")[2].split()[0] == "R" for stat in stats))
+    return 0
 
 
 def work_seconds() -> float:

@@ -18,39 +18,25 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.attention import with_sinks
-from longdraft.kernels.cpu.library import fields, is_decoding, library, make_call, pointer
+from longdraft.kernels.cpu.library import SUFFIXES, fits, is_decoding, library, make_call, pointers, structure
 
-SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of the C functions for each element type
 # Above these, a matrix product of the BLAS library and PyTorch's flash attention are faster: prefill, not decoding.
 MOST_LINEAR_ROWS = 256
 MOST_ATTENTION_ROWS = 128
-MOST_HEAD_WIDTH = 1024  # of attention; attention_common.inc's WIDEST
+HEAD_WIDTHS = range(8, 1025, 8)  # of attention, up to attention_common.inc's WIDEST
 
-
-class Linear(ctypes.Structure):
-    """`linear` of rows.c."""
-
-    _fields_ = fields("x norm w bias residual scales y", "m n k gated", "eps")
-
-
-class Rotation(ctypes.Structure):
-    """`rotation` of rows.c."""
-
-    _fields_ = fields(
-        "x cos sin q_norm k_norm y keys values lengths",
-        "m heads d stride period queries rows k_slot k_row v_slot v_row",
-        "eps",
-    )
-
-
-class Attention(ctypes.Structure):
-    """`attention` of attention_common.inc."""
-
-    _fields_ = fields(
-        "q k v out lse lengths mask",
-        "batch rows heads kv_heads width window before blind q_row k_slot k_row k_head v_slot v_row v_head",
-        "scale",
-    )
+# `linear` and `rotation` of rows.c, `attention` of attention_common.inc.
+Linear = structure(addresses="x norm w bias residual scales y", sizes="m n k gated", floats="eps")
+Rotation = structure(
+    addresses="x cos sin q_norm k_norm y keys values lengths",
+    sizes="m heads d stride period queries rows k_slot k_row v_slot v_row",
+    floats="eps",
+)
+Attention = structure(
+    addresses="q k v out lse lengths mask",
+    sizes="batch rows heads kv_heads width window before blind q_row k_slot k_row k_head v_slot v_row v_head",
+    floats="scale",
+)
 
 
 def serves(dtype: torch.dtype) -> bool:
@@ -74,7 +60,7 @@ def can_run(tensors: Iterable[Tensor | None], matrices: Iterable[tuple[Tensor, b
     present = [tensor for tensor in tensors if tensor is not None]
     one_dtype = len({tensor.dtype for tensor in present}) == 1 and present[0].dtype in SUFFIXES
     in_place = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in present)
-    return one_dtype and in_place and _attends(head_dim) and all(can_multiply(*matrix) for matrix in matrices)
+    return one_dtype and in_place and head_dim in HEAD_WIDTHS and all(can_multiply(*matrix) for matrix in matrices)
 
 
 class Weight(NamedTuple):
@@ -113,19 +99,15 @@ def linear_rows(
     scales_N: fp32 scales of an int8 weight (see `in_bytes`); None for a weight in x's dtype.
     """
     assert weight_NI.is_contiguous() and weight_NI.dtype == (x.dtype if scales_N is None else torch.int8)
-    assert scales_N is None or (scales_N.dtype, scales_N.shape) == (torch.float32, weight_NI.shape[:1])
-    x = x if x.is_contiguous() else x.contiguous()
-    residual = residual if residual is None or residual.is_contiguous() else residual.contiguous()
+    assert fits(scales_N, torch.float32, len(weight_NI))
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     n, k = weight_NI.shape
     y = x.new_empty(*x.shape[:-1], n // 2 if gated else n)
     weight_I, eps = norm or (None, 0.0)
     assert all(tensor is None or tensor.dtype == x.dtype for tensor in (bias_N, weight_I, residual))
     m = x.numel() // k
-    arguments = Linear(
-        x.data_ptr(), pointer(weight_I), weight_NI.data_ptr(), pointer(bias_N), pointer(residual), pointer(scales_N),
-        y.data_ptr(), m, n, k, gated, eps,
-    )  # fmt: skip
-    make_call(f"linear_{SUFFIXES[x.dtype]}", arguments, f"{m} rows of {k} numbers in fp32")
+    arguments = Linear(*pointers(x, weight_I, weight_NI, bias_N, residual, scales_N, y), m, n, k, gated, eps)
+    make_call("linear", x.dtype, arguments, f"{m} rows of {k} numbers in fp32")
     return y
 
 
@@ -156,26 +138,21 @@ def rotate_rows(
         strides = *keys.stride()[:2], *values.stride()[:2]
     y = x_BTNd.new_empty(batch, rows, heads, width)
     arguments = Rotation(
-        x_BTNd.data_ptr(), cos_BT11F.data_ptr(), sin_BT12F.data_ptr(), pointer(q_norm), pointer(k_norm), y.data_ptr(),
-        pointer(keys), pointer(values), pointer(lengths),
+        *pointers(x_BTNd, cos_BT11F, sin_BT12F, q_norm, k_norm, y, keys, values, lengths),
         batch * rows, heads, width, stride, cos_BT11F.shape[0] * rows, queries, rows, *strides, eps,
     )  # fmt: skip
-    make_call(f"rotate_{SUFFIXES[x_BTNd.dtype]}", arguments, "heads")
+    make_call("rotate", x_BTNd.dtype, arguments, "heads")
     return y
 
 
 def can_attend(q_BTHd: Tensor) -> bool:
     """Whether the C kernels are there and `attention_rows` takes queries of this dtype and head width."""
     on_cpu = q_BTHd.device.type == "cpu" and q_BTHd.dtype in SUFFIXES
-    return on_cpu and _attends(q_BTHd.shape[3]) and library() is not None
-
-
-def _attends(head_dim: int) -> bool:
-    return head_dim % 8 == 0 and head_dim <= MOST_HEAD_WIDTH
+    return on_cpu and q_BTHd.shape[3] in HEAD_WIDTHS and library() is not None
 
 
 def attends_chains(q_BTHd: Tensor) -> bool:
-    """Whether `chain_rows` is faster than PyTorch's attention: if bf16 instructions serve these queries (pairs.inc)."""
+    """Whether the C kernels are faster for a chain than PyTorch's: if bf16 instructions serve it (pairs.inc)."""
     takes_pairs = q_BTHd.dtype == torch.bfloat16 and q_BTHd.shape[3] % 16 == 0 and can_attend(q_BTHd)
     return takes_pairs and multiplies_bf16()
 
@@ -184,22 +161,6 @@ def multiplies_bf16() -> bool:
     """Whether the C kernels use bf16 instructions of the processor."""
     lib = library()
     return lib is not None and bool(ctypes.c_int.in_dll(lib, "has_pairs").value)
-
-
-def chain_rows(
-    q_BTHd: Tensor,
-    keys_BSKd: Tensor,
-    values_BSKd: Tensor,
-    lengths_B: Tensor,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """`rows_with_sinks` for any number of rows that form a chain, MOST_ATTENTION_ROWS at a time."""
-    outputs = [
-        rows_with_sinks(q, keys_BSKd, values_BSKd, lengths_B + i * MOST_ATTENTION_ROWS, None, window, sinks_H)
-        for i, q in enumerate(q_BTHd.split(MOST_ATTENTION_ROWS, 1))
-    ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def rows_with_sinks(
@@ -211,10 +172,15 @@ def rows_with_sinks(
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """`attention_rows` with attention sinks, if there are any (kernels/attention.py)."""
-    lse_BTH = None if sinks_H is None else torch.empty(q_BTHd.shape[:3])
-    out_BTHd = attention_rows(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window, lse_BTH)
-    return with_sinks(out_BTHd, lse_BTH, sinks_H)
+    """`attention_rows` with attention sinks, if there are any (kernels/attention.py). A chain may have any number of
+    rows; MOST_ATTENTION_ROWS are computed at a time."""
+    outputs = []
+    for i, q in enumerate(q_BTHd.split(MOST_ATTENTION_ROWS, 1)):
+        lse_BTH = None if sinks_H is None else torch.empty(q.shape[:3])
+        before_B = lengths_B + i * MOST_ATTENTION_ROWS if i else lengths_B
+        out_BTHd = attention_rows(q, keys_BSKd, values_BSKd, before_B, tree_mask_BTT, window, lse_BTH)
+        outputs.append(with_sinks(out_BTHd, lse_BTH, sinks_H))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def attention_rows(
@@ -242,16 +208,13 @@ def attention_rows(
     if q_BTHd.stride()[2:] != (width, 1) or (batch > 1 and q_BTHd.stride(0) != rows * q_row):
         q_BTHd, q_row = q_BTHd.contiguous(), heads * width
     assert q_BTHd.dtype == keys_BSKd.dtype == values_BSKd.dtype, (q_BTHd.dtype, keys_BSKd.dtype, values_BSKd.dtype)
-    assert lengths_B.dtype == torch.int64 and lengths_B.is_contiguous()
-    assert tree_mask_BTT is None or (tree_mask_BTT.dtype, tree_mask_BTT.shape) == (torch.bool, (batch, rows, rows))
-    mask = None if tree_mask_BTT is None else tree_mask_BTT.contiguous()
-    out = q_BTHd.new_empty(q_BTHd.shape)
-    if lse_BTH is not None:
-        assert (lse_BTH.dtype, lse_BTH.shape) == (torch.float32, out.shape[:3]) and lse_BTH.is_contiguous()
+    mask, out = None if tree_mask_BTT is None else tree_mask_BTT.contiguous(), q_BTHd.new_empty(q_BTHd.shape)
+    assert fits(lengths_B, torch.int64, batch) and fits(mask, torch.bool, batch, rows, rows)
+    assert fits(lse_BTH, torch.float32, batch, rows, heads)
     arguments = Attention(
-        q_BTHd.data_ptr(), keys_BSKd.data_ptr(), values_BSKd.data_ptr(), out.data_ptr(), pointer(lse_BTH),
-        lengths_B.data_ptr(), pointer(mask), batch, rows, heads, keys_BSKd.shape[2], width,
-        window or 0, 0, blind, q_row, *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3], width**-0.5,
+        *pointers(q_BTHd, keys_BSKd, values_BSKd, out, lse_BTH, lengths_B, mask),
+        batch, rows, heads, keys_BSKd.shape[2], width, window or 0, 0, blind, q_row,
+        *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3], width**-0.5,
     )  # fmt: skip
-    make_call(f"attention_{SUFFIXES[q_BTHd.dtype]}", arguments, f"the partial results of {rows} rows of {heads} heads")
+    make_call("attention", q_BTHd.dtype, arguments, f"the partial results of {rows} rows of {heads} heads")
     return out

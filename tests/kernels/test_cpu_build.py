@@ -20,7 +20,7 @@ def nothing_known():
 
 
 def without_a_compiler(monkeypatch, tmp_path):
-    monkeypatch.setattr(library, "_lacks_avx2", lambda: False)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
     monkeypatch.setenv("LONGDRAFT_CPU_KERNELS", "1")
     monkeypatch.setenv("CC", str(tmp_path / "cc"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -95,7 +95,7 @@ def test_without_a_cache_folder_of_its_own_a_user_has_one_among_the_temporary(ho
 
 def test_another_users_folder_is_not_trusted(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("LONGDRAFT_CPU_KERNELS", "1")
-    monkeypatch.setattr(library, "_lacks_avx2", lambda: False)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     (tmp_path / "elsewhere").mkdir()

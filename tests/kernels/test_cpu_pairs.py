@@ -16,9 +16,9 @@ def order(request, monkeypatch, c_kernels):
     if not (torch.cpu._is_avx512_bf16_supported() if request.param == "pairs" else torch.cpu._is_avx2_supported()):
         pytest.skip(f"this processor has no instructions for {request.param}")
     monkeypatch.setenv("LONGDRAFT_CPU_KERNELS", "avx2" if request.param == "avx2" else "1")
-    library.library.cache_clear(), library._address.cache_clear()
+    library.library.cache_clear()
     yield ORDERS[request.param]
-    library.library.cache_clear(), library._address.cache_clear()
+    library.library.cache_clear()
 
 
 def in_order(x_MI, weight_NI, step, parts):
