@@ -181,18 +181,20 @@ class Policy:
         """Whether one more stage pays after `tree`, which the draft has proposed so far. The stage is taken to add a
         child to every node of the last one, right as often as it was, whether it extends all of them or the best.
         first_class: the first of the draft's own classes among the policy's."""
-        proposal, now, then = tree.lists, list[list[float]](), list[list[float]]()
+        proposal, now, then, stage = tree.lists, list[list[float]](), list[list[float]](), 1
         for slot in self._working:
             classes = [0, *(first_class + kind for kind in proposal.classes_of(slot)[1:])]
             worth = worth_of(proposal.parents[slot], classes, self._rates.values)
             stages = [self.stage_of_class[kind] for kind in classes]
-            chance = self.chance(1 + max(stages))
+            stage = max(stages)
+            chance = self.chance(1 + stage)
             now.append(worth)
-            then.append(worth + [chance * worth[node] for node, stage in enumerate(stages) if stage == max(stages)])
-        pays = self._speed(then, self.stages_run + 1) > self._speed(now, self.stages_run)
+            then.append(worth + [chance * worth[node] for node, its_stage in enumerate(stages) if its_stage == stage])
+        pays = self._speed(then, 1 + stage) > self._speed(now, stage)
         if not pays and self._more_stages > 0:
             self._more_stages, pays = self._more_stages - 1, True
-        self.stages_run += pays
+        # Another drafter of a combination may have run more.
+        self.stages_run = max(self.stages_run, stage + pays)
         return pays
 
     def _speed(self, worths: Iterable[Iterable[float]], stages: int) -> float:

@@ -244,8 +244,13 @@ def staged(chances, stage_seconds):
     return policy
 
 
-def stages_run(policy):
-    budget, tokens = policy.budget(3, [0]), [7]
+def stages_run(policy, n_drafters=1):
+    budget = policy.budget(3, [0])
+    return [stages_of_drafter(budget) for _ in range(n_drafters)][-1]
+
+
+def stages_of_drafter(budget):
+    tokens = [7]
     while len(tokens) < min(budget.stages, 3) and budget.goes_on(tree([tokens])):
         tokens.append(7 + len(tokens))
     return len(tokens)
@@ -264,6 +269,12 @@ def test_a_stage_is_run_where_its_price_pays(chances, stage_seconds, wanted, on_
     more = min(3, wanted + 1)
     assert runs == [3, *[wanted] * (EXPLORE_EVERY - 2), more, *[wanted] * (EXPLORE_EVERY - 1), more]
     assert policy.stages_run == more
+
+
+def test_drafters_of_a_combination_run_as_many_stages_as_each_would_alone():
+    policy = staged((0.9, 0.9, 0.9), 0.1)
+    assert [stages_run(policy, n_drafters=2) for _ in range(3)] == [3, 3, 3]
+    assert policy.stages_run == 3
 
 
 def test_chances_are_those_of_the_levels():
