@@ -135,7 +135,8 @@ class Engine:
                 idle = not (waiting or any(pool.sequences))
                 if arrivals is not None:
                     if idle:
-                        unread.clear()  # its sequences are done, and its time would include the wait
+                        unread.clear()  # the sequences of these steps are done, and their time would include the wait
+                        runner.start()
                     if (came := arrivals(idle)) is None:
                         arrivals = None
                         continue

@@ -40,11 +40,15 @@ def read_requests(
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
     max_length: int,
+    first: int = 0,
 ) -> list[Request]:
     """Make one request of each prompt: a text, token ids, or a chat's messages, which the tokenizer's template formats.
 
-    params: one for all prompts, or one for each. Special tokens among the stop strings, which are no text to be found,
-    become stop tokens.
+    Special tokens among the stop strings, which are no text to be found, become stop tokens.
+
+    Args:
+        params: one for all prompts, or one for each.
+        first: the index of the first prompt.
 
     Raises:
         ValueError: a prompt that is empty, too long for `max_length` positions, or no prompt; a text if the target has
@@ -58,7 +62,7 @@ def read_requests(
     if len(many) != len(prompts):
         raise ValueError(f"params: {len(many)} for {len(prompts)} prompts; give one, or one for each prompt")
     requests = []
-    for index, (prompt, sampling) in enumerate(zip(prompts, many, strict=True)):
+    for index, (prompt, sampling) in enumerate(zip(prompts, many, strict=True), first):
         tokens = prompt_tokens(target, prompt, f"prompt {index}")
         seed = draw_seed() if sampling.seed is None else sampling.seed
         ends = [] if sampling.ignore_eos else [*target.eos_token_ids]

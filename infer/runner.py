@@ -103,7 +103,7 @@ class Runner:
         self._passed = 0.0  # when the target's pass of this step was queued
 
     def start(self) -> None:
-        """Begin a call; unread steps of an earlier call are forgotten."""
+        """Begin a call, or go on after a wait: forget the steps that were not read."""
         self._began, self._disturbed = None, 0
 
     def step(self) -> Step:

@@ -3,7 +3,7 @@
 Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -183,8 +183,13 @@ class DeviceDrafter(Drafter):
         return ()
 
 
-def check_draft(target: Target, draft: DraftModule) -> None:
-    """Raise ValueError unless `draft` has the target's dtype and device."""
+def check_draft(target: Target, draft: DraftModule, shape: Mapping[str, Any]) -> None:
+    """Raise ValueError unless `draft` has the target's dtype and device, and its config the target's `shape`."""
+    for name, value in shape.items():
+        if (given := getattr(draft.config, name)) != value:
+            raise ValueError(
+                f"draft: {name} is {given}, but {value} in {target.name}; give a draft made for this target"
+            )
     weight, ours = target.model.lm_head.weight, next(draft.parameters())
     if (ours.dtype, ours.device) != (weight.dtype, weight.device):
         raise ValueError(

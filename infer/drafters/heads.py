@@ -44,7 +44,7 @@ class HeadsDrafter(DeviceDrafter):
 
     @validated
     def __init__(self, target: Instance[Target], draft: Instance[Heads], shape: Shape | None = None):
-        check_draft(target, draft)
+        check_draft(target, draft, {"hidden_size": target.model.config.hidden_size})
         self.draft, self._head_ED = draft, draft.head(target.model.lm_head.weight)
         n_heads = draft.config.n_heads
         self.shape = shape if isinstance(shape, TreeShape) else TreeShape.cartesian(shape or (3,) * n_heads)

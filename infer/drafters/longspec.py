@@ -60,9 +60,7 @@ class LongSpecDrafter(DeviceDrafter):
         widths: Levels = WIDTHS,
         extended: Count | None = None,
     ):
-        check_draft(target, draft)
-        same_shape = all(getattr(draft.config, name) == value for name, value in shape_of(target.model.config).items())
-        assert same_shape, "draft: made for a target of another shape"
+        check_draft(target, draft, shape_of(target.model.config))
         if len(widths) > draft.config.window:
             raise ValueError(f"widths: {len(widths)} levels, more than the {draft.config.window} of the draft's window")
         self.widths = widths

@@ -77,6 +77,14 @@ class Chat(Body):
     top_logprobs: Logprobs = 0
     chat_template_kwargs: dict[str, Any] = {}
 
+    @model_validator(mode="after")
+    def _alternatives_are_answered(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(
+                f"top_logprobs: {self.top_logprobs}, but logprobs is not true; set it, or omit top_logprobs"
+            )
+        return self
+
     @property
     def prompts(self) -> list[Any]:
         """The messages, without keys that say nothing, since templates ask which there are."""
@@ -143,7 +151,7 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
             params = _sampling(body, _new_tokens(body, len(tokens), max_length, names["prompt"]))
             seed = draw_seed() if params.seed is None else params.seed
             many = [replace(params, seed=seed + j) for j in range(body.n)]
-            choices = read_requests(target, [tokens] * body.n, many, max_length)
+            choices = read_requests(target, [tokens] * body.n, many, max_length, first=i)  # errors name it
         except ValueError as error:
             raise _refused(error, names) from error
         if isinstance(body, Completion):

@@ -4,6 +4,8 @@ The LM head is most of a small draft's time, and a few tokens make up most of a 
 acceptance, never exactness. train/vocabulary.py chooses them. Shapes: V vocabulary, E draft vocabulary, D hidden.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -45,6 +47,7 @@ class DraftModule(nn.Module):
     If it is set, the draft's logits and labels are indices into it.
     """
 
+    config: Any
     token_ids: Tensor | None
 
     def restrict(self, size: int | None, token_ids_E: Tensor | None) -> None:

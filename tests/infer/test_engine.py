@@ -2,6 +2,7 @@
 distribution. The exactness of every drafter is test_exactness.py's.
 """
 
+import time
 import weakref
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
+from longdraft.infer.requests import read_requests
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import SlotPool
@@ -109,6 +111,27 @@ def test_streaming_yields_the_same_tokens_in_order(target):
         if piece.generation:
             assert piece.generation.tokens == parts[piece.index]
     assert [parts[i] for i in range(3)] == [generation.tokens for generation in whole]
+
+
+def test_the_wait_for_a_request_is_no_time_of_its_decoding(target):
+    """Also after a step that nobody read, as its only request was cancelled."""
+    engine, turns = Engine(target, slots=1, max_length=20), iter(range(4))
+    engine.runner.lag = 1
+
+    def request(index):
+        (one,) = read_requests(target, [[3, 4]], SamplingParams(max_new_tokens=3), 20, first=index)
+        return [one]
+
+    def arrivals(idle):
+        if (turn := next(turns)) == 1:
+            engine.cancel(0)
+        elif turn == 2:
+            assert idle
+            time.sleep(0.5)
+        return {0: request(0), 1: [], 2: request(2)}.get(turn)
+
+    *_, last = engine.serve(arrivals)
+    assert last.index == 2 and last.generation.stats.decode_seconds < 0.4
 
 
 def test_engine_arguments_that_cannot_be(target):

@@ -201,6 +201,7 @@ def test_models_health_and_the_page(client, service):
         ("stop", {"stop": [""]}),
         ("logprobs", {"prompt": "the", "logprobs": True}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+        ("top_logprobs", {"top_logprobs": 2}),
         ("echo", {"prompt": "the", "echo": True}),
         ("best_of", {"prompt": "a", "best_of": 3}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "x"}}),
@@ -221,6 +222,11 @@ def test_what_is_wrong_is_named(service, field, body):
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == field and field.split("_")[0] in error["message"] and len(error["message"]) < 400, error
+
+
+def test_the_wrong_one_of_several_prompts_is_named(service):
+    answer = post(service, "completions", prompt=[[1], [999_999]], n=2)
+    assert answer.json()["error"]["message"].startswith("prompt 1: token ids")
 
 
 def test_other_refusals_are_errors_that_the_client_knows(client, service):
