@@ -21,8 +21,6 @@ from filelock import FileLock, Timeout
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The system's errors for a full disk, a quota and too large a file.
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors of locking on a file system without locks: Lustre without its option flock, NFS without lockd.
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 # Signals that ask a process to stop.

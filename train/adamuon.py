@@ -6,7 +6,7 @@ square, and moves by about as much as AdamW would move it (Liu et al., arXiv 250
 momentum is Nesterov's and keeps its magnitudes rather than its signs alone, and the update is not scaled by its norm,
 so that the ranks exchange nothing but momentum.
 Why not DeepSpeed's own Muon: it clips the update after it was made orthogonal, so that the limit sets the length of
-every step, and it keeps momentum in bf16. Not here: the rate of a step, clipping (deepspeed_engine.py).
+every step, and it keeps momentum in bf16.
 Shapes: a matrix is [R, C], a rank's share [S].
 """
 
@@ -75,8 +75,11 @@ class AdaMuon(torch.optim.Optimizer):
         beta = group["betas"][1]
         correction = 1 - beta ** float(state["step"])
         momentum_S = state["exp_avg"].lerp_(share_S.grad, 1 - MOMENTUM)
-        whole = _of_all_ranks(share_S.grad.lerp(momentum_S, MOMENTUM))  # Nesterov's
-        first = 0 if len(whole) == len(share_S) else dist.get_rank() * len(share_S)
+        whole, first = share_S.grad.lerp(momentum_S, MOMENTUM), 0  # Nesterov's
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            own, first = whole, dist.get_rank() * len(share_S)
+            whole = own.new_empty(dist.get_world_size() * len(share_S))
+            dist.all_gather_into_tensor(whole, own)
         share_S.mul_(1 - group["lr"] * group["weight_decay"])
         start = 0
         for shape in group["shapes"]:
@@ -99,13 +102,3 @@ def _adamw(share_S: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> 
         foreach=False, amsgrad=False, maximize=False,
         beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
     )  # fmt: skip
-
-
-def _of_all_ranks(share_S: Tensor) -> Tensor:
-    """The shares of all ranks, end to end."""
-    n_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if n_ranks == 1:
-        return share_S
-    whole = share_S.new_empty(n_ranks * len(share_S))
-    dist.all_gather_into_tensor(whole, share_S)
-    return whole

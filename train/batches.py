@@ -3,7 +3,6 @@
 Every epoch is a permutation of the rows, ordered by keyed noise of their indices. Steps run across the ends of epochs,
 so no row is lost or seen twice within one. The number of ranks does not change what a step contains: its passes are the
 same and only dealt out differently. The random draws of a document piece are the same wherever it is packed.
-Not here: the form on disk (data_prep/shards.py), labels (models/drafts/loss.py).
 Shapes: N tokens of the rows of a pass, end to end; P pieces.
 """
 

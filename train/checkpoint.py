@@ -6,17 +6,15 @@
                                       moments, by parameter name; state.json
     run_dir/best/step_000080/         draft.safetensors and state.json of the weights that decoded best (evaluate.py)
 
-A folder is written under a temporary name, synced and renamed. state.json is written last. It has the size and the
-digest of every file beside it, and a digest of itself, so that one changed bit is found.
+A folder is written under a temporary name, synced and renamed. state.json is written last. It has the digest of every
+file beside it and of itself, so that one changed bit is found.
 """
 
 import hashlib
 import json
-import os
-import re
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +26,15 @@ from torch import Tensor
 from longdraft.models.files import file_digest, sync, write_tensors
 from longdraft.train.config import Config, saved_config_from_dict, to_flat_dict
 from longdraft.train.deepspeed_engine import DraftEngine
-from longdraft.train.ranks import Ranks, TrainingError
+from longdraft.train.ranks import Ranks
 
 STATE, DIGESTS = "state.json", "sha256"
 # Format 2 had pickled files of DeepSpeed: its weights can be read, the state of its optimizer cannot.
 FORMAT, FORMATS = 3, (2, 3)
 WEIGHTS = "draft.safetensors"
 OPTIMIZER = "optimizer-{:05d}.safetensors"
-STEP_FOLDER = re.compile("step_([0-9]{6,})")
-# Fields and sections that may change when a run is resumed. Any other would change the result, or is compared by
-# content (the rows, and the draft that it began with).
+# Fields and sections that may change when a run is resumed. Any other would change the result. Rows are compared by
+# content, and the draft that the run began with is not read again.
 FREE = (
     "target.max_positions", "train.run_dir", "train.save_every", "train.keep_checkpoints", "train.micro_batch",
     "train.max_skipped", "train.device", "log", "heldout", "decoding", "data.max_dropped_share", "data.path",
@@ -56,58 +53,40 @@ def best_folder(run_dir: str | Path) -> Path:
 
 
 def finished_folders(folder: Path) -> list[Path]:
-    """Checkpoints from oldest to newest, by their steps of six or more digits; a kill leaves only names in tmp-."""
-    steps = {path: STEP_FOLDER.fullmatch(path.name) for path in folder.glob("step_*") if (path / STATE).exists()}
-    named = {path: int(match[1]) for path, match in steps.items() if match is not None}
-    return sorted(named, key=named.__getitem__)
+    """Checkpoints from oldest to newest, by their steps; a kill leaves only names in tmp-."""
+    named = [path for path in folder.glob("step_*") if path.name[5:].isdecimal() and (path / STATE).exists()]
+    return sorted(named, key=lambda path: int(path.name[5:]))
 
 
-def seal(content: Mapping[str, Any], digests: Mapping[str, str]) -> str:
-    """The text of a state file.
-
-    Args:
-        content: JSON values, among them the sizes of the folder's other files as `files`.
-        digests: those of the other files, by name.
-    """
-    state = {"format": FORMAT, **content, DIGESTS: dict(digests)}
-    return json.dumps(state | {DIGESTS: {**digests, STATE: _digest(state)}}, indent=1)
+def seal(state: Mapping[str, Any]) -> str:
+    """The text of a state file with these JSON values, of which DIGESTS then also has that of the state itself."""
+    return json.dumps({**state, DIGESTS: {**state[DIGESTS], STATE: _digest(state)}}, indent=1)
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """The values of a state file that `seal` wrote, without its own digest. Raises ValueError where the text was
-    changed."""
+    """The values that `seal` wrote. Raises ValueError where the text was changed."""
     try:
         state = json.loads(text)
         sound = state[DIGESTS].pop(STATE) == _digest(state)
     except (ValueError, LookupError, TypeError, AttributeError):
         sound = False
-    if not sound:
-        raise ValueError(f"{STATE} is not as it was saved")
-    if state["format"] not in FORMATS:
-        raise ValueError(f"{STATE} has the format {state['format']} of another version")
+    if not sound or state["format"] not in FORMATS:
+        raise ValueError(f"{STATE} is not as it was saved, or of another version")
     return state
 
 
 def _digest(state: Mapping[str, Any]) -> str:
-    # To text and back, because JSON changes keys and numbers: what is hashed is what will be read.
-    return hashlib.sha256(json.dumps(json.loads(json.dumps(state)), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def whole(folder: Path, read: Collection[str] | None = ()) -> Iterator[Found]:
-    """The finished folders in `folder` from newest to oldest, with their state files. One whose state file is damaged,
-    or where a file is missing or has another size than when it was saved, is left out, with a line that says so.
-
-    Args:
-        read: names of files whose content is compared too. None: all files.
-    """
+def whole(folder: Path) -> Iterator[Found]:
+    """The finished folders in `folder` from newest to oldest, with their state files. One with a file that is missing
+    or not as it was saved is skipped, with a line that says so."""
     for path in reversed(finished_folders(folder)):
         try:
             state = unseal((path / STATE).read_bytes())
-            for name, size in state["files"].items():
-                file = path / name
-                if file.stat().st_size != size:
-                    raise ValueError(f"{name} has another size than when it was saved")
-                if (read is None or name in read) and file_digest(file) != state[DIGESTS][name]:
+            for name, digest in state[DIGESTS].items():
+                if file_digest(path / name) != digest:
                     raise ValueError(f"{name} is not as it was saved")
         except (ValueError, OSError) as error:
             print(f"{path} is damaged ({error}) and is passed over", flush=True)
@@ -115,14 +94,13 @@ def whole(folder: Path, read: Collection[str] | None = ()) -> Iterator[Found]:
             yield path, state
 
 
-def newest(run_dir: str | Path, read: Collection[str] | None = ()) -> Found | None:
+def newest(run_dir: str | Path) -> Found | None:
     """The newest of the run's checkpoints that is `whole`, or None. Raises ValueError where there are checkpoints, but
     none is whole."""
-    found = next(whole(checkpoint_folder(run_dir), read), None)
+    found = next(whole(checkpoint_folder(run_dir)), None)
     if found is None and finished_folders(checkpoint_folder(run_dir)):
         raise ValueError(
-            f"train.run_dir: every checkpoint in {run_dir} is damaged; restore one, remove the folder to start anew, "
-            "or give another"
+            f"train.run_dir: every checkpoint in {run_dir} is damaged; restore one, or give another folder"
         )
     return found
 
@@ -130,10 +108,10 @@ def newest(run_dir: str | Path, read: Collection[str] | None = ()) -> Found | No
 def best(run_dir: str | Path) -> Found | None:
     """The folder of the weights that decoded best, and its state.json; None where there is none that is whole."""
     # After a kill just before the worse one was removed, there are two.
-    return max(whole(best_folder(run_dir), [WEIGHTS]), key=lambda found: found[1]["score"], default=None)
+    return max(whole(best_folder(run_dir)), key=lambda found: found[1]["score"], default=None)
 
 
-def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
+def saved_config(run_dir: str | Path, state: Mapping[str, Any]) -> Config:
     """The config that a checkpoint was saved with, with the place where its run lies now.
 
     Raises ValueError where this version cannot read it.
@@ -142,33 +120,20 @@ def saved_config(run_dir: str | Path, state: dict[str, Any]) -> Config:
     target = dict(values["target"])
     if file := target.pop("gguf_file", None):  # of a former version: now a part of the path
         target["path"] += f"/{file}"
-    try:
-        return saved_config_from_dict(
-            values | {"target": target, "train": {**values.get("train", {}), "run_dir": str(run_dir)}}
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"train.run_dir: the config in {STATE} of {run_dir}'s step {state['step']} cannot be read ({error}); "
-            "remove that checkpoint, or give another folder"
-        ) from error
+    return saved_config_from_dict(values | {"target": target, "train": values["train"] | {"run_dir": str(run_dir)}})
 
 
-def check_continues(found: Found, config: Config, rows: Mapping[str, Any]) -> None:
+def check_continues(state: Mapping[str, Any], config: Config, rows: Mapping[str, Any]) -> None:
     """Raises ValueError where a run with this config would not go on as the saved one: whatever decides its result must
-    be as it was. A run may move, together with its rows and with the draft that it began with.
+    be as it was. A run may move, together with its rows.
 
     Args:
-        rows: what identifies the training rows (`ShardSet.identity`).
+        state: the checkpoint's. rows: what identifies the training rows (`ShardSet.identity`).
     """
-    state, run_dir = found[1], config.train.run_dir
-    saved = saved_config(run_dir, state)
-    flat_saved, changed = to_flat_dict(saved), {}
-    for name, value in to_flat_dict(config).items():
-        if flat_saved.get(name) != value and not any(name == free or name.startswith(free + ".") for free in FREE):
-            changed[name] = value, flat_saved.get(name)
-    starts = saved.draft.start_from, config.draft.start_from
-    if not is_same_start(*starts, state["config"]["train"]["run_dir"], run_dir):
-        changed["draft.start_from"] = starts[1], starts[0]
+    run_dir = config.train.run_dir
+    saved, now = (to_flat_dict(one) for one in (saved_config(run_dir, state), config))
+    changed = {name: (now[name], saved.get(name)) for name in now if now[name] != saved.get(name)}
+    changed = {name: pair for name, pair in changed.items() if name not in FREE and name.split(".")[0] not in FREE}
     if state["extra"]["data"] != rows:
         changed["data.path"] = f"{config.data.path} with {rows}", state["extra"]["data"]
     for name, (value, before) in changed.items():
@@ -178,39 +143,29 @@ def check_continues(found: Found, config: Config, rows: Mapping[str, Any]) -> No
         )
 
 
-def is_same_start(saved: str | None, now: str | None, saved_run: str, run: str) -> bool:
-    """Whether two values of draft.start_from name one folder, as seen from beside the folders of their runs."""
-    if saved is None or now is None or saved == now:
-        return saved == now
-    beside = [os.path.relpath(start, Path(of).absolute().parent) for start, of in ((saved, saved_run), (now, run))]
-    return beside[0] == beside[1]
-
-
 class SavedShares:
     """The fp32 weights and moments of a checkpoint, in whichever parts its ranks saved them."""
 
-    def __init__(self, folder: Path, state: Mapping[str, Any]):
+    def __init__(self, folder: Path):
         self._parts: dict[tuple[str, str], list[tuple[int, Any]]] = defaultdict(list)
-        for file in (name for name in state["files"] if name.startswith("optimizer-")):
-            with safe_open(folder / file, "pt") as saved:
+        for file in folder.glob("optimizer-*"):
+            with safe_open(file, "pt") as saved:
                 for key in saved.keys():  # noqa: SIM118 (no mapping)
                     kind, start, name = key.split(":", 2)
                     self._parts[name, kind].append((int(start), saved.get_slice(key)))
 
     def read(self, name: str, kind: str, start: int, size: int) -> Tensor:
         """These entries [size] of a flattened parameter's MASTER or moment."""
-        found, n_read, stop = torch.empty(size), 0, start + size
+        found, stop = torch.empty(size), start + size
         for begin, part in self._parts[name, kind]:
             (length,) = part.get_shape()
             first, last = max(start, begin), min(stop, begin + length)
             if first < last:
                 found[first - start : last - start] = part[first - begin : last - begin]
-                n_read += last - first
-        assert n_read == size, f"{name}: {n_read} of {size} entries were saved"
         return found
 
 
-def save(engine: DraftEngine, run_dir: str | Path, state: dict[str, Any], keep: int) -> Path:
+def save(engine: DraftEngine, run_dir: str | Path, state: Mapping[str, Any], keep: int) -> Path:
     """Save what `load` needs to go on; all ranks call it, and each writes its part of the optimizer. Returns the
     checkpoint's folder.
 
@@ -218,129 +173,98 @@ def save(engine: DraftEngine, run_dir: str | Path, state: dict[str, Any], keep: 
         state: JSON values for the state file, among them `step` and `config`; those of rank 0 are written.
         keep: how many checkpoints to keep; older ones are removed.
 
-    Raises TrainingError, on all ranks, where a weight is not a number or a rank cannot write (a full disk). What was
-    saved before is then untouched.
+    Raises TrainingError, on all ranks, where a rank cannot write (a full disk). What was saved before is untouched.
     """
-    ranks, weights, step = engine.ranks, engine.weights(), state["step"]
-    if not all(bool(weight.isfinite().all()) for weight in weights.values()):
-        raise TrainingError(
-            f"step {step}: weights of the draft are no longer numbers and are not saved; the checkpoints before it are "
-            "good. Lower optimizer.peak_lr and start a new run: train.run_dir=another/folder"
-        )
-    own = {
-        f"{kind}:{share.start}:{share.name}": tensor.cpu()
-        for share in engine.shares()
-        for kind, tensor in share.states.items()
+    weights = engine.weights()
+    files = {
+        OPTIMIZER.format(engine.ranks.rank): {
+            f"{kind}:{share.start}:{share.name}": tensor.cpu()
+            for share in engine.shares()
+            for kind, tensor in share.states.items()
+        }
     }
-    content = {
-        "world_size": ranks.world_size,
-        "threads": torch.get_num_threads() if ranks.device.type == "cpu" else None,
-        "optimizer_steps": engine.optimizer_steps(),
-    }
-    files = {OPTIMIZER.format(ranks.rank): own} | ({WEIGHTS: weights} if ranks.first else {})
-    return _write_folder(ranks, checkpoint_folder(run_dir) / f"step_{step:06d}", files, state | content, keep)
+    if engine.ranks.first:
+        files[WEIGHTS] = weights
+    final = checkpoint_folder(run_dir) / f"step_{state['step']:06d}"
+    return _write_folder(engine.ranks, final, files, {**state, "optimizer_steps": engine.optimizer_steps()}, keep)
 
 
-def save_best(ranks: Ranks, run_dir: str | Path, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+def save_best(ranks: Ranks, run_dir: str | Path, weights: dict[str, Tensor], state: Mapping[str, Any]) -> None:
     """Keep the weights as the run's best, in place of those kept before; all ranks call it.
 
     Args:
         weights: the draft's, as `DraftEngine.weights` returns them; the first rank's are written.
         state: JSON values for the state file, among them `step`, `config` and `score`, of which more is better.
 
-    Raises TrainingError where they cannot be written; what was kept before is then untouched.
+    Raises TrainingError where they cannot be written; what was kept before is untouched.
     """
     final = best_folder(run_dir) / f"step_{state['step']:06d}"
     _write_folder(ranks, final, {WEIGHTS: weights} if ranks.first else {}, state, keep=1)
 
 
 def _write_folder(
-    ranks: Ranks, final: Path, files: Mapping[str, dict[str, Tensor]], state: dict[str, Any], keep: int
+    ranks: Ranks, final: Path, files: Mapping[str, dict[str, Tensor]], state: Mapping[str, Any], keep: int
 ) -> Path:
     """Write a folder with each rank's own files and, last, the state file."""
     temporary = final.with_name(f"tmp-{final.name}")
 
     def empty() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for dead in final.parent.glob("tmp-*"):  # which a kill or a full disk left
+            shutil.rmtree(dead, ignore_errors=True)
         temporary.mkdir(parents=True)
 
-    def write() -> dict[str, tuple[int, str]]:
-        """Sizes and digests of this rank's files."""
+    def write() -> dict[str, str]:
+        """Digests of this rank's files."""
         for name, tensors in files.items():
             write_tensors(tensors, temporary / name)
             sync(temporary / name)
-        return {name: ((temporary / name).stat().st_size, file_digest(temporary / name)) for name in files}
+        return {name: file_digest(temporary / name) for name in files}
 
     def finish() -> None:
-        sizes = {name: size for name, (size, _) in sorted(written.items())}
-        digests = {name: digest for name, (_, digest) in sorted(written.items())}
-        (temporary / STATE).write_text(seal(state | {"files": sizes}, digests), encoding="utf-8")
+        digests = {name: digest for of_rank in written for name, digest in of_rank.items()}
+        (temporary / STATE).write_text(seal({"format": FORMAT, **state, DIGESTS: digests}), encoding="utf-8")
         sync(temporary / STATE)
         sync(temporary)
         _put_in_place(temporary, final, keep)
 
-    try:
-        ranks.from_first(empty)
-        written = {name: about for of_rank in ranks.on_all(write) for name, about in of_rank.items()}
-        ranks.from_first(finish)
-    except TrainingError:
-        if ranks.first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    ranks.from_first(empty)
+    written = ranks.on_all(write)
+    ranks.from_first(finish)
     return final
 
 
 def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
-    """Rename a finished folder, then remove what it replaces, what is too old, and what kills have left."""
-    if final.exists():  # the run went back behind a damaged checkpoint, or only decoded
+    """Rename a finished folder, then remove what it replaces and what is too old."""
+    if final.exists():  # damaged
         _set_aside(final)
     temporary.rename(final)
     sync(final.parent)
     finished = finished_folders(final.parent)
-    place = finished.index(final)
-    # Later steps are left from before a damaged checkpoint made the run go back. `keep` counts the new one too.
-    for old in [*finished[place + 1 :], *finished[: max(0, place + 1 - keep)]]:
+    end = finished.index(final) + 1
+    # Later steps are left from before a damaged checkpoint made the run go back.
+    for old in [*finished[end:], *finished[: max(0, end - keep)]]:
         _set_aside(old)
-    # These were being written or removed when a run was killed.
     for dead in final.parent.glob("tmp-*"):
         shutil.rmtree(dead)
 
 
 def _set_aside(folder: Path) -> None:
     """Rename a folder that is to be removed, so that a kill while its files go leaves no partial checkpoint."""
-    aside = folder.with_name(f"tmp-old-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
+    folder.rename(folder.with_name(f"tmp-old-{folder.name}"))
 
 
 def load(engine: DraftEngine, found: Found) -> None:
     """Put weights and optimizer back as they were; all ranks call it, and each reads its part, however many ranks saved
-    the checkpoint. With as many, a CPU run also goes on with as many threads as it began with, since how a sum is split
-    among them shows in its last bits; another number of ranks changes these bits anyway.
-
-    Raises ValueError where a former version saved the checkpoint.
-    """
-    (folder, state), ranks = found, engine.ranks
+    the checkpoint. Raises ValueError where a former version saved it."""
+    folder, state = found
     if state["format"] != FORMAT:
         raise ValueError(
             f"train.run_dir: {folder} was saved by a former version, which alone can go on from it; export it and "
             "begin another run with draft.start_from, or give another folder"
         )
-    threads, same_ranks = state["threads"], state["world_size"] == ranks.world_size
-    if same_ranks and threads not in (None, torch.get_num_threads()) and ranks.device.type == "cpu":
-        ranks.log(f"Threads of a rank: {threads}, as the run began with, not {torch.get_num_threads()}")
-        torch.set_num_threads(threads)
     engine.set_weights(load_file(folder / WEIGHTS))
-    saved = SavedShares(folder, state)
+    saved = SavedShares(folder)
     for share in engine.shares():
         for kind, own in share.states.items():
             own.copy_(saved.read(share.name, kind, share.start, len(own)))
     engine.set_optimizer_steps(state["optimizer_steps"])
-
-
-def forget_best(run_dir: str | Path) -> None:
-    """Remove the best weights that an earlier run left in the folder, with a line that says so; called by rank 0."""
-    folder = best_folder(run_dir)
-    if finished_folders(folder):
-        print(f"{folder} is removed, no checkpoint of its run is there", flush=True)
-    shutil.rmtree(folder, ignore_errors=True)

@@ -1,5 +1,4 @@
-"""DeepSpeed around the draft: its settings, the optimizer and its state, one step. The frozen target stays outside the
-engine. What a step computes: step.py; checkpoints: checkpoint.py."""
+"""DeepSpeed around the draft: its settings, the optimizer and its state, one step. The frozen target stays outside."""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +25,6 @@ MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 def deepspeed_dict(train: TrainSection, clip: float, world_size: int, n_weights: int) -> dict[str, Any]:
     """What `deepspeed.initialize` is told for a draft of `n_weights` weights, apart from optimizer and learning rate,
     which DraftEngine sets."""
-    passes = train.n_passes(world_size)
     # Memory-efficient linear layers would replace F.linear in the whole process, under the frozen target too.
     zero: dict[str, Any] = {"stage": train.zero_stage, "memory_efficient_linear": False}
     # The default is half a billion values, however few there are to sum.
@@ -34,10 +32,8 @@ def deepspeed_dict(train: TrainSection, clip: float, world_size: int, n_weights:
     if train.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
-        # As DeepSpeed counts: all passes full, and shared rows once on each rank. It only checks the product.
-        "train_batch_size": train.micro_batch * passes * world_size,
         "train_micro_batch_size_per_gpu": train.micro_batch,
-        "gradient_accumulation_steps": passes,
+        "gradient_accumulation_steps": train.n_passes(world_size),
         "gradient_clipping": clip,
         "bf16": {"enabled": train.precision == "bf16"},
         # Gradients of passes are summed in fp32 too: a sum of ten bf16 ones would lose the small ones.
@@ -49,7 +45,6 @@ def deepspeed_dict(train: TrainSection, clip: float, world_size: int, n_weights:
         # Sums of bf16 gradients would depend on the number of ranks far more than sums in fp32.
         "communication_data_type": "fp32",
         "steps_per_print": 10**9,
-        "wall_clock_breakdown": False,
     }
 
 
@@ -106,12 +101,9 @@ class DraftEngine:
             self.deepspeed, *_ = deepspeed.initialize(
                 model=draft, optimizer=self.optimizer, config=settings, dist_init_required=False
             )
-        self._left_out: Tensor | None = None
-        self._hooks = [parameter.register_hook(self._zero_if_left_out) for parameter in draft.parameters()]
-        self._begin_states()
-
-    def _begin_states(self) -> None:
-        """Make the optimizer's state as it is before the first step, so that a checkpoint can be read into it."""
+        self._is_skipped: Tensor | None = None
+        self._hooks = [parameter.register_hook(self._zero_if_skipped) for parameter in draft.parameters()]
+        # The optimizer's state as it is before the first step, so that a checkpoint can be read into it.
         zero: Any = self.deepspeed.optimizer
         groups = self.optimizer.param_groups
         for flat in zero.fp32_partitioned_groups_flat if self._sharded else [group["params"][0] for group in groups]:
@@ -125,24 +117,24 @@ class DraftEngine:
         for group in self.deepspeed.optimizer.param_groups:  # pyright: ignore
             group["lr"] = rate
 
-    def backward(self, loss: Tensor, left_out: Tensor) -> None:
+    def backward(self, loss: Tensor, is_skipped: Tensor) -> None:
         """Backpropagate one pass's share of the step's loss, the sum over all passes and ranks; after the last pass the
         weights are updated. DeepSpeed averages over passes and ranks, hence the factors.
 
         Args:
-            left_out: bool scalar on the device, which the host does not read: where it is true, the pass's gradient is
-                zero, whatever was computed.
+            is_skipped: bool scalar on the device, which the host does not read: where it is true, the pass's gradient
+                is zero, whatever was computed.
         """
         passes = self.deepspeed.gradient_accumulation_steps()
-        self._left_out = left_out
+        self._is_skipped = is_skipped
         self.deepspeed.backward(loss * (passes * self.ranks.world_size))
-        self._left_out = None
+        self._is_skipped = None
         self.deepspeed.step()
 
-    def _zero_if_left_out(self, gradient: Tensor) -> Tensor:
+    def _zero_if_skipped(self, gradient: Tensor) -> Tensor:
         """Applied to a weight's gradient of a pass before DeepSpeed sees it. Masking the loss would not do, since NaN
         times zero is NaN."""
-        return gradient if self._left_out is None else gradient.masked_fill(self._left_out, 0.0)
+        return gradient if self._is_skipped is None else gradient.masked_fill(self._is_skipped, 0.0)
 
     def close(self) -> None:
         """Free the memory for the next run in this process: DeepSpeed's hooks keep an engine alive, ZeRO-3's even after
@@ -169,32 +161,28 @@ class DraftEngine:
             self.draft.load_state_dict(weights)
 
     def shares(self) -> list[Share]:
-        """This rank's part of each parameter that it has a part of."""
-        found = []
-        for name, parameter in self.draft.named_parameters():
-            flat, offset, start, size = self._own_part(parameter)
+        """This rank's part of each parameter that it has a part of, without padding."""
+        found: list[Share] = []
+        zero: Any = self.deepspeed.optimizer
+        parameters: dict[str, Any] = dict(self.draft.named_parameters())  # with the fields that DeepSpeed adds
+        for name, parameter in parameters.items():
+            if self._sharded:  # an equal share of each parameter, padded on the last ranks
+                group, offset, padded = zero.grad_position[zero.get_param_id(parameter)]
+                flat, start = zero.fp32_partitioned_groups_flat[group], self.ranks.rank * padded
+                size = min(padded, parameter.ds_numel - start)
+            elif (part := parameter._hp_mapping) is not None:
+                (flat,) = self.optimizer.param_groups[part.param_group_index]["params"]
+                own, start = part.hp_fragment_address, part.lp_fragment_address.start
+                offset, size = own.start, own.numel
+            else:
+                continue
             if size > 0:
                 states = {MASTER: flat.detach()} | {moment: self.optimizer.state[flat][moment] for moment in MOMENTS}
                 found.append(Share(name, start, {kind: x.narrow(0, offset, size) for kind, x in states.items()}))
         return found
 
-    def _own_part(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int]:
-        """Where this rank's part of a parameter lies: the tensor that the optimizer moves, the part's place in it, its
-        place in the flattened parameter, and its number of entries, without padding."""
-        zero: Any = self.deepspeed.optimizer
-        if self._sharded:  # an equal share of each parameter, padded on the last ranks
-            group, offset, padded = zero.grad_position[zero.get_param_id(parameter)]
-            n: int = parameter.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
-            start = self.ranks.rank * padded
-            return zero.fp32_partitioned_groups_flat[group], offset, start, min(padded, n - start)
-        part: Any = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
-        if part is None:
-            return torch.empty(0), 0, 0, 0
-        (flat,) = self.optimizer.param_groups[part.param_group_index]["params"]
-        return flat, part.hp_fragment_address.start, part.lp_fragment_address.start, part.hp_fragment_address.numel
-
     def optimizer_steps(self) -> int:
-        """How many steps the optimizer took; steps that were left out do not count."""
+        """How many steps the optimizer took; skipped steps do not count."""
         return int(next(iter(self.optimizer.state.values()))["step"])
 
     def set_optimizer_steps(self, n: int) -> None:

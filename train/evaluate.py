@@ -63,7 +63,7 @@ class Evaluator:
     """
 
     def __init__(self, config: Config, target: Target, rows: Rows, ranks: Ranks):
-        self.config, self.target, self.ranks, self.last_step = config, target, ranks, 0
+        self.config, self.target, self.ranks = config, target, ranks
         section, limit = config.decoding, target.model.config.max_positions
         if max(section.contexts) + section.new_tokens > limit:
             most = limit - section.new_tokens
@@ -80,17 +80,15 @@ class Evaluator:
     def after_step(
         self, engine: DraftEngine, step: int, heldout: Mapping[str, Any], stop: Sequence[int] = ()
     ) -> dict[str, Any] | None:
-        """Decode if it is due after `step` steps, and keep the weights if they are the best so far. A rank with
-        something in `stop` ends its part, and then nothing is measured.
+        """Decode after `step` steps, and keep the weights if they are the best so far. A rank with something in `stop`
+        ends its part, and then nothing is measured.
 
         Args:
             heldout: this step's validation if there was one, to be kept with the weights (validation.py).
 
-        Returns: what is logged; None if nothing was due, or it was stopped.
+        Returns: what is logged; None if it was stopped.
         """
         config, ranks, run_dir = self.config, self.ranks, self.config.train.run_dir
-        if step % config.decoding.every and step != config.train.n_steps:
-            return None
         begin, weights = time.monotonic(), engine.weights()
         drafter = open_drafter(config.draft.method, self.target, frozen_draft(config.draft, self.target, weights))
         record = decode(self.target, drafter, self.tasks, ranks, stop)
@@ -102,7 +100,6 @@ class Evaluator:
             extra = {"heldout": heldout, "decoding": record, "target_weights": target_weights}
             state = {"step": step, "score": score, "config": to_dict(config), "extra": extra}
             checkpoint.save_best(ranks, run_dir, weights, state)
-        self.last_step = step
         return record | {"decode_s": time.monotonic() - begin}
 
 

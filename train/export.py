@@ -49,7 +49,7 @@ def export(
     that size, `out` holds anything but a draft of ours or cannot be written; a draft that is there already is then
     untouched. Also where what is read back is not the trained draft.
     """
-    found = checkpoint.best(run_dir) if best else checkpoint.newest(run_dir, read=[checkpoint.WEIGHTS])
+    found = checkpoint.best(run_dir) if best else checkpoint.newest(run_dir)
     if found is None:
         missing = "best weights (decoding.every keeps them)" if best else "whole checkpoint"
         raise ValueError(f"run_dir: {run_dir} holds no {missing}; train first, or give another run's folder")

@@ -1,6 +1,7 @@
 """Training from the first step to the last checkpoint: stages one after the other, and the steps of one run."""
 
 import shlex
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -14,28 +15,15 @@ from longdraft.models.draft_folder import read_info
 from longdraft.models.files import locked, write_atomically
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
-from longdraft.train.checkpoint import Found
 from longdraft.train.config import Config, to_dict, to_yaml
 from longdraft.train.config_file import Stage
 from longdraft.train.export import export
 from longdraft.train.model_card import draw_curves
 from longdraft.train.ranks import Ranks, failures_named
 from longdraft.train.setup import Run, describe, open_run, open_target
-from longdraft.train.step import (
-    StepResult,
-    begin_step_sum,
-    counted,
-    finish_step_sum,
-    measure,
-    train_step,
-    where_time_goes,
-)
+from longdraft.train.step import StepResult, begin_step_sum, finish_step_sum, measure, train_step
 from longdraft.train.tracking import Tracker, read_metrics
 from longdraft.train.validation import validate
-
-DONE = "done"
-# The number of logged steps that the line about time at a run's end looks back on.
-LATEST = 200
 
 
 def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()) -> None:
@@ -48,13 +36,12 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
     """
     target: Target | None = None
     loaded: Any = None
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate(stages, start=1):
         config = stage.config
         if stage.name is not None:
-            progress = ranks.from_first(lambda stage=stage: [_progress(one, check=one is stage) for one in stages])
-            overview = ", ".join(f"{one.name} {how_far}" for one, how_far in zip(stages, progress, strict=True))
-            ranks.log(f"Stage {stage.name}, {number + 1} of {len(stages)}: {overview}")
-            if progress[number] == DONE:
+            is_done = ranks.from_first(partial(_is_done, stage))
+            ranks.log(f"Stage {stage.name}, {number} of {len(stages)}{': done' if is_done else ''}")
+            if is_done:
                 continue
         if loaded != (config.target, config.train.precision):
             target = None  # free its memory before the next one is loaded
@@ -68,23 +55,13 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
                 ranks.from_first(partial(export, config.train.run_dir, target=whole))
 
 
-def _progress(stage: Stage, check: bool) -> str:
-    """How far a stage is, in a few words: DONE where the draft of its run's last step is exported, since a stopped run
-    and best weights can be exported too. A stage that is done no longer needs its rows.
-
-    check: raise ValueError where a stage that is done was trained with other settings or rows than the config's.
-    """
-    config, folder = stage.config, Path(stage.config.data.path) / "train"
-    if stage.is_exported:
-        info = read_info(stage.draft)
-        n_steps = info.train_config.get("train", {}).get("steps")
-        if None in (info.step, n_steps) or info.step == n_steps:  # a converted draft has no steps
-            if check and folder.is_dir() and (found := checkpoint.newest(config.train.run_dir)):
-                rows = ShardSet(folder)
-                checkpoint.check_continues(found, config.resolved(len(rows)), rows.identity())
-            return DONE
-    found = checkpoint.newest(config.train.run_dir)
-    return f"at step {found[1]['step']}" if found else "to come"
+def _is_done(stage: Stage) -> bool:
+    """Whether the draft of the last step of the stage's run is exported: a stopped run and best weights can be exported
+    too. A converted draft has no steps, and its stage is done."""
+    if not stage.is_exported:
+        return False
+    info = read_info(stage.draft)
+    return info.step == info.train_config.get("train", {}).get("steps")
 
 
 def train(
@@ -96,7 +73,7 @@ def train(
         target: the run's, where it is already loaded.
         stage: its name, where the run is one of several stages.
 
-    Returns: whether the run is done, its last decoding included.
+    Returns: whether the run is done.
 
     Raises:
         ValueError: the config does not fit the ranks, the data, the target or the run already in its folder.
@@ -109,95 +86,72 @@ def train(
     busy = f"another process trains in {run_dir}; stop it (an orphaned rank, perhaps) or give another folder"
     with failures_named(ranks), ExitStack() as held:
         ranks.from_first(lambda: held.enter_context(locked(Path(run_dir) / "lock", "train.run_dir", busy)))
-        found = ranks.from_first(partial(checkpoint.newest, run_dir, read=None))
+        found = ranks.from_first(partial(checkpoint.newest, run_dir))
         if found is not None:
-            checkpoint.check_continues(found, config, rows.identity())
-            # The decoding after the last step may have been interrupted.
-            decoded = found[1]["extra"].get("decoding") or {"last_step": n_steps}
-            if found[1]["step"] >= n_steps and (decoded["last_step"] >= n_steps or not config.decoding.every):
+            checkpoint.check_continues(found[1], config, rows.identity())
+            if found[1]["step"] >= n_steps:
                 ranks.log(f"Training is done already: {n_steps} steps, checkpoint in {found[0]}")
                 return True
         run = open_run(config, ranks, target, found)
-        _restore(run, found, stop, stage)
-        saved = found[0] if found and run.step < n_steps else None
-        if run.step == n_steps:
-            _decode(run, run.heldout)
+        run.stop = stop
+        ranks.log(describe(run))
+        if ranks.first:
+            if found is None:  # what lies there is from a run that ended before its first checkpoint
+                shutil.rmtree(checkpoint.best_folder(run_dir), ignore_errors=True)
+            text, wandb_id = to_yaml(config), found and found[1]["extra"].get("wandb_id")
+            write_atomically(Path(run_dir) / "config.yaml", lambda file: file.write_text(text, "utf-8"))
+            run.tracker = Tracker(config, run.method.part_names, run.step, wandb_id, stage)
+            run.bar = tqdm(total=n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
+        saved = found and found[0]
         while run.step < n_steps and (result := train_step(run)) is not None:
             run.step += 1
             saved = _after_step(run, result)
         saved = saved or _save(run)  # before anything that may wait or fail
-        _close(run)
-    done = run.step == n_steps and (run.decoding is None or run.decoding.last_step == n_steps)
-    if not done:
+        run.bar.close()
+        if run.tracker:
+            run.tracker.close()
+        run.engine.close()
+    if run.step < n_steps:
         ranks.log(f"Stopped after {run.step} of {n_steps} steps; the same command goes on from {saved}")
-    else:
-        ranks.log(
-            f"Trained: {n_steps} steps, checkpoint in {saved}; next: {shlex.join(['longdraft', 'export', run_dir])}"
-        )
-    return done
-
-
-def _restore(run: Run, found: Found | None, stop: Sequence[int], stage: str | None) -> None:
-    """Bring a run that was just opened to where its checkpoint left it, if it has one, and begin its records."""
-    config, ranks = run.config, run.ranks
-    run.stop = stop
-    extra: dict[str, Any] = {}
-    if found is not None:
-        checkpoint.load(run.engine, found)
-        extra = found[1]["extra"]
-        run.step, run.skipped, run.heldout = found[1]["step"], extra["skipped"], extra["heldout"]
-    ranks.log(describe(run))
-    if run.decoding is not None and found is None:  # what lies there is from a run that ended before its checkpoint
-        ranks.from_first(partial(checkpoint.forget_best, config.train.run_dir))
-    elif run.decoding is not None and extra.get("decoding"):
-        run.decoding.last_step = extra["decoding"]["last_step"]
-    if ranks.first:
-        text = to_yaml(config)
-        write_atomically(Path(config.train.run_dir) / "config.yaml", lambda file: file.write_text(text, "utf-8"))
-        run.tracker = Tracker(config, run.method.part_names, run.step, extra.get("wandb_id"), stage)
-        run.bar = tqdm(total=config.train.n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
+        return False
+    ranks.log(f"Trained: {n_steps} steps, checkpoint in {saved}; next: {shlex.join(['longdraft', 'export', run_dir])}")
+    return True
 
 
 def _after_step(run: Run, result: StepResult) -> Path | None:
     """Log, validate, decode and save as far as each is due after a step; returns the checkpoint, if one was saved."""
-    config, tracker, step = run.config, run.tracker, run.step
+    config, step = run.config, run.step
     last = step == config.train.n_steps
     if last or step % config.log.every == 0:
         record = measure(run, result)
-        if tracker:
-            tracker.write(record)
-            shown = {"loss": record["loss"] and f"{record['loss']:.3f}", "tokens_s": f"{record['tokens_per_s']:.0f}"}
-            run.bar.set_postfix(shown, refresh=False)
+        _write(run, record)
+        shown = {"loss": record["loss"] and f"{record['loss']:.3f}", "tokens_s": f"{record['tokens_per_s']:.0f}"}
+        run.bar.set_postfix(shown, refresh=False)
     validates = last or step % config.heldout.every == 0
-    takes_long = validates or (run.decoding is not None and step % config.decoding.every == 0)
-    if takes_long:
+    decodes = run.decoding is not None and (last or step % config.decoding.every == 0)
+    saves = last or step % config.train.save_every == 0
+    if validates or decodes or saves:
         finish_step_sum(run)  # before anything is written about these weights
     if validates:
-        heldout = validate(run, run.heldout_rows)
-        if heldout["loss"] is None and run.heldout.get("positions") != 0:  # once a run
-            run.ranks.log(
-                f"heldout.rows: {config.heldout.rows}, and no row that is read has a label, so no held-out loss, rate "
-                "or overlap is measured; raise it, or prepare longer rows"
-            )
-        run.heldout = heldout
-        if tracker:
-            tracker.write({"step": step} | {f"heldout_{key}": value for key, value in run.heldout.items()})
-    _decode(run, run.heldout if validates else {})
-    saved = _save(run) if last or step % config.train.save_every == 0 else None
-    if not last and (takes_long or saved):  # a wish to stop may have come meanwhile
+        run.heldout = validate(run, run.heldout_rows)
+        _write(run, {f"heldout_{key}": value for key, value in run.heldout.items()})
+    if run.decoding is not None and decodes:
+        decoded = run.decoding.after_step(run.engine, step, run.heldout if validates else {}, run.stop)
+        if decoded is not None:
+            _write(run, decoded)
+            if run.tracker:
+                draw_curves(config.train.run_dir, read_metrics(config.train.run_dir))
+    saved = _save(run) if saves else None
+    if not last and (validates or decodes or saves):  # a wish to stop may have come meanwhile
         begin_step_sum(run)
     run.bar.update()
     return saved
 
 
-def _decode(run: Run, heldout: dict[str, Any]) -> None:
-    """Decode if it is due, and log the outcome."""
-    if run.decoding is None:
-        return
-    decoded = run.decoding.after_step(run.engine, run.step, heldout, run.stop)
-    if run.tracker and decoded is not None:
-        run.tracker.write({"step": run.step} | decoded)
-        draw_curves(run.config.train.run_dir, read_metrics(run.config.train.run_dir))
+def _write(run: Run, record: dict[str, Any]) -> None:
+    """Write a record of the run's present step, on the first rank."""
+    if run.tracker:
+        run.tracker.write({"step": run.step} | record)
 
 
 def _save(run: Run) -> Path:
@@ -208,18 +162,6 @@ def _save(run: Run) -> Path:
         "skipped": run.skipped,
         "data": run.rows.identity(),
         "target_weights": run.target_weights,
-        "decoding": run.decoding and {"last_step": run.decoding.last_step},
     }
     train, state = run.config.train, {"step": run.step, "config": to_dict(run.config), "extra": extra}
     return checkpoint.save(run.engine, train.run_dir, state, keep=train.keep_checkpoints)
-
-
-def _close(run: Run) -> None:
-    run.bar.close()
-    if run.tracker:
-        run.tracker.close()
-        stepped = [record for record in read_metrics(run.config.train.run_dir) if "step_s" in record]
-        if stepped:
-            found = counted(run)
-            run.ranks.log(where_time_goes(stepped[-LATEST:], found and found.r))
-    run.engine.close()

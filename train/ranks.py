@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from ipaddress import ip_address
 from typing import Any, TypeVar
 
 import psutil
@@ -23,14 +22,12 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from longdraft.models.device import start
-from longdraft.models.files import DISK_FULL
 from longdraft.train.launcher import free_port
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else its import warns, in every rank, that it found no GPU
 import deepspeed
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
 # Long enough for a rank that loads a large target from a slow disk while the others wait.
 TIMEOUT = timedelta(minutes=60)
 # Parts of gloo's and NCCL's messages when the other side of a collective is gone.
@@ -101,7 +98,7 @@ class Ranks:
         except (ValueError, TrainingError) as raised:
             error = raised
         except (OSError, SafetensorError) as raised:
-            error = TrainingError(_explain(raised, self.rank) or f"rank {self.rank}: {raised}")
+            error = TrainingError(f"rank {self.rank}: {raised}")
         outcomes = self.gather((result, error))
         for _, error in outcomes:
             if error is not None:
@@ -132,62 +129,39 @@ def join_ranks() -> Ranks:
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
     n_threads = env.get("OMP_NUM_THREADS", "").split(",")[0]  # the others of a list are for nested regions
     torch.set_num_threads(int(n_threads or max(1, cores // local_size)))
-    cuda = torch.cuda.is_available()
-    device = _open_device(local_rank) if cuda else torch.device("cpu")
+    cuda, device = torch.cuda.is_available(), torch.device("cpu")
     _set_up_deepspeed()
     try:
-        if world_size > local_size and INTERFACE not in env:
-            check_own_name()
+        if cuda:
+            device = torch.device("cuda", local_rank)
+            start(device, "train.device")
+            torch.cuda.set_device(local_rank)
         deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=TIMEOUT, verbose=False)
         control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT) if cuda else None
         if cuda and world_size > 1:
             dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects at its first collective
             torch.cuda.synchronize(device)
-    except (RuntimeError, OSError) as error:
-        set_to = "".join(f", {name}={env[name]}" for name in (INTERFACE, "NCCL_SOCKET_IFNAME") if name in env)
+    except (RuntimeError, OSError, ValueError) as error:
         raise RankError(
-            f"rank {env['RANK']} of {world_size} on {socket.gethostname()} does not find the others at "
-            f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}{set_to}: {_first_line(error)}; where they are on several "
-            f"machines, set {INTERFACE} and NCCL_SOCKET_IFNAME, in every rank's environment, to the interface between "
-            "the machines, as eth0 or ib0 (ip -br addr lists them)"
+            f"rank {env['RANK']} of {world_size} on {socket.gethostname()} cannot join the others at "
+            f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}: {_first_line(error)}; on several machines, set "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between them, as eth0 or ib0"
         ) from error
     return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, control)
-
-
-def check_own_name() -> None:
-    """Raises OSError where this machine's name resolves to an address that no other machine reaches. gloo listens on
-    the interface of that address, which in many an /etc/hosts is 127.0.1.1."""
-    name = socket.gethostname()
-    address = str(socket.getaddrinfo(name, None)[0][4][0])
-    if ip_address(address.partition("%")[0]).is_loopback:
-        raise OSError(f"{INTERFACE} is not set, and this machine's name {name} stands for {address} (/etc/hosts)")
-
-
-def _open_device(local_rank: int) -> torch.device:
-    """This rank's GPU."""
-    device = torch.device("cuda", local_rank)
-    try:
-        start(device, "train.device")
-    except ValueError as error:
-        raise RankError(f"rank {os.environ['RANK']} on {socket.gethostname()}: {error}") from error
-    torch.cuda.set_device(local_rank)
-    return device
 
 
 def _set_up_deepspeed() -> None:
     """Keep DeepSpeed from printing, and from compiling operations that no rank uses."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
-    # DeepSpeed imports its Muon to check the type of each optimizer. That takes seconds where PyTorch's compiler is on;
-    # it is turned off for this import alone.
+    # DeepSpeed imports its Muon, which takes seconds where PyTorch's compiler is on.
     if "TORCHDYNAMO_DISABLE" not in os.environ:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         with suppress(ImportError):  # another version may not have it
             import_module("deepspeed.runtime.zero.muon.muon_optimizer")
         del os.environ["TORCHDYNAMO_DISABLE"]
-    # No setting turns DeepSpeed's compiled operations off. On a CPU it would compile a shared-memory all-reduce for its
-    # inference engine, which takes a minute at the first launch. On a GPU without a CUDA toolkit, every rank would
-    # print what is missing to compile them.
+    # No setting turns DeepSpeed's compiled operations off, which take a minute at the first launch or, without a CUDA
+    # toolkit, make every rank print what is missing.
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
 
 
@@ -199,29 +173,25 @@ def log(line: str) -> None:
 
 @contextmanager
 def failures_named(ranks: Ranks) -> Iterator[None]:
-    """Inside, a full disk, and the errors of collectives because another rank is gone, become RankErrors that say
-    so."""
+    """Inside, a file that cannot be read or written (a full disk), and the errors of collectives because another rank
+    is gone, become RankErrors that say so."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        explained = _explain(error, ranks.rank)
-        if explained is None:
+    except BrokenPipeError:  # of standard output
+        raise
+    except OSError as error:
+        raise RankError(
+            f"rank {ranks.rank}: {error}; then the same command goes on from the newest checkpoint"
+        ) from error
+    except RuntimeError as error:
+        reason = _first_line(error)
+        is_lost = type(error) is RuntimeError and any(word in reason for word in LOST)
+        if not is_lost and not isinstance(error, dist.DistError):
             raise
-        raise RankError(explained) from error
-
-
-def _explain(error: Exception, rank: int) -> str | None:
-    """A full disk or a lost rank in one sentence; None for any other error."""
-    reason = _first_line(error)
-    if isinstance(error, TrainingError):
-        return None
-    if getattr(error, "errno", None) in DISK_FULL or any(f"os error {number}" in reason for number in DISK_FULL):
-        what = f"a file cannot be written ({reason}); make room, then the same command goes on"
-    elif isinstance(error, dist.DistError) or (type(error) is RuntimeError and any(word in reason for word in LOST)):
-        what = f"another rank is gone, it failed or was killed ({reason}); the same command goes on"
-    else:
-        return None
-    return f"rank {rank}: {what} from the newest checkpoint, or from the beginning where there is none"
+        raise RankError(
+            f"rank {ranks.rank}: another rank is gone, it failed or was killed ({reason}); the same command goes on "
+            "from the newest checkpoint"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """The frozen target's pass over one long row that several ranks share, by DeepSpeed's Ulysses (arXiv 2309.14509).
 
 Each rank has a contiguous slice of the tokens for norms, projections and feed-forward. For attention the ranks exchange
-tokens for heads, so that each has all tokens for its share of the heads, and then back. Nothing is trained here. Not
-here: the draft, which every rank runs for its own slice of queries; weights sharded over ranks (sharding.py).
+tokens for heads, so that each has all tokens for its share of the heads, and then back. The draft is not shared: every
+rank runs it for its own slice of queries.
 Shapes: N tokens end to end, n of them a rank's, D hidden, H query heads, K key/value heads, d head width.
 """
 

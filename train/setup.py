@@ -40,13 +40,8 @@ TRAINING_ALONE = ("noise", "warm_start", "init_std", "out_norm_init")
 
 @dataclass
 class StepInput:
-    """What a step reads, before it begins.
+    """What a step reads, before it begins: this rank's passes, and their labels [P] of each part of the loss."""
 
-    `all_rows`: the rows of all ranks. `rows_by_pass` and `micro_batches`: this rank's passes. `n_labels` [P]: their
-    labels of each part of the loss.
-    """
-
-    all_rows: list[EpochRow]
     rows_by_pass: list[list[EpochRow]]
     micro_batches: list[MicroBatch]
     n_labels: Sequence[float]
@@ -57,8 +52,8 @@ class Run:
     """All that is open during training.
 
     `target_weights`: the hash of the target's weights (models/fingerprint.py). `decoding`: None where the config does
-    not ask for it. `step`: steps done. `skipped`: passes and steps that were left out because their loss or gradient
-    was not a number. `heldout`: the latest validation. `stop`: the run ends once there is something in it on any rank.
+    not ask for it. `step`: steps done. `skipped`: passes and steps that were skipped because their loss or gradient was
+    not a number. `heldout`: the latest validation. `stop`: the run ends once there is something in it on any rank.
     `tracker` and a visible `bar` exist on the first rank alone.
 
     `sums` waits for what the ranks sum at a step's end and returns it (`finish_step_sum` in step.py). `next_input`:
@@ -85,49 +80,63 @@ class Run:
 
 
 def open_run(config: Config, ranks: Ranks, target: Target | None = None, found: Found | None = None) -> Run:
-    """Open data, target, draft and engine as they are before the first step.
+    """Open data, target, draft and engine as they are before the first step, or as the checkpoint `found` left them.
 
     Args:
         target: saves loading the run's own.
-        found: the checkpoint that the run will go on from, whose target and vocabulary it then has.
     """
-    train, section = config.train, config.draft
+    train = config.train
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # an operation that has no such algorithm raises
     target = target or open_target(config, ranks)
     note_weights(target)
-    weights = target.fingerprint.get("weights")
-    if found is not None:
-        before = found[1]["extra"].get("target_weights")
-        if None not in (weights, before) and weights != before:
-            raise ValueError(
-                f"target.path: {config.target.path} has other weights (sha256 of a sample {weights}) than the run in "
-                f"{train.run_dir} began with ({before}); put those back, or start anew with another train.run_dir"
-            )
+    weights, extra = target.fingerprint.get("weights"), found[1]["extra"] if found else {}
+    before = extra.get("target_weights")
+    if None not in (weights, before) and weights != before:
+        raise ValueError(
+            f"target.path: {config.target.path} has other weights (sha256 of a sample {weights}) than the run in "
+            f"{train.run_dir} began with ({before}); put those back, or start anew with another train.run_dir"
+        )
     rows, heldout_rows = (open_rows(config.data, split, target) for split in ("train", "heldout"))
-    verify_shards([rows, heldout_rows], ranks, target.model.config.vocab_size)
+    # All shards are read once before any is trained on; the ranks of a machine, which may have its own copy, share it.
+    share = ranks.local_rank, ranks.local_size, target.model.config.vocab_size
+    ranks.on_all(lambda: [split.verify(*share) for split in (rows, heldout_rows)])
     decoding = Evaluator(config, target, heldout_rows, ranks) if config.decoding.every else None
-    check_draft(section, target)
-    start = load_draft(section.start_from, target) if section.start_from is not None and found is None else None
-    if section.draft_vocab_size is None:
-        token_ids = None
-    elif found is not None:
-        token_ids = load_file(found[0] / checkpoint.WEIGHTS)["token_ids"]
-    elif start is not None and start.config.draft_vocab_size == section.draft_vocab_size:
-        token_ids = start.token_ids
-    else:
-        vocab_size = target.model.config.vocab_size
-        token_ids = frequent_tokens(rows, vocab_size, section.draft_vocab_size, target.eos_token_ids)
-    with whole_layers(target.model, 0, -1):  # a warm start reads them
-        method = open_method(config.draft, config.data, config.train, target.model, token_ids)
-    if start is not None and section.start_from is not None:
-        begin_with(method, start, section.start_from)
+    method = open_draft(config, target, rows, found and found[0])
     parallel = None
     if train.sequence_parallel > 1:
         parallel = SequenceParallel(target.model.config, sequence_group(train.sequence_parallel))
-    engine = DraftEngine(method.draft, ranks, train, config.optimizer)
-    return Run(config, ranks, method, engine, Teacher(target.model, parallel), rows, heldout_rows, weights, decoding)
+    teacher, engine = Teacher(target.model, parallel), DraftEngine(method.draft, ranks, train, config.optimizer)
+    run = Run(config, ranks, method, engine, teacher, rows, heldout_rows, weights, decoding)
+    if found:
+        checkpoint.load(engine, found)
+        run.step, run.skipped, run.heldout = found[1]["step"], extra["skipped"], extra["heldout"]
+    return run
+
+
+def open_draft(config: Config, target: Target, rows: ShardSet, saved: Path | None) -> Method:
+    """The method with its network, whose weights are those before the first step. All ranks call it.
+
+    Args:
+        saved: the checkpoint's folder where there is one: its weights will be loaded, and its vocabulary holds.
+    """
+    section, token_ids = config.draft, None
+    check_draft(section, target)
+    start = load_draft(section.start_from, target) if section.start_from is not None and saved is None else None
+    if section.draft_vocab_size is not None:
+        if saved is not None:
+            token_ids = load_file(saved / checkpoint.WEIGHTS)["token_ids"]
+        elif start is not None and start.config.draft_vocab_size == section.draft_vocab_size:
+            token_ids = start.token_ids
+        else:
+            vocab_size = target.model.config.vocab_size
+            token_ids = frequent_tokens(rows, vocab_size, section.draft_vocab_size, target.eos_token_ids)
+    with whole_layers(target.model, 0, -1):  # a warm start reads them
+        method = open_method(section, config.data, config.train, target.model, token_ids)
+    if start is not None:
+        begin_with(method, start, str(section.start_from))
+    return method
 
 
 def whole_target(section: TargetSection, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
@@ -152,15 +161,14 @@ def check_room(config: Config, ranks: Ranks) -> None:
     """Raises ValueError, on all ranks and before anything is loaded, where a GPU has no room for what training keeps
     there all the time."""
     target = read_target_config(config.target.path, config.target.max_positions)
-    kept = memory(config, target, ranks.world_size, gpu=True).kept
+    kept = sum(memory(config, target, ranks.world_size, gpu=True).kept.values())
     # The process has taken what it needs beside tensors by now.
     free, place = min(ranks.gather((free_bytes(ranks.device), f"{ranks.device} of {socket.gethostname()}")))
-    if sum(kept.values()) > free:
-        parts = ", ".join(f"{name} {n / 2**30:.2f} GiB" for name, n in kept.items())
+    if kept > free:
         raise ValueError(
-            f"train.device: {place} has {free / 2**30:.2f} GiB free, and training keeps "
-            f"{sum(kept.values()) / 2**30:.2f} GiB there ({parts}); take more or larger GPUs, or share out by "
-            "target.zero_stage=3, train.zero_stage=3 or train.offload_optimizer=true"
+            f"train.device: {place} has {free / 2**30:.2f} GiB free, and training keeps {kept / 2**30:.2f} GiB there "
+            "(--estimate lists them); take more or larger GPUs, target.zero_stage=3, train.zero_stage=3 or "
+            "train.offload_optimizer=true"
         )
 
 
@@ -180,19 +188,19 @@ def check_draft(section: DraftSection, target: Target) -> None:
     if target.loader != "transformers":
         return
     model: Any = target.model  # of models/transformers_model.py, which imports much of transformers
-    if section.method == "longspec" and not model.rotates:
+    # Gemma stores its norms' weights less 1: our decoder adds it when it reads them.
+    has_our_norms = model.known is not None and not model.known.norm_offset
+    lacks = {
+        "method": section.method == "longspec" and not model.rotates,  # the last layer's keys over whole heads
+        "warm_start": getattr(section, "warm_start", False),
+        "final_norm": getattr(section, "final_norm", False) and not has_our_norms,
+        "out_norm_init": getattr(section, "out_norm_init", "ones") == "target" and not has_our_norms,
+    }
+    for name in (name for name, is_lacking in lacks.items() if is_lacking):
         raise ValueError(
-            f"draft.method: longspec's block rotates its queries over whole heads, and the last layer's keys of "
-            f"{target.name} are not rotated so; take tokenswift or medusa"
+            f"draft.{name}: {getattr(section, name)} needs of {target.name} what target.loader=transformers does not "
+            "give; leave it out, or take draft.method=tokenswift or medusa"
         )
-    for name, copied in (("warm_start", True), ("final_norm", True), ("out_norm_init", "target")):
-        # Gemma stores its norms' weights less 1: our decoder adds it when it reads them.
-        as_ours = name != "warm_start" and model.known is not None and not model.known.norm_offset
-        if getattr(section, name, None) == copied and not as_ours:
-            raise ValueError(
-                f"draft.{name}: {copied} begins with the target's weights as our decoder has them, and target.loader "
-                "is transformers; leave it out"
-            )
 
 
 def begin_with(method: Method, start: Draft, folder: str) -> None:
@@ -211,55 +219,34 @@ def begin_with(method: Method, start: Draft, folder: str) -> None:
 
 def open_rows(data: DataSection, split: str, target: Target) -> ShardSet:
     """Open a split of the prepared folder; raises ValueError where its rows or tokenizer do not fit the run, the loss
-    counts no token, or too many documents were left out."""
+    counts no token, or too many documents were dropped."""
     rows = ShardSet(Path(data.path) / split)
-    if rows.manifest["seq_len"] != data.seq_len:
+    place, length, tokenizer = rows.folder, rows.manifest["seq_len"], rows.manifest["tokenizer_sha256"]
+    if length != data.seq_len:
+        raise ValueError(f"data.seq_len: {data.seq_len}, but {place} has rows of {length} tokens; set it to that")
+    if tokenizer != target.fingerprint["tokenizer"]:
         raise ValueError(
-            f"data.seq_len: {data.seq_len}, but {rows.folder} has rows of {rows.manifest['seq_len']} tokens; "
-            f"set data.seq_len={rows.manifest['seq_len']} or prepare with --seq-len {data.seq_len}"
-        )
-    prepared_with, tokenizer = rows.manifest["tokenizer_sha256"], target.fingerprint["tokenizer"]
-    if prepared_with != tokenizer:
-        raise ValueError(
-            f"data.path: {rows.folder} was prepared with the tokenizer {prepared_with}, but {target.name}'s is "
-            f"{tokenizer}; prepare it for this target"
+            f"data.path: {place} was prepared with the tokenizer {tokenizer}, which is not {target.name}'s"
         )
     if not len(rows) or not rows.manifest.get("supervised_tokens", 1):  # older manifests do not count them
-        raise ValueError(
-            f"data.path: {rows.folder} has no token that the loss counts; look at longdraft prepare --inspect "
-            f"{data.path}"
-        )
+        raise ValueError(f"data.path: {place} has no token that the loss counts; look at longdraft prepare --inspect")
     share, reasons = rows.left_out()
     if share > data.max_dropped_share:
         why = ", ".join(f"{reason}: {n:,}" for reason, n in reasons.items() if n)
         raise ValueError(
-            f"data.max_dropped_share: {data.max_dropped_share:g}, but {share:.0%} of the documents of {rows.folder} "
-            f"were left out ({why}); fix the sources, or raise it"
+            f"data.max_dropped_share: {data.max_dropped_share:g}, but {share:.0%} of the documents of {place} were "
+            f"left out ({why}); fix the sources, or raise it"
         )
     data.check_positions(target.name, target.model.config.max_positions)
     return rows
 
 
-def verify_shards(splits: Sequence[ShardSet], ranks: Ranks, vocab_size: int) -> None:
-    """Read all shards once, before any is trained on. The ranks of a machine divide them, since it may have a copy of
-    its own. Raises ValueError on all ranks, naming shards that are damaged or hold ids beyond the vocabulary."""
-
-    def verify() -> None:
-        for rows in splits:
-            rows.verify(ranks.local_rank, ranks.local_size, vocab_size)
-
-    ranks.on_all(verify)
-
-
 def describe(run: Run) -> str:
     """What is logged before the first step."""
-    train, data, target = run.config.train, run.config.data, run.config.target
+    train, data = run.config.train, run.config.data
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.engine.draft.parameters())
-    counted, used = (run.rows.manifest.get(name) for name in ("supervised_tokens", "tokens"))
-    tokens = f" with {used:,} tokens, of which the loss counts {counted / used:.1%}" if counted and used else ""
     return (
-        f"Rows: {len(run.rows):,}{tokens}; {run.rows.left_out()[0]:.1%} of the documents were left out\n"
-        f"Training {run.config.draft.method} ({parameters / 1e6:.1f} M parameters) for {target.path} on "
+        f"Training {run.config.draft.method} ({parameters / 1e6:.1f} M parameters) for {run.config.target.path} on "
         f"{run.ranks.world_size} {'GPU' if run.ranks.device.type == 'cuda' else 'CPU'} rank(s), {train.precision}, "
         f"ZeRO-{train.zero_stage}: step {run.step} to {train.n_steps}, up to {train.global_batch * data.seq_len:,} "
         f"tokens each, from {data.path}; all goes to {train.run_dir}"

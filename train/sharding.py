@@ -2,8 +2,7 @@
 
 Each rank keeps a share of every layer's weights. Embedding, final norm and LM head stay whole on every rank, because
 the draft's loss reads them outside of any pass. A pass is collective: all ranks make the same passes in the same order,
-each over its own tokens. Not here: the draft's ZeRO (deepspeed_engine.py), reading files (models/), rows that ranks
-share (sequence_parallel.py).
+each over its own tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,19 +28,10 @@ from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accele
 import deepspeed
 
 
-def load_sharded_target(
-    path: str | Path,
-    dtype: torch.dtype,
-    ranks: Ranks,
-    max_positions: int | None = None,
-) -> Target:
-    """`load_target` (same arguments, same errors) with the layers' weights sharded over all ranks. All ranks call it,
-    and get the first rank's bytes.
-
-    Beside embedding, norm, head and its share, a rank's device holds one whole layer while the decoder is built, one
-    whole parameter while it is filled, and in a pass one whole layer and the next one on its way, twice for a moment
-    when it arrives. Of safetensors and .bin files the host holds nothing but the system's cache of mapped files, which
-    can be dropped; of a .gguf file one tensor in fp32.
+def load_sharded_target(path: str | Path, dtype: torch.dtype, ranks: Ranks, max_positions: int | None = None) -> Target:
+    """`load_target` (same arguments, same errors) with the layers' weights sharded over all ranks, which all call it
+    and get the first rank's bytes. No rank's device ever holds more than one whole layer beside its share, and in a
+    pass the next one on its way.
     """
     whole = partial(deepspeed.zero.GatheredParameters, modifier_rank=0)
     return load_target(path, dtype, ranks.device, max_positions, build=build_sharded_decoder, whole=whole)
@@ -125,16 +115,11 @@ class _WholeLayers:
         try:
             yield
         finally:
-            parameters = _parameters(layer)
+            parameters: list[Any] = list(layer.parameters())  # with the methods that DeepSpeed adds
             parameters[0].partition(parameters)
 
 
 def _gather(layer: Layer) -> Any:
     """Begin to gather a layer's weights. They are whole once the returned handle has been waited for."""
-    parameters = _parameters(layer)
+    parameters: list[Any] = list(layer.parameters())
     return parameters[0].all_gather_coalesced(parameters)
-
-
-def _parameters(layer: nn.Module) -> list[Any]:
-    """Its parameters, typed as having the methods that DeepSpeed adds."""
-    return list(layer.parameters())

@@ -1,7 +1,6 @@
 """The frozen target as the trainer uses it: one pass over the rows of a batch, and its choices at a few positions.
 
-Every document piece is a context of its own, as it is in decoding. Not here: loading (models/hf.py), the network
-(models/decoder.py), targets over several ranks (sharding.py, sequence_parallel.py).
+Every document piece is a context of its own, as it is in decoding.
 Shapes: N tokens end to end, D hidden, V vocabulary, R chosen rows.
 """
 
@@ -37,10 +36,6 @@ class Teacher:
     @property
     def lm_head_VD(self) -> Tensor:
         return self.model.lm_head.weight
-
-    def embed(self, tokens_N: Tensor) -> Tensor:
-        """[N, D]."""
-        return self.model.embed_tokens(tokens_N)
 
     # Not inference_mode: weights that are gathered in it from a sharded target cannot be saved for backward.
     @torch.no_grad()

@@ -233,13 +233,13 @@ def finish_ranks() -> "Callable[[Sequence[subprocess.Popen | Forked]], str]":
 
 
 @contextmanager
-def _no_launcher(threads: int = 1) -> Iterator[None]:
+def _no_launcher() -> Iterator[None]:
     """An environment without a launcher's variables; afterwards, without those that a single rank sets."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             patch.setenv(name, "")  # so that the patch restores it
             patch.delenv(name)
-        patch.setenv("OMP_NUM_THREADS", str(threads))
+        patch.setenv("OMP_NUM_THREADS", "1")
         yield
 
 
@@ -263,9 +263,9 @@ def train_command() -> Callable[..., tuple[int, str]]:
     """`train_command(config, ...)` runs launch/train.py in this process, and returns its status and all that it
     printed."""
 
-    def call(*arguments: object, threads: int = 1) -> tuple[int, str]:
+    def call(*arguments: object) -> tuple[int, str]:
         printed = StringIO()
-        with _no_launcher(threads), redirect_stdout(printed), redirect_stderr(printed):
+        with _no_launcher(), redirect_stdout(printed), redirect_stderr(printed):
             status = main([str(argument) for argument in arguments])
         if is_initialized():  # a command that failed has not left the group
             destroy_process_group()

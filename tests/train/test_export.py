@@ -73,7 +73,7 @@ def test_export_is_the_trained_draft(runs, tmp_path, name):
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     found = checkpoint.newest(runs / name)
     assert found is not None
-    saved = checkpoint.SavedShares(*found)  # what the optimizer moved, on each rank its part
+    saved = checkpoint.SavedShares(found[0])  # what the optimizer moved, on each rank its part
     exported = load_draft(out).state_dict()
     dtype = torch.bfloat16 if name.startswith("bf16") else torch.float32
     for key, weight in exported.items():

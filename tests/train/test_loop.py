@@ -75,13 +75,12 @@ def test_teacher_sees_each_piece_alone_and_gives_its_own_choices(target):
     assert [found.shape for found in teacher.choices(seen.post_norm[:0])] == [(0,), (0,)]
     only = teacher.forward(tokens_N, borders, None, {"last_kv"})
     assert only.pre_norm is None and only.post_norm is None
-    assert torch.equal(teacher.embed(tokens_N), target.model.embed_tokens.weight[tokens_N])
 
 
 def test_data_must_fit_config_and_target(config_file, target, data_folder, tmp_path):
     config = load_config(config_file)
     assert len(open_rows(config.data, "train", target)) == 45
-    with pytest.raises(ValueError, match=r"data\.seq_len: 32, but .* has rows of 24 tokens; set data\.seq_len=24"):
+    with pytest.raises(ValueError, match=r"^data\.seq_len: 32, .* 24 "):
         open_rows(load_config(config_file, ["data.seq_len=32"]).data, "train", target)
     far = ["data.positions=anchor_offset", "data.max_position=30000"]
     with pytest.raises(ValueError, match=r"data\.max_position: 30000; .* 2048 positions of target0"):
@@ -89,7 +88,7 @@ def test_data_must_fit_config_and_target(config_file, target, data_folder, tmp_p
     manifest = json.loads((data_folder / "train" / "manifest.json").read_text()) | {"tokenizer_sha256": "abc"}
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "manifest.json").write_text(json.dumps(manifest | {"shards": []}))
-    with pytest.raises(ValueError, match=r"was prepared with the tokenizer abc, but target0's is none"):
+    with pytest.raises(ValueError, match=r"^data\.path: .* abc"):
         open_rows(load_config(config_file, [f"data.path={tmp_path}"]).data, "train", target)
 
 
@@ -97,9 +96,8 @@ LEFT_OUT = {"documents": 40, "bad": {"empty": 50}, "dropped": {"shorter_than_seq
 
 
 @pytest.mark.parametrize(("counts", "overrides", "said"), [
-    ({"supervised_tokens": 0}, [], r"data\.path: .*/train has no token that the loss counts; look at longdraft"),
-    (LEFT_OUT, [], r"data\.max_dropped_share: 0\.5, but 60% of the documents of .*/train were left out "
-                   r"\(empty: 50, shorter_than_seq_len: 10\); fix the sources, or raise it"),
+    ({"supervised_tokens": 0}, [], r"^data\.path: .*/train "),
+    (LEFT_OUT, [], r"^data\.max_dropped_share: 0\.5, .*60%.*\(empty: 50, shorter_than_seq_len: 10\)"),
     (LEFT_OUT, ["data.max_dropped_share=0.6"], None),
     ({"supervised_tokens": 9, "documents": 5}, ["data.max_dropped_share=0"], None),
 ])  # fmt: skip
@@ -282,7 +280,7 @@ def weights(run):
 
 
 @pytest.mark.parametrize("draft", [[], LONGSPEC], ids=["tokenswift", "longspec"])
-def test_rows_without_labels_have_no_loss(alone, config_file, target, rows, tmp_path, capsys, draft):
+def test_rows_without_labels_have_no_loss(alone, config_file, target, rows, tmp_path, draft):
     """Of four steps one reads the row without labels, and so does every validation; what follows does without."""
     run, steps = tmp_path / "run", ["train.steps=4", "train.global_batch=1", "train.micro_batch=1", "heldout.every=2"]
     given = [*draft, *steps, "optimizer.warmup_steps=1", rows("mute", 4, mute=0), f"train.run_dir={run}"]
@@ -298,7 +296,6 @@ def test_rows_without_labels_have_no_loss(alone, config_file, target, rows, tmp_
     nothing = {"heldout_loss": None, "heldout_positions": 0} | of_parts | rates
     assert validations == [{"step": step} | nothing for step in (2, 4)]
     assert _flat(validations[0], ["a", "b", "c"]) == {"step": 2, "heldout_positions": 0}
-    assert capsys.readouterr().out.count("heldout.rows: ") == 1
     info = read_info(export(run, target=target, card=True))
     assert info.tree["choice_rates"] is None and info.tree["levels"]
     assert "cross-entropy" not in (run / "draft" / "README.md").read_text()

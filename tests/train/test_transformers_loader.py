@@ -167,7 +167,7 @@ def test_what_only_our_decoder_gives_is_refused(folders, config_file, alone, ove
 def test_a_block_is_refused_where_keys_are_rotated_otherwise(tmp_path, config_file, alone):
     folder = model_folder(tmp_path / "stablelm", StableLmConfig, num_key_value_heads=2)
     config = load_config(config_file, [f"target.path={folder}", LOADER, *PLAIN["longspec"]])
-    with pytest.raises(ValueError, match=r"draft.method: longspec's block .* take tokenswift or medusa"):
+    with pytest.raises(ValueError, match=r"^draft\.method: longspec "):
         open_run(config, alone)
 
 

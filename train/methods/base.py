@@ -2,7 +2,6 @@
 
 Everything a pass needs is made on the CPU from (config, document piece) alone. Offsets, noise shifts and subsets of
 queries are drawn with the key of each piece, so packing, the number of ranks and resuming change nothing.
-Not here: networks and their loss (models/drafts/), the step (train/step.py).
 Shapes: N tokens of a pass, end to end; D hidden; M labels of a part of the loss; R tokens chosen among the N.
 """
 
@@ -70,19 +69,20 @@ class MicroBatch(NamedTuple):
         return [len(part.labels) for part in self.parts]
 
     def to(self, device: torch.device) -> "MicroBatch":
+        """The same pass on the device, but for `batch.supervised`, which only labels are made of."""
+
         def move(tensor: Tensor) -> Tensor:
             return from_host(tensor, device)
 
-        batch = self.batch._replace(tokens=move(self.batch.tokens), supervised=move(self.batch.supervised))
-        queries = self.queries
+        queries, distillation = self.queries, self.distillation
         if queries is not None:
             send_segments(queries.self_segments, device)
             send_segments(queries.cross_segments, device)
             queries = queries._replace(rows=None if queries.rows is None else move(queries.rows))
-        parts = [LossPart(*map(move, part)) for part in self.parts]
-        distillation = self.distillation
         if distillation is not None:
             distillation = distillation._replace(rows=list(map(move, distillation.rows)))
+        batch = self.batch._replace(tokens=move(self.batch.tokens))
+        parts = [LossPart(*map(move, part)) for part in self.parts]
         return MicroBatch(batch, move(self.positions), parts, self.first, queries, distillation)
 
     def without_labels(self) -> "MicroBatch":
@@ -108,14 +108,18 @@ class Method(ABC):
             self._draft_ids = torch.full((vocab_size,), -1)
             self._draft_ids[draft.token_ids.cpu()] = torch.arange(len(draft.token_ids))
 
-    @abstractmethod
     def micro_batch(self, batch: Batch, span: Span | None = None) -> MicroBatch:
         """The training pass over these rows, in which the draft runs for `data.query_share` of the tokens. `span`: the
         tokens of this rank, where ranks share the rows."""
+        return self._pass(batch, span, self.data.query_share, self._positions(batch))
 
-    @abstractmethod
     def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
         """The passes over held-out rows whose losses add up to the validation loss: plain positions, all labels."""
+        return [self._pass(batch, span, 1.0, plain_positions(batch.borders))]
+
+    @abstractmethod
+    def _pass(self, batch: Batch, span: Span | None, share: float, positions: Tensor) -> MicroBatch:
+        """A pass with these positions [N], in which the draft runs for this share of the tokens."""
 
     @abstractmethod
     def loss_weights(self, n_labels: Sequence[float]) -> list[float]:

@@ -1,7 +1,4 @@
-"""How TokenSwift's and Medusa's heads are trained.
-
-Not here: the heads and their loss (models/drafts/heads.py).
-"""
+"""How TokenSwift's and Medusa's heads are trained (the heads and their loss: models/drafts/heads.py)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +12,7 @@ from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.passes import Span, TargetOutput
 from longdraft.train.batches import Batch
 from longdraft.train.config import DataSection, TrainSection
-from longdraft.train.methods.base import Method, MicroBatch, plain_positions
+from longdraft.train.methods.base import Method, MicroBatch
 from longdraft.train.teacher import Teacher
 
 
@@ -27,12 +24,6 @@ class HeadsMethod(Method):
         self.needs = draft.needs
         (self._field,) = draft.needs
         self.part_names = [f"head{i + 1}" for i in range(draft.config.n_heads)]
-
-    def micro_batch(self, batch: Batch, span: Span | None = None) -> MicroBatch:
-        return self._pass(batch, span, self.data.query_share, self._positions(batch))
-
-    def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
-        return [self._pass(batch, span, 1.0, plain_positions(batch.borders))]
 
     def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
         return [1 / max(n, 1) for n in n_labels]
@@ -46,18 +37,11 @@ class HeadsMethod(Method):
     def _pass(self, batch: Batch, span: Span | None, share: float, positions: Tensor) -> MicroBatch:
         """Head i proposes the token i + 2 places ahead: the target itself gives the next one."""
         query_spans, parts, first = self._query_spans(batch, span, share), [], 0 if span is None else span[0]
+        is_query_N = torch.full((len(batch.tokens),), query_spans is None)
+        for start, stop in query_spans or ():
+            is_query_N[start:stop] = True
         for i in range(len(self.part_names)):
-            part = self._labels(batch, i + 2)
-            if query_spans is not None:
-                kept = _inside(query_spans, len(batch.tokens))[part.rows]
-                part = LossPart(part.rows[kept] - first, part.labels[kept])
-            parts.append(part)
+            rows, labels = self._labels(batch, i + 2)
+            kept = is_query_N[rows]
+            parts.append(LossPart(rows[kept] - first, labels[kept]))
         return MicroBatch(batch, positions, parts, first)
-
-
-def _inside(spans: Sequence[Span], n: int) -> Tensor:
-    """Which of the indices 0 .. n-1 lie in one of the spans, bool [n]."""
-    mask = torch.zeros(n, dtype=torch.bool)
-    for start, stop in spans:
-        mask[start:stop] = True
-    return mask

@@ -1,7 +1,4 @@
-"""How LongSpec's block is trained: flash noisy training (arXiv 2502.17421, 3.3).
-
-Not here: the block, its queries and its loss (models/drafts/longspec.py).
-"""
+"""How LongSpec's block (models/drafts/longspec.py) is trained: flash noisy training (arXiv 2502.17421, 3.3)."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -31,21 +28,17 @@ class LongSpecMethod(Method):
         self._window, self._level_weights = draft.config.window, train.level_weights
         self.part_names = [f"level{j + 1}" for j in range(draft.config.noise)]
 
-    def micro_batch(self, batch: Batch, span: Span | None = None) -> MicroBatch:
-        shifts = [self._shift(draws(self.seed, key, 1)[0]) for key in batch.keys]
-        return self._pass(batch, span, self.data.query_share, self._positions(batch), shifts)
-
     def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
         """One pass for each noise shift."""
-        positions, n_pieces, n_shifts = plain_positions(batch.borders), len(batch.keys), len(self.part_names)
-        return [self._pass(batch, span, 1.0, positions, [shift] * n_pieces) for shift in range(1, n_shifts + 1)]
+        given = batch, span, 1.0, plain_positions(batch.borders)
+        return [self._pass(*given, [j + 1] * len(batch.keys)) for j in range(len(self.part_names))]
 
     def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
         return [1 / max(sum(n_labels), 1)] * len(n_labels)
 
     def arguments(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
         assert output.last_kv is not None
-        embeddings_ND = teacher.embed(micro_batch.batch.tokens)
+        embeddings_ND = teacher.model.embed_tokens(micro_batch.batch.tokens)
         return embeddings_ND, micro_batch.positions, *output.last_kv, micro_batch.queries, micro_batch.parts
 
     def target_rows(self, micro_batch: MicroBatch, part: int) -> Tensor:
@@ -59,8 +52,11 @@ class LongSpecMethod(Method):
         sums = list(accumulate(map(Fraction, self._level_weights)))  # exact: the same shift on every machine
         return 1 + bisect_right(sums, sums[-1] * bits / 2**64)
 
-    def _pass(self, batch: Batch, span: Span | None, share: float, positions: Tensor, shifts: list[int]) -> MicroBatch:
-        """`shifts`: the noise shift of each piece."""
+    def _pass(
+        self, batch: Batch, span: Span | None, share: float, positions: Tensor, shifts: list[int] | None = None
+    ) -> MicroBatch:
+        """`shifts`: the noise shift of each piece. None: they are drawn."""
+        shifts = shifts or [self._shift(draws(self.seed, key, 1)[0]) for key in batch.keys]
         queries = plan_queries(batch.borders, shifts, self._window, self._query_spans(batch, span, share))
         rows, labels = self._labels(batch, 1)
         shift_N = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(batch.borders).diff())
