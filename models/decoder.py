@@ -6,9 +6,8 @@ Shapes: B slots, T query tokens of a pass, R of them with logits, L layers, D hi
 heads, d head width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -16,22 +15,19 @@ from torch import Tensor, nn
 
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.cpu.layers import MOST_TOKENS, LayerTable, can_run
-from longdraft.kernels.segment_attention import Segment, send_segments
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import on_device
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.layer import Layer, LayerContext, Linear
-from longdraft.models.passes import Pass, Span, TargetOutput, take_at, take_one, take_spans
+from longdraft.models.passes import Pass, TargetOutput, take_at, take_one
 from longdraft.models.rope import Rope, piece_lengths
 from longdraft.models.stream import RMSNorm, Stream
 
 # Known once the last layer's K and V are written: a pass that needs nothing else stops there.
 _BEFORE_LAST_ATTENTION = frozenset({"last_kv", "queries"})
-# A pass that needs nothing else finishes the last layer for its spans alone.
-_SPANS_ALONE = _BEFORE_LAST_ATTENTION | {"of_spans"}
 
-# The states [B, T, D] after the last layer (before it if the pass stops early; only the spans' if nothing else is
-# needed), the wanted queries [L, B, H, d], and the last layer's K and V.
+# The states [B, T, D] after the last layer (before it if the pass stops early), the wanted queries [L, B, H, d], and the
+# last layer's K and V.
 _LayersOutput = tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]
 
 
@@ -144,22 +140,18 @@ class Decoder(nn.Module):
             output.pre_norm = hidden_BTD
         if "post_norm" in needs:
             output.post_norm = self.norm(hidden_BTD)
-        if "of_spans" in needs:
-            output.of_spans = self.norm(hidden_BTD if needs <= _SPANS_ALONE else take_spans(hidden_BTD, inputs.spans))
         if "logits" in needs:  # from the states before the norm, so that logits do not depend on what else is needed
             output.logits = self.lm_head(take_at(hidden_BTD, inputs.logits_at_BR), self.norm)
         return output
 
     def _context(self, inputs: Pass) -> LayerContext:
         cache, borders, positions_BT = inputs.cache, inputs.borders, inputs.positions()
-        lengths, pieces, spans = None if cache is None else cache.prompt_lengths, inputs.pieces(), None
+        lengths, pieces = None if cache is None else cache.prompt_lengths, inputs.pieces()
         if borders is not None:
-            spans = _as_queries(inputs.spans, borders)
-            send_segments(spans, positions_BT.device)
             length_dependent = any(rope.length_dependent for rope in self.ropes)
             lengths = piece_lengths(positions_BT, borders) if length_dependent else None
         ropes = [rope(positions_BT, lengths, self.embed_tokens.weight.dtype) for rope in self.ropes]
-        return LayerContext(inputs, inputs.plan(), pieces, ropes, spans)
+        return LayerContext(inputs, inputs.plan(), pieces, ropes)
 
     def _layers(self, stream: Stream, context: LayerContext) -> _LayersOutput:
         """Run the layers one by one, which changes the stream."""
@@ -169,9 +161,7 @@ class Decoder(nn.Module):
                 qkv = layer.project(stream, context)
                 if "queries" in inputs.needs:
                     queries.append(take_one(qkv[0], inputs.queries_at_B))
-                if layer is layers[-1] and inputs.needs <= _SPANS_ALONE:
-                    _finish_spans(layer, stream, qkv, context)
-                else:
+                if layer is not layers[-1] or not inputs.needs <= _BEFORE_LAST_ATTENTION:
                     layer.finish(stream, qkv, context)
         return stream.rows, torch.stack(queries) if queries else None, qkv[1:]
 
@@ -202,22 +192,3 @@ class Decoder(nn.Module):
         if self._c_layers is None or not self._c_layers.is_valid():
             self._c_layers = _CLayers(cast("list[Layer]", self.layers), self.config)
         return self._c_layers.table
-
-
-def _finish_spans(layer: Layer, stream: Stream, qkv: tuple[Tensor, Tensor, Tensor], context: LayerContext) -> None:
-    """Finish the last layer for the pass's spans alone, which replace the stream; do nothing if none are needed."""
-    if "of_spans" in context.inputs.needs:
-        q_BTHd, k_BTKd, v_BTKd = qkv
-        spans = context.inputs.spans
-        stream.replace(take_spans(stream.rows, spans))
-        layer.finish(stream, (take_spans(q_BTHd, spans), k_BTKd, v_BTKd), context.of_spans())
-
-
-def _as_queries(spans: Sequence[Span], borders: Sequence[int]) -> list[Segment]:
-    """The spans as queries that lie end to end, each reading its piece from the start."""
-    ends = accumulate(stop - start for start, stop in spans)
-    starts = [max(border for border in borders if border <= start) for start, _ in spans]
-    return [
-        Segment(end - (stop - start), end, first, stop)
-        for (start, stop), end, first in zip(spans, ends, starts, strict=True)
-    ]

@@ -20,7 +20,7 @@ from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.kernels.tree import PassPlan
 from longdraft.kernels.tree_attention import tree_attention
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.passes import Pass, take_spans
+from longdraft.models.passes import Pass
 from longdraft.models.stream import RMSNorm, Stream
 
 
@@ -55,18 +55,11 @@ class LayerContext(AttentionContext):
     """What the layers of one pass share."""
 
     ropes: list[tuple[Tensor, Tensor]]  # cos and sin of the pass's tokens, by Decoder.ropes
-    spans: list[Segment] | None  # the pass's spans as queries that lie end to end
 
     def of_tokens(self, tokens: slice) -> "LayerContext":
         """The context of these tokens of the pass."""
         ropes = [(cos[:, tokens].contiguous(), sin[:, tokens].contiguous()) for cos, sin in self.ropes]
         return replace(self, ropes=ropes)
-
-    def of_spans(self) -> "LayerContext":
-        """The context of a pass whose only queries are its spans."""
-        spans = self.inputs.spans
-        ropes = [(take_spans(cos, spans), take_spans(sin, spans)) for cos, sin in self.ropes]
-        return replace(self, ropes=ropes, pieces=self.spans)
 
     def chunks(self) -> list[slice]:
         """The tokens of the pass in runs of at most `Pass.chunk`."""

@@ -1,6 +1,6 @@
 """One pass of a decoder: what goes in and what comes out. models/decoder.py computes it.
 
-Shapes: B slots, T query tokens per slot, R of them with logits (or in spans), L layers, D hidden width, H query heads,
+Shapes: B slots, T query tokens per slot, R of them with logits, L layers, D hidden width, H query heads,
 K key/value heads, d head width, V vocabulary, P pieces of a packed sequence.
 """
 
@@ -17,7 +17,7 @@ from longdraft.kernels.transfer import from_host
 from longdraft.kernels.tree import PassPlan
 from longdraft.models.kv_cache import KVCache
 
-NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries", "of_spans"})
+NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
 Span = tuple[int, int]  # start and stop, in tokens
 # How many tokens of a prompt go through in one pass. A GPU reads all weights and the whole context once a pass, so more
 # tokens share that cost; a CPU's caches favour fewer.
@@ -68,9 +68,6 @@ class Pass:
         queries_at_B: int64 index of the one token per slot whose queries are returned. None: the last.
         borders: P + 1 offsets in order, 0 first and T last, that cut one packed sequence (B = 1) into pieces that do
             not read each other. Not with a cache. None: nothing is packed.
-        spans: runs of tokens in order, each within one piece, whose final states are the output's `of_spans`. Needs
-            `borders`. If `needs` holds nothing beside "last_kv", "queries" and "of_spans", the last layer is finished
-            for these tokens alone. Empty: none.
         chunk: how many tokens go through a layer's projections and feed-forward at a time, which bounds their memory;
             attention takes all tokens at once. Not with a cache. None: all T.
         shard: this process's share of a packed sequence that several processes split; the output then holds its own
@@ -85,7 +82,6 @@ class Pass:
     logits_at_BR: Tensor | None = None
     queries_at_B: Tensor | None = None
     borders: Sequence[int] | None = None
-    spans: Sequence[Span] = ()
     chunk: int | None = None
     shard: SequenceShard | None = None
 
@@ -142,7 +138,6 @@ class TargetOutput:
         post_norm: [B, T, D], the same after the final norm: what the LM head reads.
         last_kv: K (after RoPE) and V of this pass's tokens in the last layer, each [B, T, K, d].
         queries: [L, B, H, d], the query (after RoPE) of one token per slot, in every layer.
-        of_spans: [1, R, D], post-norm states of the R tokens of `Pass.spans`, end to end.
     """
 
     logits: Tensor | None = None
@@ -150,10 +145,9 @@ class TargetOutput:
     post_norm: Tensor | None = None
     last_kv: tuple[Tensor, Tensor] | None = None
     queries: Tensor | None = None
-    of_spans: Tensor | None = None
 
     def among(self, slots: slice, batch: int) -> "TargetOutput":
-        """The output of `batch` slots, of which `slots` have this output and the others zeros. Drops `of_spans`."""
+        """The output of `batch` slots, of which `slots` have this output and the others zeros."""
 
         def wide(x_BTX: Tensor | None) -> Tensor | None:
             return None if x_BTX is None else spread(x_BTX, slots, batch)
@@ -172,13 +166,6 @@ def take_at(x_BTD: Tensor, at_BR: Tensor | None) -> Tensor:
 def take_one(x_BTHd: Tensor, at_B: Tensor | None) -> Tensor:
     """One token of each slot, copied: [B, H, d]; None: the last token."""
     return x_BTHd[:, -1].clone() if at_B is None else x_BTHd[torch.arange(len(x_BTHd), device=x_BTHd.device), at_B]
-
-
-def take_spans(x_1NX: Tensor, spans: Sequence[Span]) -> Tensor:
-    """The spans' tokens of a packed sequence, end to end: [1, R, ...]. A view where there is one span."""
-    if len(spans) == 1:
-        return x_1NX[:, slice(*spans[0])]
-    return torch.cat([x_1NX[:, :0], *(x_1NX[:, start:stop] for start, stop in spans)], 1)
 
 
 def spread(x: Tensor, slots: slice, batch: int) -> Tensor:

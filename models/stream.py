@@ -71,10 +71,6 @@ class Stream:
         else:
             self._rows = product(x, residual=self._rows)
 
-    def replace(self, rows_BTD: Tensor) -> None:
-        """Go on with these rows in place of the present ones."""
-        self._rows, self._pending = rows_BTD, None
-
     def of_tokens(self, tokens: slice) -> "Stream":
         """A separate stream of these tokens; adding to it does not change this one."""
         return Stream(self.rows[:, tokens])

@@ -25,7 +25,7 @@ from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.fingerprint import json_hash, shape_hash, weights_hash
 from longdraft.models.layer import AttentionContext, Layer, Linear, attend
-from longdraft.models.passes import Pass, TargetOutput, take_at, take_one, take_spans
+from longdraft.models.passes import Pass, TargetOutput, take_at, take_one
 from longdraft.models.rope import LENGTH_DEPENDENT, ROPE_TYPES, Rope, RopeConfig
 
 ATTENTION = "longdraft"
@@ -163,8 +163,6 @@ class TransformersModel(Decoder):
             output.pre_norm = running.pre_norm
         if "post_norm" in needs:
             output.post_norm = hidden_BTD
-        if "of_spans" in needs:
-            output.of_spans = take_spans(hidden_BTD, inputs.spans)
         if "logits" in needs:
             output.logits = self.lm_head(take_at(hidden_BTD, inputs.logits_at_BR))
         return output

@@ -175,41 +175,41 @@ def save(engine: DraftEngine, run_dir: str | Path, state: Mapping[str, Any], kee
 
     Raises TrainingError, on all ranks, where a rank cannot write (a full disk). What was saved before is untouched.
     """
-    weights = engine.weights()
-    files = {
-        OPTIMIZER.format(engine.ranks.rank): {
-            f"{kind}:{share.start}:{share.name}": tensor.cpu()
-            for share in engine.shares()
-            for kind, tensor in share.states.items()
-        }
+    own = {
+        f"{kind}:{share.start}:{share.name}": tensor.cpu()
+        for share in engine.shares()
+        for kind, tensor in share.states.items()
     }
-    if engine.ranks.first:
-        files[WEIGHTS] = weights
-    final = checkpoint_folder(run_dir) / f"step_{state['step']:06d}"
-    return _write_folder(engine.ranks, final, files, {**state, "optimizer_steps": engine.optimizer_steps()}, keep)
+    state = {**state, "optimizer_steps": engine.optimizer_steps()}
+    return write_folder(engine.ranks, checkpoint_folder(run_dir), state, engine.weights(), keep, own)
 
 
-def save_best(ranks: Ranks, run_dir: str | Path, weights: dict[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Keep the weights as the run's best, in place of those kept before; all ranks call it.
+def write_folder(
+    ranks: Ranks,
+    folder: Path,
+    state: Mapping[str, Any],
+    weights: dict[str, Tensor],
+    keep: int,
+    own: dict[str, Tensor] | None = None,
+) -> Path:
+    """Write `folder`/step_N, in place of those before the last `keep`; all ranks call it.
 
     Args:
         weights: the draft's, as `DraftEngine.weights` returns them; the first rank's are written.
-        state: JSON values for the state file, among them `step`, `config` and `score`, of which more is better.
+        own: tensors of this rank, in a file of its own.
+        state: JSON values for the state file, among them `step` and `config`, and the `score` of best weights, of which
+            more is better.
 
-    Raises TrainingError where they cannot be written; what was kept before is untouched.
+    Raises TrainingError, on all ranks, where one cannot write; what was there before is untouched.
     """
-    final = best_folder(run_dir) / f"step_{state['step']:06d}"
-    _write_folder(ranks, final, {WEIGHTS: weights} if ranks.first else {}, state, keep=1)
-
-
-def _write_folder(
-    ranks: Ranks, final: Path, files: Mapping[str, dict[str, Tensor]], state: Mapping[str, Any], keep: int
-) -> Path:
-    """Write a folder with each rank's own files and, last, the state file."""
-    temporary = final.with_name(f"tmp-{final.name}")
+    final = folder / f"step_{state['step']:06d}"
+    temporary = folder / f"tmp-{final.name}"
+    files = {WEIGHTS: weights} if ranks.first else {}
+    if own is not None:
+        files[OPTIMIZER.format(ranks.rank)] = own
 
     def empty() -> None:
-        for dead in final.parent.glob("tmp-*"):  # which a kill or a full disk left
+        for dead in folder.glob("tmp-*"):  # which a kill or a full disk left
             shutil.rmtree(dead, ignore_errors=True)
         temporary.mkdir(parents=True)
 
@@ -221,6 +221,7 @@ def _write_folder(
         return {name: file_digest(temporary / name) for name in files}
 
     def finish() -> None:
+        """Write the state file and rename the folder, then remove what it replaces and what is too old."""
         digests = {name: digest for of_rank in written for name, digest in of_rank.items()}
         (temporary / STATE).write_text(seal({"format": FORMAT, **state, DIGESTS: digests}), encoding="utf-8")
         sync(temporary / STATE)
@@ -234,7 +235,6 @@ def _write_folder(
 
 
 def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
-    """Rename a finished folder, then remove what it replaces and what is too old."""
     if final.exists():  # damaged
         _set_aside(final)
     temporary.rename(final)

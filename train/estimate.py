@@ -120,7 +120,7 @@ def draft_pass(draft: DraftSection, data: DataSection, train: TrainSection, targ
     n_tokens, distils = train.pass_rows * data.seq_len, train.loss != "cross_entropy"
     n = -(-n_tokens // train.sequence_parallel)
     n_labels = q = round(data.query_share * n)
-    kept = d * (n + distils * q)  # states of the target or embeddings, and states for the target's distribution
+    kept = d * (n + distils * n_tokens)  # states of the target or embeddings, and states for the target's distribution
     if isinstance(shape, LongSpecConfig):
         kept += 2 * kv * n_tokens + (7 * heads + 3 * kv + 4 * target.intermediate_size + (4 * norm + 3) * d) * q
         n_masked = min(q, BLOCK * train.pass_rows)
@@ -169,9 +169,9 @@ def operations(draft: DraftSection, data: DataSection, loss: str, target: Decode
     seen = 0.0
     for layer, window in enumerate(t.sliding_windows or (None,) * t.n_layers):
         finish = output + 6 * d * t.feed_forward_size(layer) + 4 * heads * mean_keys(length, window)
-        # LongSpec reads the last layer's keys and values; a distillation finishes that layer for the queries.
-        partly = share * distils if is_block and layer == t.n_layers - 1 else 1.0
-        seen += project + partly * finish
+        # LongSpec reads the last layer's keys and values, and only a distillation finishes that layer.
+        is_finished = distils or not is_block or layer < t.n_layers - 1
+        seen += project + is_finished * finish
     if is_block:
         # With a subset of queries, keys and values are computed for all tokens, in a projection of their own.
         products = share * (project + 3 * output + 6 * d * t.intermediate_size) + (2 * d * kv if share < 1 else 0)

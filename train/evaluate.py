@@ -99,7 +99,7 @@ class Evaluator:
             target_weights = self.target.fingerprint.get("weights")
             extra = {"heldout": heldout, "decoding": record, "target_weights": target_weights}
             state = {"step": step, "score": score, "config": to_dict(config), "extra": extra}
-            checkpoint.save_best(ranks, run_dir, weights, state)
+            checkpoint.write_folder(ranks, checkpoint.best_folder(run_dir), state, weights, keep=1)
         return record | {"decode_s": time.monotonic() - begin}
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.passes import Pass, TargetOutput, take_spans
+from longdraft.models.passes import Pass, TargetOutput
 from longdraft.train.ranks import TIMEOUT  # before DeepSpeed: it names the accelerator
 
 # isort: split
@@ -71,14 +71,11 @@ class SequenceParallel:
         """The target's pass over a whole packed sequence, which every rank passes in alike.
 
         Args:
-            given: with borders and without a cache; needs last_kv, pre_norm, post_norm, logits, of_spans.
+            given: with borders and without a cache; needs last_kv, pre_norm, post_norm, logits.
 
-        Returns: last_kv of all N tokens, on every rank; of_spans at the spans of this rank's `given`, wherever they
-            lie; other fields at this rank's tokens, those of `own_span(N)`: [1, n, ...].
+        Returns: last_kv of all N tokens, on every rank; other fields at this rank's tokens, those of `own_span(N)`:
+            [1, n, ...].
         """
-        needs = given.needs
-        if "of_spans" in needs:  # the last layer's attention is collective, so it runs for all tokens
-            given = replace(given, needs=needs - {"of_spans"} | {"post_norm"})
         tokens_1N, borders, positions_1N = given.tokens_BT, given.borders, given.positions_BT
         assert borders is not None
         n_tokens = tokens_1N.shape[1]
@@ -89,17 +86,11 @@ class SequenceParallel:
             tokens_1N, borders = F.pad(tokens_1N, (0, n_padding)), [*borders, n_tokens + n_padding]
             positions_1N = None if positions_1N is None else F.pad(positions_1N, (0, n_padding))
         shard = _Shard(slice(self.rank * width, (self.rank + 1) * width), self._attend_together)
-        given, spans = replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N), given.spans
-        output = model(replace(given, shard=shard, spans=()))
+        output = model(replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N, shard=shard))
         start, stop = self.own_span(n_tokens)
         for name in ("pre_norm", "post_norm", "logits"):
             field = getattr(output, name)
             setattr(output, name, None if field is None else field[:, : stop - start])
-        if "of_spans" in needs:
-            assert output.post_norm is not None
-            # A copy, because a view of a single span would keep the states of all tokens alive.
-            output.of_spans = take_spans(self.gather(output.post_norm, n_tokens), spans).clone()
-            output.post_norm = output.post_norm if "post_norm" in needs else None
         if output.last_kv is not None:
             k_1nKd, v_1nKd = output.last_kv
             output.last_kv = self.gather(k_1nKd, n_tokens), self.gather(v_1nKd, n_tokens)
@@ -134,12 +125,7 @@ class SequenceParallel:
 
 
 def _attend(
-    q_1NHd: Tensor,
-    k_1NKd: Tensor,
-    v_1NKd: Tensor,
-    pieces: list[Segment],
-    window: int | None,
-    sinks_H: Tensor | None,
+    q_1NHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor, pieces: list[Segment], window: int | None, sinks_H: Tensor | None
 ) -> Tensor:
     """Attention over all tokens, for this rank's share of the heads."""
     return segment_attention(q_1NHd[0], k_1NKd[0], v_1NKd[0], pieces, window, sinks_H)[None]

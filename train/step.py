@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from longdraft.kernels.distillation import Distillation
 from longdraft.kernels.linear_loss import LinearLoss
 from longdraft.kernels.transfer import HostCopy, Moment, from_host
 from longdraft.models.drafts.loss import TOP_K
@@ -126,11 +127,8 @@ def _read_input(run: Run, step: int) -> StepInput:
     rows = step_rows(train.seed, step, len(run.rows), train.global_batch)
     degree = train.sequence_parallel
     rows_by_pass = rank_rows(rows, ranks.rank // degree, ranks.world_size // degree, train.micro_batch)
-    micro_batches, distillation = [], train.distillation(step)
-    for of_pass in rows_by_pass:
-        batch = read_batch(run.rows, of_pass)
-        micro_batch = run.method.micro_batch(batch, run.teacher.own_span(len(batch.tokens)))
-        micro_batches.append(run.method.with_distillation(micro_batch, *distillation) if distillation else micro_batch)
+    batches = [read_batch(run.rows, of_pass) for of_pass in rows_by_pass]
+    micro_batches = [run.method.micro_batch(batch, run.teacher.own_span(len(batch.tokens))) for batch in batches]
     n_labels = [sum(n) for n in zip(*(micro_batch.n_labels for micro_batch in micro_batches), strict=True)]
     return StepInput(rows_by_pass, micro_batches, n_labels)
 
@@ -145,15 +143,16 @@ def _forward(
     other ranks' rows still count. A pass without rows takes part in the collectives, and its gradient is zero.
     """
     method, teacher, device = run.method, run.teacher, run.ranks.device
-    batch, plan = micro_batch.batch, micro_batch.distillation
+    batch, objective = micro_batch.batch, run.config.train.distillation(run.step)
+    needs = method.needs if objective is None else method.needs | {"post_norm"}
     begun = Moment(device, time.perf_counter)
-    spans = None if plan is None else plan.spans
-    output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs, spans)
+    output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, needs)
     lap = begun, Moment(device, time.perf_counter)
     distillation = None
-    if plan is not None:
-        assert output.of_spans is not None
-        distillation = plan.with_states(output.of_spans)
+    if objective is not None:
+        assert output.post_norm is not None
+        rows = [method.target_rows(micro_batch, i) for i in range(len(micro_batch.parts))]
+        distillation = Distillation(teacher.gather(output.post_norm, len(batch.tokens)), rows, *objective)
     arguments = method.arguments(micro_batch, output, teacher)
     loss: LinearLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_top_k, distillation)
     is_skipped = teacher.any(~loss.sums.detach().isfinite().all())  # ranks that share these rows skip them together

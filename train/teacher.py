@@ -4,13 +4,13 @@ Every document piece is a context of its own, as it is in decoding.
 Shapes: N tokens end to end, D hidden, V vocabulary, R chosen rows.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 
 import torch
 from torch import Tensor
 
 from longdraft.models.decoder import Decoder
-from longdraft.models.passes import Pass, Span, TargetOutput
+from longdraft.models.passes import Pass, TargetOutput
 from longdraft.train.sequence_parallel import SequenceParallel
 
 CHOICE_ROWS = 128
@@ -45,25 +45,22 @@ class Teacher:
         borders: list[int],
         positions_N: Tensor | None,
         needs: Set[str],
-        spans: Sequence[Span] | None = None,
     ) -> TargetOutput:
-        """The target's pass over these tokens: the fields in `needs`, and of_spans where `spans` are given (even an
-        empty list), without a batch dimension. Nothing beyond them is computed.
+        """The target's pass over these tokens: the fields in `needs`, without a batch dimension. Nothing beyond them is
+        computed.
 
-        Where ranks share the rows, last_kv is of all tokens, of_spans of the tokens in `spans`, and other fields of the
-        tokens in this rank's `own_span`.
+        Where ranks share the rows, last_kv is of all tokens, and other fields of the tokens in this rank's `own_span`.
         """
         positions_1N = None if positions_N is None else positions_N[None]
         given = Pass(
             tokens_N[None],
             positions_BT=positions_1N,
             borders=borders,
-            spans=spans or (),
-            needs=needs if spans is None else needs | {"of_spans"},
+            needs=needs,
             chunk=ROW_CHUNK,
         )
         output = self.model(given) if self._parallel is None else self._parallel.forward(self.model, given)
-        for name in ("logits", "pre_norm", "post_norm", "of_spans"):
+        for name in ("logits", "pre_norm", "post_norm"):
             field = getattr(output, name)
             setattr(output, name, None if field is None else field[0])
         if output.last_kv is not None:

@@ -67,21 +67,6 @@ def test_pieces_are_each_alone(tiny_target, kind, jump):
             assert error(packed[name][:, start:stop], expected) < 1e-5, (name, start)
 
 
-@pytest.mark.parametrize("chunk", [None, 7])
-@pytest.mark.parametrize("kind", KINDS)
-def test_spans_are_rows_of_the_whole(tiny_target, kind, chunk):
-    """So it is whether the last layer is finished for them alone or for all tokens; no spans give no rows."""
-    model, ids, spans = tiny_target(**KINDS[kind]).model, tokens(), [(2, 5), (7, 8), (8, 9), (20, 41), (50, 60)]
-    asked = {"borders": BORDERS, "positions_BT": anchor_offset(), "chunk": chunk}
-    whole = model(Pass(ids, needs=EVERYTHING, **asked))
-    expected = torch.cat([whole.post_norm[:, start:stop] for start, stop in spans], 1)
-    for needs in ({"last_kv"}, {"pre_norm"}, {"post_norm"}):
-        found = model(Pass(ids, needs={"of_spans", *needs}, spans=spans, **asked))
-        assert error(found.of_spans, expected) < 1e-5, needs
-        assert (found.last_kv is None) == ("last_kv" not in needs) and found.logits is None
-    assert model(Pass(ids, needs={"last_kv", "of_spans"}, **asked)).of_spans.shape == (1, 0, 32)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1, 25, 60])
 def test_chunks_of_rows_change_nothing(tiny_target, kind, chunk):

@@ -104,7 +104,7 @@ def sequence(action, dtype):
     replicated = load_target(action["folder"], dtype).model
     model = load_sharded_target(action["folder"], dtype, ranks).model if action["stage"] == 3 else replicated
     parallel = SequenceParallel(replicated.config, groups[degree])
-    result = {"rank": parallel.rank, "size": parallel.size, "passes": [], "spans": []}
+    result = {"rank": parallel.rank, "size": parallel.size, "passes": []}
     for row in action["rows"]:
         n_tokens = len(row["tokens"])
         for needs in SUBSETS:
@@ -112,10 +112,6 @@ def sequence(action, dtype):
             expected = alone(replicated, row, needs)
             gathered = None if got["post_norm"] is None else parallel.gather(got["post_norm"], n_tokens)
             result["passes"].append((parallel.own_span(n_tokens), got, expected, gathered))
-        tokens_1N, positions_1N, shared = arguments(row)
-        spans, needs = [(0, row["borders"][1])], {"last_kv", "of_spans"}
-        given = Pass(tokens_1N, positions_BT=positions_1N, needs=needs, spans=spans, **shared)
-        result["spans"].append((vars(parallel.forward(model, given)), vars(replicated(given))))
     return result
 
 

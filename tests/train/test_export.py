@@ -56,11 +56,13 @@ def made_run(config_file, tmp_path):
         folder = checkpoint.checkpoint_folder(tmp_path / "run") / "step_000007"
         folder.mkdir(parents=True)
         save_file(draft.to(DTYPES[precision]).state_dict(), folder / checkpoint.WEIGHTS)
-        content = {"step": 7, "world_size": 1, "config": to_dict(config), "extra": {"skipped": 0, "wandb_id": None}}
+        content = {"step": 7, "config": to_dict(config), "extra": {"skipped": 0, "wandb_id": None}}
         content["extra"] |= {"heldout": {"rank_rates": [[0.5]]}, "data": {}}
-        files = {checkpoint.WEIGHTS: (folder / checkpoint.WEIGHTS).stat().st_size}
-        digests = {checkpoint.WEIGHTS: file_digest(folder / checkpoint.WEIGHTS)}
-        (folder / checkpoint.STATE).write_text(checkpoint.seal(content | {"files": files}, digests))
+        content |= {
+            "format": checkpoint.FORMAT,
+            checkpoint.DIGESTS: {checkpoint.WEIGHTS: file_digest(folder / checkpoint.WEIGHTS)},
+        }
+        (folder / checkpoint.STATE).write_text(checkpoint.seal(content))
         return tmp_path / "run", target, draft
 
     return make
@@ -116,9 +118,8 @@ def test_best_weights_are_exported_when_asked(made_run, capsys):
     weights = {name: weight + 1 for name, weight in load_file(newest / checkpoint.WEIGHTS).items()}
     save_file(weights, best / checkpoint.WEIGHTS)
     content = json.loads((best / checkpoint.STATE).read_text()) | {"step": 4, "score": 1.5}
-    (best / checkpoint.STATE).write_text(
-        checkpoint.seal(content, {checkpoint.WEIGHTS: file_digest(best / checkpoint.WEIGHTS)})
-    )
+    content[checkpoint.DIGESTS] = {checkpoint.WEIGHTS: file_digest(best / checkpoint.WEIGHTS)}
+    (best / checkpoint.STATE).write_text(checkpoint.seal(content))
     folder = export(run, target=target, best=True)
     assert "Exported step 4 of" in capsys.readouterr().out
     assert all(torch.equal(weight, weights[name]) for name, weight in load_file(folder / WEIGHTS).items())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from longdraft.kernels.distillation import Distillation
 from longdraft.launch import cli
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import build_decoder, read_target_config
@@ -98,18 +99,14 @@ def a_pass(config: Config, target: DecoderConfig) -> dict[str, int]:
     tokens = torch.arange(n_rows * length) % n_words  # all are labels
     borders, keys = [i * length for i in range(n_rows + 1)], list(range(n_rows))
     micro_batch = method.micro_batch(Batch(tokens, torch.ones_like(tokens).bool(), borders, keys))
-    last = config.train.distillation(config.train.n_steps - 1)
-    if last:
-        micro_batch = method.with_distillation(micro_batch, *last)
-    distillation = micro_batch.distillation
-    spans = distillation and distillation.spans
+    objective = config.train.distillation(config.train.n_steps - 1)
+    needs = method.needs | ({"post_norm"} if objective else set())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         with torch.profiler.record_function("forward"):
-            seen = teacher.forward(
-                micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, method.needs, spans
-            )
+            seen = teacher.forward(micro_batch.batch.tokens, borders, micro_batch.positions, needs)
         with torch.profiler.record_function("loss"):
-            teaching = distillation and distillation.with_states(seen.of_spans)
+            taught = [method.target_rows(micro_batch, i) for i in range(len(micro_batch.parts))]
+            teaching = Distillation(seen.post_norm, taught, *objective) if objective else None
             loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, True, teaching)
         with torch.profiler.record_function("backward"):
             loss.sums.sum().backward()

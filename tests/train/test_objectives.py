@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 
+from longdraft.kernels.distillation import Distillation
 from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 from longdraft.train.batches import EpochRow, read_batch
 from longdraft.train.checkpoint import WEIGHTS, newest
 from longdraft.train.config_file import load_config
-from longdraft.train.methods.base import MAX_GAP
 from longdraft.train.methods.build import open_method
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import read_metrics
@@ -81,12 +81,12 @@ def test_the_loss_of_a_pass_is_that_of_full_logits(config_file, target, made, de
     for step in (4, 5):
         chosen = config.train.distillation(step)
         assert chosen is not None and chosen[0] == ("kl" if objective == "mix" or step == 4 else objective)
-        micro_batch = method.with_distillation(method.micro_batch(batch), *chosen)
-        assert micro_batch.distillation is not None and sum(micro_batch.n_labels) > 50
-        spans = micro_batch.distillation.spans
-        output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs, spans)
-        assert output.of_spans is not None
-        teaching = micro_batch.distillation.with_states(output.of_spans)
+        micro_batch = method.micro_batch(batch)
+        assert sum(micro_batch.n_labels) > 50
+        needs = method.needs | {"post_norm"}
+        output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, needs)
+        rows = [method.target_rows(micro_batch, i) for i in range(len(micro_batch.parts))]
+        teaching = Distillation(output.post_norm, rows, *chosen)
         arguments = method.arguments(micro_batch, output, teacher)
         loss = method.draft(*arguments, teacher.lm_head_VD, False, teaching)
         found = torch.autograd.grad(loss.sums.sum(), list(method.draft.parameters()))
@@ -99,33 +99,6 @@ def test_the_loss_of_a_pass_is_that_of_full_logits(config_file, target, made, de
         torch.testing.assert_close(loss.sums.detach().double(), torch.stack(sums).detach(), rtol=1e-5, atol=1e-6)
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours - theirs).norm() <= 1e-4 * theirs.norm() + 1e-6
-
-
-def test_no_more_of_the_target_is_asked_for_than_labels_need(config_file, target, made):
-    """The target is needed at runs of labels within pieces, with short gaps; a pass without labels needs nothing of
-    it."""
-    config = load_config(config_file, made.METHODS["longspec-anchored"])
-    method = open_method(config.draft, config.data, config.train, target.model)
-    batch = read_batch(made.Rows([["middle", "short"], ["long"]]), [EpochRow(0, 0), EpochRow(0, 1)])
-    supervised = batch.supervised.clone()
-    supervised[20:60] = False  # more than a gap
-    micro_batch = method.with_distillation(method.micro_batch(batch._replace(supervised=supervised)), "kl", 0.0)
-    assert micro_batch.distillation is not None
-    tokens = [t for span in micro_batch.distillation.spans for t in range(*span)]
-    assert tokens == sorted(set(tokens))
-    places = [method.target_rows(micro_batch, i) for i in range(len(micro_batch.parts))]
-    for rows, place in zip(micro_batch.distillation.rows, places, strict=True):
-        assert torch.equal(torch.tensor(tokens)[rows], place)
-    wanted = sorted(torch.cat(places).tolist())
-    for start, stop in micro_batch.distillation.spans:
-        inside = [t for t in wanted if start <= t < stop]
-        assert (inside[0], inside[-1]) == (start, stop - 1) and max(
-            b - a for a, b in pairwise([start, *inside])
-        ) <= MAX_GAP + 1
-        assert any(a <= start and stop <= b for a, b in pairwise(batch.borders))
-    assert not any(19 <= t < 59 for t in tokens)
-    nothing = method.with_distillation(method.micro_batch(batch).without_labels(), "kl", 0.0)
-    assert nothing.distillation is not None and nothing.distillation.spans == []
 
 
 def test_levels_are_drawn_by_their_weights(config_file, target, made):

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longdraft.kernels.distillation import Distillation
 from longdraft.kernels.linear_loss import LossPart
 from longdraft.kernels.segment_attention import send_segments
 from longdraft.kernels.transfer import from_host
@@ -27,33 +26,13 @@ from longdraft.train.teacher import Teacher
 
 # `data.query_share` chooses a piece's tokens in blocks of this size: neighbours share the keys that they read.
 QUERY_BLOCK = 128
-# A gap of up to this many unneeded tokens does not end a span: computing them costs less than another span.
-MAX_GAP = 16
-
-
-class DistillationPlan(NamedTuple):
-    """A loss against the target's own distribution, and the tokens after which that distribution is needed.
-
-    `objective` and `text_weight` are `Distillation`'s. `spans`: the tokens, as ascending runs in N, each within
-    a piece. `rows` int64 [M] of each part: which of the spans' tokens, laid end to end, teaches each label.
-    """
-
-    objective: str
-    text_weight: float
-    spans: list[Span]
-    rows: list[Tensor]
-
-    def with_states(self, target_RD: Tensor) -> Distillation:
-        """What the draft's loss reads, given the target's post-norm states at the spans' tokens."""
-        return Distillation(target_RD, self.rows, self.objective, self.text_weight)
 
 
 class MicroBatch(NamedTuple):
     """The input of one pass over a few rows, on the CPU or, after `to`, on the device.
 
     `positions` int64 [N]. `parts`: the labels of each part of the loss. `first`: the token that row 0 of the draft's
-    states belongs to. `queries`: the tokens that LongSpec's block runs for. `distillation`: None where the loss is
-    cross-entropy of the text.
+    states belongs to. `queries`: the tokens that LongSpec's block runs for.
     """
 
     batch: Batch
@@ -61,7 +40,6 @@ class MicroBatch(NamedTuple):
     parts: list[LossPart]
     first: int = 0
     queries: Queries | None = None
-    distillation: DistillationPlan | None = None
 
     @property
     def n_labels(self) -> list[int]:
@@ -74,16 +52,14 @@ class MicroBatch(NamedTuple):
         def move(tensor: Tensor) -> Tensor:
             return from_host(tensor, device)
 
-        queries, distillation = self.queries, self.distillation
+        queries = self.queries
         if queries is not None:
             send_segments(queries.self_segments, device)
             send_segments(queries.cross_segments, device)
             queries = queries._replace(rows=None if queries.rows is None else move(queries.rows))
-        if distillation is not None:
-            distillation = distillation._replace(rows=list(map(move, distillation.rows)))
         batch = self.batch._replace(tokens=move(self.batch.tokens))
         parts = [LossPart(*map(move, part)) for part in self.parts]
-        return MicroBatch(batch, move(self.positions), parts, self.first, queries, distillation)
+        return MicroBatch(batch, move(self.positions), parts, self.first, queries)
 
     def without_labels(self) -> "MicroBatch":
         """The same pass with nothing to learn: its loss and gradient are zero."""
@@ -133,14 +109,6 @@ class Method(ABC):
     def target_rows(self, micro_batch: MicroBatch, part: int) -> Tensor:
         """For each label of a part, the index in N of the token whose target distribution predicts it, int64 [M]."""
 
-    def with_distillation(self, micro_batch: MicroBatch, objective: str, text_weight: float) -> MicroBatch:
-        """The same pass, on the host, with a loss against the target's distribution at all of its labels."""
-        places = [self.target_rows(micro_batch, i) for i in range(len(micro_batch.parts))]
-        spans = _spans(torch.cat(places).unique().tolist(), micro_batch.batch.borders)
-        tokens_R = torch.cat([torch.arange(0), *(torch.arange(*span) for span in spans)])
-        rows = [torch.searchsorted(tokens_R, place) for place in places]
-        return micro_batch._replace(distillation=DistillationPlan(objective, text_weight, spans, rows))
-
     def as_labels(self, tokens_R: Tensor) -> Tensor:
         """Token ids as labels, int64 [R]; -1 for tokens outside a restricted vocabulary."""
         return tokens_R if self._draft_ids is None else from_host(self._draft_ids, tokens_R.device)[tokens_R]
@@ -188,18 +156,3 @@ class Method(ABC):
 def plain_positions(borders: Sequence[int]) -> Tensor:
     """0, 1, 2, ... in each piece, int64 [N]."""
     return torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)])
-
-
-def _spans(tokens: Sequence[int], borders: Sequence[int]) -> list[Span]:
-    """Ascending token indices as runs within the pieces, which bridge gaps of up to MAX_GAP tokens."""
-    spans: list[Span] = []
-    piece = 0
-    for token in tokens:
-        piece_before = piece
-        while borders[piece + 1] <= token:
-            piece += 1
-        if spans and piece_before == piece and token - spans[-1][1] <= MAX_GAP:
-            spans[-1] = spans[-1][0], token + 1
-        else:
-            spans.append((token, token + 1))
-    return spans
