@@ -26,8 +26,8 @@ from longdraft.models.stream import RMSNorm, Stream
 # Known once the last layer's K and V are written: a pass that needs nothing else stops there.
 _BEFORE_LAST_ATTENTION = frozenset({"last_kv", "queries"})
 
-# The states [B, T, D] after the last layer (before it if the pass stops early), the wanted queries [L, B, H, d], and the
-# last layer's K and V.
+# The states [B, T, D] after the last layer (before it if the pass stops early), the wanted queries [L, B, H, d], and
+# the last layer's K and V.
 _LayersOutput = tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]
 
 

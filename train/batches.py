@@ -9,19 +9,13 @@ Shapes: N tokens of the rows of a pass, end to end; P pieces.
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-class Rows(Protocol):
-    """The part of ShardSet, a split of a prepared folder, that training reads."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> dict[str, np.ndarray]: ...
-    def pieces(self, i: int, /) -> list[tuple[str, int]]: ...
+from longdraft.data_prep.shards import ShardSet
 
 
 class EpochRow(NamedTuple):
@@ -68,7 +62,7 @@ def rank_rows(rows: Sequence[EpochRow], rank: int, world_size: int, micro_batch:
     return [list(rows[start : start + micro_batch]) for start in starts]
 
 
-def read_batch(rows: Rows, wanted: Sequence[EpochRow]) -> Batch:
+def read_batch(rows: ShardSet, wanted: Sequence[EpochRow]) -> Batch:
     """These rows as tensors on the CPU; without rows, a single token that is not a label."""
     if not wanted:
         return Batch(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool), [0, 1], [0])

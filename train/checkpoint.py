@@ -107,8 +107,7 @@ def newest(run_dir: str | Path) -> Found | None:
 
 def best(run_dir: str | Path) -> Found | None:
     """The folder of the weights that decoded best, and its state.json; None where there is none that is whole."""
-    # After a kill just before the worse one was removed, there are two.
-    return max(whole(best_folder(run_dir)), key=lambda found: found[1]["score"], default=None)
+    return next(whole(best_folder(run_dir)), None)  # a kill may leave the worse one before it
 
 
 def saved_config(run_dir: str | Path, state: Mapping[str, Any]) -> Config:
@@ -175,11 +174,7 @@ def save(engine: DraftEngine, run_dir: str | Path, state: Mapping[str, Any], kee
 
     Raises TrainingError, on all ranks, where a rank cannot write (a full disk). What was saved before is untouched.
     """
-    own = {
-        f"{kind}:{share.start}:{share.name}": tensor.cpu()
-        for share in engine.shares()
-        for kind, tensor in share.states.items()
-    }
+    own = {key: tensor.cpu() for key, tensor in engine.shares().items()}
     state = {**state, "optimizer_steps": engine.optimizer_steps()}
     return write_folder(engine.ranks, checkpoint_folder(run_dir), state, engine.weights(), keep, own)
 
@@ -264,7 +259,7 @@ def load(engine: DraftEngine, found: Found) -> None:
         )
     engine.set_weights(load_file(folder / WEIGHTS))
     saved = SavedShares(folder)
-    for share in engine.shares():
-        for kind, own in share.states.items():
-            own.copy_(saved.read(share.name, kind, share.start, len(own)))
+    for key, own in engine.shares().items():
+        kind, start, name = key.split(":", 2)
+        own.copy_(saved.read(name, kind, int(start), len(own)))
     engine.set_optimizer_steps(state["optimizer_steps"])

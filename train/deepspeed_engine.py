@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, redirect_stdout
 from io import StringIO
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ def deepspeed_dict(train: TrainSection, clip: float, world_size: int, n_weights:
     which DraftEngine sets."""
     # Memory-efficient linear layers would replace F.linear in the whole process, under the frozen target too.
     zero: dict[str, Any] = {"stage": train.zero_stage, "memory_efficient_linear": False}
-    # The default is half a billion values, however few there are to sum.
     zero["reduce_bucket_size"] = min(n_weights, MAX_BUCKET)
     if train.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -59,19 +58,10 @@ def learning_rate(step: int, steps: int, optimizer: OptimizerSection) -> float:
 
 def parameter_groups(draft: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups of the optimizer: matrices decay, norms and biases do not. No group is empty."""
-    decayed = [p for p in draft.parameters() if p.ndim > 1]
+    matrices = [p for p in draft.parameters() if p.ndim > 1]
     others = [p for p in draft.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-class Share(NamedTuple):
-    """A rank's part of a parameter: the entries of the flattened parameter from `start` on. `states`: fp32 tensors [S]
-    by kind, MASTER or one of MOMENTS; views of what the optimizer reads and moves."""
-
-    name: str
-    start: int
-    states: dict[str, Tensor]
+    groups = [(matrices, weight_decay), (others, 0.0)]
+    return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
 
 
 class DraftEngine:
@@ -160,9 +150,11 @@ class DraftEngine:
         with self._whole(modifier_rank=0):
             self.draft.load_state_dict(weights)
 
-    def shares(self) -> list[Share]:
-        """This rank's part of each parameter that it has a part of, without padding."""
-        found: list[Share] = []
+    def shares(self) -> dict[str, Tensor]:
+        """This rank's part of the fp32 weights and of both moments: fp32 tensors [S] by `kind:start:name`, each the
+        entries of a flattened parameter from `start` on, without padding. Views of what the optimizer reads and
+        moves."""
+        found: dict[str, Tensor] = {}
         zero: Any = self.deepspeed.optimizer
         parameters: dict[str, Any] = dict(self.draft.named_parameters())  # with the fields that DeepSpeed adds
         for name, parameter in parameters.items():
@@ -178,7 +170,7 @@ class DraftEngine:
                 continue
             if size > 0:
                 states = {MASTER: flat.detach()} | {moment: self.optimizer.state[flat][moment] for moment in MOMENTS}
-                found.append(Share(name, start, {kind: x.narrow(0, offset, size) for kind, x in states.items()}))
+                found |= {f"{kind}:{start}:{name}": x.narrow(0, offset, size) for kind, x in states.items()}
         return found
 
     def optimizer_steps(self) -> int:

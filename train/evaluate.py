@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.drafters.longspec import WIDTHS
@@ -27,7 +28,6 @@ from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.passes import Pass
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
-from longdraft.train.batches import Rows
 from longdraft.train.config import Config, to_dict
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.build import frozen_draft
@@ -62,7 +62,7 @@ class Evaluator:
     positions.
     """
 
-    def __init__(self, config: Config, target: Target, rows: Rows, ranks: Ranks):
+    def __init__(self, config: Config, target: Target, rows: ShardSet, ranks: Ranks):
         self.config, self.target, self.ranks = config, target, ranks
         section, limit = config.decoding, target.model.config.max_positions
         if max(section.contexts) + section.new_tokens > limit:
@@ -167,7 +167,7 @@ def _one_pass_of_all(model: Decoder, ranks: Ranks) -> Iterator[None]:
         model(Pass(token_11, needs={"last_kv"}))
 
 
-def beginnings(rows: Rows) -> list[list[Span]]:
+def beginnings(rows: ShardSet) -> list[list[Span]]:
     """For each document, the runs of tokens from its first on, up to the first piece that is missing. They may lie in
     several rows."""
     pieces: dict[str, dict[int, Span]] = defaultdict(dict)
@@ -177,7 +177,7 @@ def beginnings(rows: Rows) -> list[list[Span]]:
     return [[spans[number] for number in takewhile(spans.__contains__, count())] for spans in pieces.values()]
 
 
-def held_out_prompts(rows: Rows, documents: Sequence[Sequence[Span]], context: int, n: int) -> list[list[int]]:
+def held_out_prompts(rows: ShardSet, documents: Sequence[Sequence[Span]], context: int, n: int) -> list[list[int]]:
     """n prompts of `context` tokens: beginnings of documents, evenly spread over those that are long enough. Raises
     ValueError where there are fewer."""
     found = [spans for spans in documents if sum(stop - start for _, start, stop in spans) >= context]

@@ -9,7 +9,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -124,8 +124,7 @@ def join_ranks() -> Ranks:
         env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     local_rank, world_size = int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
-    # DeepSpeed's name and torchrun's for the number of ranks on this machine.
-    local_size = int(env.get("LOCAL_SIZE") or env.get("LOCAL_WORLD_SIZE") or world_size)
+    local_size = int(env.get("LOCAL_SIZE", world_size))
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
     n_threads = env.get("OMP_NUM_THREADS", "").split(",")[0]  # the others of a list are for nested regions
     torch.set_num_threads(int(n_threads or max(1, cores // local_size)))
@@ -157,8 +156,7 @@ def _set_up_deepspeed() -> None:
     # DeepSpeed imports its Muon, which takes seconds where PyTorch's compiler is on.
     if "TORCHDYNAMO_DISABLE" not in os.environ:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        with suppress(ImportError):  # another version may not have it
-            import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+        import_module("deepspeed.runtime.zero.muon.muon_optimizer")
         del os.environ["TORCHDYNAMO_DISABLE"]
     # No setting turns DeepSpeed's compiled operations off, which take a minute at the first launch or, without a CUDA
     # toolkit, make every rank print what is missing.
@@ -195,7 +193,7 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or repr(error)
+    return str(error).strip().partition("\n")[0]
 
 
 def leave_ranks(ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ Shapes: N tokens end to end, n of them a rank's, D hidden, H query heads, K key/
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,7 @@ def check_heads(config: DecoderConfig, degree: int) -> None:
 
 def sequence_group(degree: int) -> dist.ProcessGroup:
     """This rank's group, where every `degree` consecutive ranks form one; all ranks call it, once."""
-    group, _ = dist.new_subgroups(degree, timeout=TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup)
+    group: Any = dist.new_subgroups(degree, timeout=TIMEOUT)[0]
     return group
 
 
@@ -59,7 +58,12 @@ class SequenceParallel:
     def __init__(self, config: DecoderConfig, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         check_heads(config, self.size)
-        self._attention = DistributedAttention(_attend, group, scatter_idx=2, gather_idx=1)  # pyright: ignore[reportArgumentType]
+
+        def attend(q_1NHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor, *others: Any) -> Tensor:
+            """Attention over all tokens, for this rank's share of the heads."""
+            return segment_attention(q_1NHd[0], k_1NKd[0], v_1NKd[0], *others)[None]
+
+        self._attention = DistributedAttention(attend, group, scatter_idx=2, gather_idx=1)  # pyright: ignore[reportArgumentType]
 
     def own_span(self, n_tokens: int) -> tuple[int, int]:
         """Where this rank's tokens of a row start and stop; the last ranks may have fewer tokens, or none."""
@@ -122,10 +126,3 @@ class SequenceParallel:
         whole = own_1nX.new_empty(self.size * width, *own_1nX.shape[2:])
         dist.all_gather_into_tensor(whole, padded, group=self.group)
         return whole[None, :n_tokens]
-
-
-def _attend(
-    q_1NHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor, pieces: list[Segment], window: int | None, sinks_H: Tensor | None
-) -> Tensor:
-    """Attention over all tokens, for this rank's share of the heads."""
-    return segment_attention(q_1NHd[0], k_1NKd[0], v_1NKd[0], pieces, window, sinks_H)[None]

@@ -40,11 +40,7 @@ class Teacher:
     # Not inference_mode: weights that are gathered in it from a sharded target cannot be saved for backward.
     @torch.no_grad()
     def forward(
-        self,
-        tokens_N: Tensor,
-        borders: list[int],
-        positions_N: Tensor | None,
-        needs: Set[str],
+        self, tokens_N: Tensor, borders: list[int], positions_N: Tensor | None, needs: Set[str]
     ) -> TargetOutput:
         """The target's pass over these tokens: the fields in `needs`, without a batch dimension. Nothing beyond them is
         computed.
@@ -52,13 +48,7 @@ class Teacher:
         Where ranks share the rows, last_kv is of all tokens, and other fields of the tokens in this rank's `own_span`.
         """
         positions_1N = None if positions_N is None else positions_N[None]
-        given = Pass(
-            tokens_N[None],
-            positions_BT=positions_1N,
-            borders=borders,
-            needs=needs,
-            chunk=ROW_CHUNK,
-        )
+        given = Pass(tokens_N[None], positions_BT=positions_1N, borders=borders, needs=needs, chunk=ROW_CHUNK)
         output = self.model(given) if self._parallel is None else self._parallel.forward(self.model, given)
         for name in ("logits", "pre_norm", "post_norm"):
             field = getattr(output, name)
@@ -79,9 +69,7 @@ class Teacher:
     def choices(self, post_norm_RD: Tensor) -> tuple[Tensor, Tensor]:
         """The target's greedy next token after each of these positions, int64 [R], and the log-sum-exp of its logits,
         fp32 [R]. A few rows of logits exist at a time."""
-        device = post_norm_RD.device
-        chosen = [torch.empty(0, dtype=torch.int64, device=device)]  # for a rank without rows
-        totals = [torch.empty(0, device=device)]
+        chosen, totals = [], []
         for part_RD in post_norm_RD.split(CHOICE_ROWS):
             logits_RV = self.model.lm_head(part_RD)
             chosen.append(logits_RV.argmax(-1))

@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longdraft.data_prep.shards import ShardSet
 from longdraft.kernels.distillation import Distillation
 from longdraft.kernels.linear_loss import IGNORED, LossPart
 from longdraft.kernels.transfer import from_host
 from longdraft.models.drafts.loss import TOP_K
-from longdraft.train.batches import EpochRow, Rows, read_batch
+from longdraft.train.batches import EpochRow, read_batch
 from longdraft.train.methods.base import Method, MicroBatch
 from longdraft.train.setup import Run
 from longdraft.train.teacher import Teacher
 
 
 @torch.no_grad()
-def validate(run: Run, rows: Rows) -> dict[str, Any]:
+def validate(run: Run, rows: ShardSet) -> dict[str, Any]:
     """Measure the draft on `heldout.rows` rows, spread evenly over the split since neighbours often come from one
     document. The rows are divided among the ranks, which all call it and get the same.
 

@@ -123,9 +123,8 @@ def resave(action):
     assert found is not None
     checkpoint.load(opened.engine, found)
     if action.get("negative_zeros"):
-        for share in opened.engine.shares():
-            for tensor in share.states.values():
-                tensor[0] = -0.0
+        for tensor in opened.engine.shares().values():
+            tensor[0] = -0.0
     state = {name: found[1][name] for name in ("step", "config", "extra")}
     checkpoint.save(opened.engine, action["to"], state, keep=1)
     opened.engine.close()

@@ -30,8 +30,9 @@ def open_method(
     """The method with its network as it is before the first step, drawn from the seed. `token_ids_E`: the restricted
     vocabulary, where the config asks for one."""
     make_network, kind = METHODS[section.method]
-    generator = torch.Generator().manual_seed(train.seed)
-    network = make_network(section.network(target.config), generator, target, token_ids_E)
+    network = make_network(
+        section.network(target.config), torch.Generator().manual_seed(train.seed), target, token_ids_E
+    )
     return kind(data, train, network, target.config.vocab_size)
 
 
