@@ -94,8 +94,8 @@ def open_run(config: Config, ranks: Ranks, target: Target | None = None, found: 
     weights, extra = target.fingerprint.get("weights"), found[1]["extra"] if found else {}
     if extra.get("target_weights") not in (None, weights):
         raise ValueError(
-            f"target.path: {config.target.path} has other weights than the run in {train.run_dir} began with; put those "
-            "back, or start anew with another train.run_dir"
+            f"target.path: {config.target.path} has other weights than the run in {train.run_dir} began with; put "
+            "those back, or start anew with another train.run_dir"
         )
     rows, heldout_rows = (open_rows(config.data, split, target) for split in ("train", "heldout"))
     # All shards are read once before any is trained on; the ranks of a machine, which may have its own copy, share it.

@@ -75,7 +75,7 @@ def test_methods_have_sections_of_their_own(config_file):
 def test_deepspeed_dict_is_derived(config_file):
     config = load_config(config_file, ["train.zero_stage=3", "train.precision=bf16", "optimizer.clip=0.5"])
     derived = deepspeed_dict(config.train, config.optimizer.clip, world_size=2, n_weights=1000)
-    assert derived["train_batch_size"] == 8 and derived["train_micro_batch_size_per_gpu"] == 2
+    assert derived["train_micro_batch_size_per_gpu"] == derived["gradient_accumulation_steps"] == 2
     assert derived["gradient_accumulation_steps"] == 2 and derived["zero_optimization"]["stage"] == 3
     assert derived["zero_optimization"]["reduce_bucket_size"] == 1000
     large = deepspeed_dict(config.train, config.optimizer.clip, world_size=2, n_weights=10**10)

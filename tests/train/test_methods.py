@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from longdraft.data_prep.shards import Row
 from longdraft.models.drafts.longspec import plan_queries
 from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
@@ -18,8 +17,7 @@ from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.base import QUERY_BLOCK
 from longdraft.train.methods.build import open_method
-from longdraft.train.setup import Run, open_run
-from longdraft.train.step import measure, train_step
+from longdraft.train.setup import Run
 from longdraft.train.teacher import Teacher
 from longdraft.train.validation import validate
 
@@ -116,31 +114,6 @@ def test_a_packed_row_is_its_pieces_alone(opened, target, name):
         torch.testing.assert_close(got[0], sums, rtol=1e-6, atol=0)
         for (key, _), ours, theirs in zip(method.draft.named_parameters(), got[2], gradients, strict=True):
             assert (ours - theirs).norm() <= 1e-6 * theirs.norm(), key
-
-
-@pytest.mark.parametrize("name", ["tokenswift-anchored", "longspec-restricted"])
-def test_a_step_over_packed_rows_is_the_step_over_their_pieces(alone, config_file, target, prepare, tmp_path, name):
-    """From files to gradients: two rows of three pieces in one pass, or six rows of one piece in six passes."""
-    pieces = [(f"{name}{row}", length) for row in range(2) for name, length in LENGTHS.items()]
-    read = {key: piece(*key) for key in pieces}
-    records = []
-    for label, rows in {"packed": [pieces[:3], pieces[3:]], "apart": [[key] for key in pieces]}.items():
-        written = []
-        for row in rows:
-            tokens, loss = (np.concatenate(part) for part in zip(*(read[key] for key in row), strict=True))
-            edges = np.flatnonzero(np.diff(np.r_[0, loss.astype(int), 0]))
-            borders = np.cumsum([0, *(length for _, length in row)]).tolist()
-            written.append(Row(tokens, borders, edges.tolist(), [name for name, _ in row], [0] * len(row)))
-        for split in ("train", "heldout"):
-            prepare(tmp_path / label / split, written, 460)
-        overrides = [f"data.path={tmp_path / label}", "data.seq_len=460", f"train.global_batch={len(rows)}"]
-        overrides += [f"train.micro_batch={2 if label == 'packed' else 1}", "train.steps=1", "optimizer.warmup_steps=0"]
-        run = open_run(load_config(config_file, [*METHODS[name], *overrides]), alone, target)
-        result = train_step(run)
-        run.step += 1
-        records.append(measure(run, result))  # pyright: ignore[reportArgumentType]
-    for key in ("loss", "part_loss", "grad_norm", "top1", "top3"):
-        assert records[0][key] == pytest.approx(records[1][key], rel=1e-6), key
 
 
 def drawn(method, rows, places):

@@ -1,4 +1,5 @@
-"""What ranks share: the frozen target's weights, and the tokens of one row. Two ranks train as one does."""
+"""Several ranks train as one does: where they share the target's weights or the tokens of a row, and where the passes
+do not divide among them, so that some have none at all."""
 
 import pytest
 import torch
@@ -7,59 +8,76 @@ from safetensors.torch import load_file
 from longdraft.train.checkpoint import WEIGHTS, newest
 from longdraft.train.tracking import read_metrics
 
-LONG = 312  # tokens of a row of `long_folder`
-# As the runs' `longspec-anchored`, and as `fp32-1-1`.
-ANCHORED = [
-    "draft.method=longspec", "draft.window=6", "draft.noise=3", "draft.final_norm=true", "optimizer.eps=1e-5",
-    "heldout.every=20", f"data.seq_len={LONG}", "data.positions=anchor_offset", "data.max_position=2000",
-    "data.sinks=2", "data.query_share=0.5", "draft.draft_vocab_size=80", "train.global_batch=2", "train.micro_batch=1",
-]  # fmt: skip
-ACCEPTANCE = [
-    *ANCHORED, "train.loss=acceptance", "train.kl_steps=12", "train.level_weights=[1,0.5,0.25]", "heldout.every=10",
-]  # fmt: skip
 HEADS = ["draft.out_norm_init=target"]
-MIX = [*HEADS, "train.loss=mix", "train.text_weight=0.25"]
+BLOCK = [
+    "draft.method=longspec", "draft.window=6", "draft.noise=3", "draft.final_norm=true", "optimizer.eps=1e-5",
+    "heldout.every=20",
+]  # fmt: skip
+ANCHORED = [
+    *BLOCK, "data.seq_len=312", "data.positions=anchor_offset", "data.max_position=2000", "data.sinks=2",
+    "data.query_share=0.5", "draft.draft_vocab_size=80", "train.global_batch=2", "train.micro_batch=1",
+]  # fmt: skip
+# Runs that one rank made (`runs`), by their names.
+ALONE = {
+    "fp32-1-1": HEADS,
+    "mix": [*HEADS, "train.loss=mix", "train.text_weight=0.25"],
+    "longspec": BLOCK,
+    "longspec-fp32-1-1": [*BLOCK, "train.steps=8", "train.global_batch=4", "heldout.every=8"],
+    "longspec-anchored": ANCHORED,
+    "acceptance": [
+        *ANCHORED, "train.loss=acceptance", "train.kl_steps=12", "train.level_weights=[1,0.5,0.25]", "heldout.every=10",
+    ],
+    "poisoned": [*BLOCK, "train.zero_stage=3"],
+}  # fmt: skip
+SHARDED, SHARED, THREES = "target.zero_stage=3", "train.sequence_parallel=2", "train.micro_batch=3"  # 3, 3 and 2 rows
+# By the number of ranks: the run of one rank that each equals, and what is otherwise.
 CASES = {
-    "sharded-longspec": ("longspec-anchored", [*ANCHORED, "target.zero_stage=3", "train.zero_stage=3"]),
-    "sharded-heads": ("fp32-1-1", [*HEADS, "target.zero_stage=3"]),
-    "shared-longspec": ("longspec-anchored", [*ANCHORED, "train.sequence_parallel=2"]),
-    "shared-heads": ("fp32-1-1", [*HEADS, "train.sequence_parallel=2", "train.zero_stage=2"]),
-    "shared-acceptance": ("acceptance", [*ACCEPTANCE, "train.sequence_parallel=2", "train.zero_stage=3"]),
-    "sharded-acceptance": ("acceptance", [*ACCEPTANCE, "target.zero_stage=3"]),
-    "shared-mix": ("mix", [*MIX, "train.sequence_parallel=2"]),
-    "both": ("longspec-anchored", [*ANCHORED, "target.zero_stage=3", "train.sequence_parallel=2"]),
-}
+    2: [
+        ("longspec-anchored", [SHARDED, "train.zero_stage=3"]), ("fp32-1-1", [SHARDED]),
+        ("longspec-anchored", [SHARED]), ("fp32-1-1", [SHARED, "train.zero_stage=2"]),
+        ("acceptance", [SHARED, "train.zero_stage=3"]), ("acceptance", [SHARDED]), ("mix", [SHARED]),
+        ("longspec-anchored", [SHARED, SHARDED]), ("longspec", [THREES, SHARDED, "train.zero_stage=3"]),
+    ],
+    3: [
+        ("fp32-1-1", []), ("longspec-fp32-1-1", ["train.zero_stage=3"]),
+        ("longspec-anchored", [SHARDED, "train.zero_stage=3"]), ("poisoned", []),
+    ],
+    4: [("fp32-1-1", [THREES, SHARED])],
+}  # fmt: skip
+NAMES = [f"{n_ranks}-{number}-{like}" for n_ranks, cases in CASES.items() for number, (like, _) in enumerate(cases)]
 
 
 @pytest.fixture(scope="module")
-def scaled(tmp_path_factory, start_ranks, finish_ranks, runs, long_folder):
-    """A folder of the cases' runs on two ranks. `runs` is a dependency so that no more than two ranks run at a time."""
-    folder = tmp_path_factory.mktemp("scaled")
-    data = {"longspec-anchored": [f"data.path={long_folder}"], "acceptance": [f"data.path={long_folder}"]}
-    actions = [
-        {"train": [f"train.run_dir={folder / name}", *overrides, *data.get(like, [])]}
-        for name, (like, overrides) in CASES.items()
-    ]
-    finish_ranks(start_ranks(2, actions))
+def scaled(tmp_path_factory, start_ranks, finish_ranks, runs, long_folder, poisoned):
+    """A folder of the cases' runs, by NAMES. `runs` is a dependency so that no more ranks run at a time."""
+    folder, long = tmp_path_factory.mktemp("scaled"), [f"data.path={long_folder}"]
+    data = {"longspec-anchored": long, "acceptance": long, "poisoned": poisoned}
+    for n_ranks, cases in CASES.items():
+        actions = [
+            {"train": [f"train.run_dir={folder / f'{n_ranks}-{i}-{like}'}", *ALONE[like], *others, *data.get(like, [])]}
+            for i, (like, others) in enumerate(cases)
+        ]
+        finish_ranks(start_ranks(n_ranks, actions))
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_that_share_train_as_one(runs, scaled, name):
-    alone, shared = runs / CASES[name][0], scaled / name
-    losses, found = (
-        [record["loss"] for record in read_metrics(run) if "loss" in record] for run in (alone, shared)
-    )  # fmt: skip
-    assert len(losses) == 20
-    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
-    expected, got = (load_file(newest(run)[0] / WEIGHTS) for run in (alone, shared))  # pyright: ignore[reportOptionalSubscript]
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_train_as_one(runs, scaled, name):
+    """Losses of every step, what is skipped, weights and the evaluation."""
+    n_ranks, _, like = name.split("-", 2)
+    alone, together = runs / like, scaled / name
+    bound = 1e-5 if like == "longspec" or (n_ranks == "3" and like != "longspec-anchored") else 1e-4
+    records, found = ([record for record in read_metrics(run) if "loss" in record] for run in (alone, together))
+    assert len(records) == {"longspec-fp32-1-1": 8, "poisoned": 3}.get(like, 20)
+    torch.testing.assert_close([r["loss"] for r in found], [r["loss"] for r in records], rtol=1e-5, atol=0)
+    assert [record["skipped"] for record in found] == [record["skipped"] for record in records]
+    assert records[-1]["skipped"] == (like == "poisoned")
+    expected, got = (load_file(newest(run)[0] / WEIGHTS) for run in (alone, together))  # pyright: ignore[reportOptionalSubscript]
     assert expected.keys() == got.keys()
     for weight, tensor in expected.items():
         if weight != "token_ids":
             error = ((got[weight] - tensor).norm() / tensor.norm().clamp(min=1e-12)).item()
-            assert error <= 1e-4, f"{weight}: relative error {error}"
+            assert error <= bound, f"{weight}: relative error {error}"
     for key in ("heldout_loss", "heldout_rank_rates"):
-        (one,), (other,) = (
-            [record[key] for record in read_metrics(run) if key in record][-1:] for run in (alone, shared)
-        )
+        one, other = ([record[key] for record in read_metrics(run) if key in record][-1] for run in (alone, together))
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
