@@ -76,7 +76,7 @@ def test_deepspeed_dict_is_derived(config_file):
     config = load_config(config_file, ["train.zero_stage=3", "train.precision=bf16", "optimizer.clip=0.5"])
     derived = deepspeed_dict(config.train, config.optimizer.clip, world_size=2, n_weights=1000)
     assert derived["train_micro_batch_size_per_gpu"] == derived["gradient_accumulation_steps"] == 2
-    assert derived["gradient_accumulation_steps"] == 2 and derived["zero_optimization"]["stage"] == 3
+    assert derived["zero_optimization"]["stage"] == 3
     assert derived["zero_optimization"]["reduce_bucket_size"] == 1000
     large = deepspeed_dict(config.train, config.optimizer.clip, world_size=2, n_weights=10**10)
     assert large["zero_optimization"]["reduce_bucket_size"] == 500_000_000
@@ -84,8 +84,7 @@ def test_deepspeed_dict_is_derived(config_file):
     assert derived["bf16"] == {"enabled": True} and derived["gradient_clipping"] == 0.5
     shared = load_config(config_file, ["train.sequence_parallel=4", "train.micro_batch=1"])
     derived = deepspeed_dict(shared.train, shared.optimizer.clip, world_size=8, n_weights=1000)
-    # DeepSpeed's own arithmetic, which knows nothing of shared rows.
-    assert derived["train_batch_size"] == 8 * 4 == 1 * derived["gradient_accumulation_steps"] * 8
+    assert derived["gradient_accumulation_steps"] == 4
     config = load_config(config_file, ["train.offload_optimizer=true", "train.zero_stage=2"])
     derived = DeepSpeedConfig(deepspeed_dict(config.train, config.optimizer.clip, 1, 1000))
     assert derived.zero_config.offload_optimizer.device == "cpu"

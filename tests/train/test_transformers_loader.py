@@ -1,7 +1,6 @@
 """A target that transformers computes: the same losses as with our decoder where that knows the family, and drafts for
 a family that it does not know, from training to decoded tokens."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Qwen3Co
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import arguments
-from longdraft.launch.bench import main as bench
 from longdraft.launch.runtime import Drafting
 from longdraft.models.draft_folder import read_info
 from longdraft.models.hf import load_through_transformers
@@ -141,14 +139,6 @@ def test_a_draft_says_who_computes_its_target(trained, folders, tmp_path):
         assert engine.generate([[1, 5, 9, 13]], SamplingParams(max_new_tokens=8))[0].tokens
     assert opened["longdraft"].fingerprint == opened["transformers"].fingerprint
     assert "weights_sha256" not in read_info(draft).target
-
-
-def test_bench_measures_such_a_target(trained, data_folder, tmp_path, capsys):
-    draft = export(trained / "olmo2-tokenswift", tmp_path / "draft")
-    asked = ["--draft", str(draft), "--data", str(data_folder), "--prompts", "1", "--prompt-tokens", "12"]
-    assert bench([*asked, "--new-tokens", "6", "--drafter", "tokenswift", "prompt_lookup"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["exact"] is True and result["runs"][0]["drafters"]["tokenswift"]["tokens"] == 6
 
 
 @pytest.mark.parametrize(
