@@ -159,7 +159,8 @@ class DraftBlock:
         assert int(lengths_B.max()) + max(before + n_tokens, offset + 1) <= self._rows, "no room behind the lengths"
         tokens_BT, mask_BTN = tokens_BT.contiguous(), mask_BTN.contiguous()
         lengths_B, target_lengths_B = lengths_B.contiguous(), target_lengths_B.contiguous()
-        assert fits(tokens_BT, torch.int64, batch, n_tokens) and fits(mask_BTN, torch.bool, *mask_BTN.shape)
+        assert fits(tokens_BT, torch.int64, batch, n_tokens)
+        assert fits(mask_BTN, torch.bool, batch, n_tokens, before + n_tokens)
         assert fits(lengths_B, torch.int64, batch) and fits(target_lengths_B, torch.int64, batch)
         logits = torch.empty(batch, n_tokens, self._vocab, dtype=self._dtype)
         rest = torch.empty(batch * n_tokens * self._scratch, dtype=self._dtype)

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longdraft.kernels import backend
-from longdraft.kernels.chain_attention import causal_attention
-from longdraft.kernels.choice import MASK, choose, gumbel_noise, philox_4x32
+from longdraft.kernels.choice import choose, gumbel_noise
 from longdraft.kernels.gate import gate, gate_reference
 from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_loss import GPU_CHUNK_BYTES, linear_loss
@@ -22,12 +21,7 @@ from longdraft.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms
 from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, rotate_append_reference
 from longdraft.kernels.segment_attention import Segment, read_keys, segment_attention
 from longdraft.kernels.segment_attention import segment_attention_reference as segment_reference
-from longdraft.kernels.selection import (
-    chunk_means,
-    gather_rows,
-    key_scores,
-    top_keys,
-)
+from longdraft.kernels.selection import chunk_means, gather_rows, key_scores, top_keys
 from longdraft.kernels.tree import accepted_path, attended_rows, keep_rows
 from longdraft.kernels.tree_attention import cross_attention, tree_attention
 from longdraft.kernels.tree_attention import cross_attention_reference as cross_reference
@@ -55,17 +49,6 @@ def place(x: Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"), device=device, dtype=dtype)
     wide[..., : x.shape[-1]] = x.to(device, dtype)
     return wide[..., : x.shape[-1]]
-
-
-def test_philox_words_are_the_cpus_bit_for_bit(device):
-    generator = torch.Generator().manual_seed(0)
-    counter = [torch.randint(MASK + 1, (1000,), generator=generator) for _ in range(4)]
-    key = [torch.randint(MASK + 1, (1000,), generator=generator) for _ in range(2)]
-    for words in (counter, key):
-        words[0][:3] = torch.tensor([0, 1, MASK])
-    here = philox_4x32(tuple(counter), tuple(key))
-    there = philox_4x32(tuple(x.to(device) for x in counter), tuple(x.to(device) for x in key))
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
 
 
 @pytest.mark.parametrize("vocab", [3, 256, 1003, 128_256])
@@ -138,15 +121,6 @@ def test_cross_attention(device, shared, plain, dtype, heads, lengths, n_rows):
     low = q.to(device, dtype), keys.to(device, dtype), place(values, device, dtype)
     opened = [torch.ones(1, n_rows, length, dtype=torch.bool) for length in lengths]
     check_attention(plain, cross_attention(*low, lengths_B.to(device)), want, low, opened)
-
-
-@pytest.mark.parametrize("window", [None, 7, 600])
-@pytest.mark.parametrize("n_rows", [1, 63, 1100])
-def test_causal_attention(device, trees, n_rows, window):
-    q, k, v = (trees.draw(2, n_rows, heads, 64, seed=heads) for heads in (6, 2, 2))
-    want = tree_reference(q, k, v, torch.zeros(2, dtype=torch.int64), None, window)[0]
-    out = causal_attention(q.to(device), k.to(device), place(v, device), window)
-    torch.testing.assert_close(out.cpu(), want, rtol=0, atol=FP32)
 
 
 N = 700

@@ -16,11 +16,9 @@ import pytest
 import torch
 
 from longdraft.benchmarks.drafters.exactness import count_flips
-from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu import library
-from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.passes import Pass
 
 if "LONGDRAFT_TEST_DEVICE" not in os.environ and not torch.cuda.is_available():
@@ -233,34 +231,6 @@ def test_every_processor_beside_others_in_a_batch(tiny_target, models, plain_tok
     for name in ("tokenswift", "longspec", "token_recycling"):
         drafter = exactness.DRAFTERS[name](target, small)
         assert decode(late(Engine(target, drafter, slots=3)), prompts, EVERY) == want, name
-
-
-@pytest.mark.parametrize("sampling", ["T1_top_p", "greedy_penalty"])
-def test_a_restricted_draft_vocabulary(models, expected, device, sampling):
-    prompts, params, want = expected("mha", "short", sampling, 3)
-    target, _ = models("mha")
-    ids = torch.randperm(exactness.VOCAB, generator=torch.Generator().manual_seed(2))[:40].sort().values
-    config = LongSpecConfig.for_target(target.model.config, window=12, draft_vocab_size=40)
-    draft = exactness.randomised(LongSpec(config, token_ids_E=ids), target)
-    assert draft.token_ids.device.type == device.type
-    drafter = LongSpecDrafter(target, draft, widths=(4, 4, 4))
-    assert decode(late(Engine(target, drafter, slots=3)), prompts, params) == want
-
-
-def test_a_stream_is_cancelled_and_the_engine_goes_on(models, expected):
-    prompts, params, want = expected("mha", "short", "T1_top_p", 3)
-    target, small = models("mha")
-    engine = late(Engine(target, exactness.DRAFTERS["token_recycling"](target, small), slots=3))
-    ends = {}
-    for number, piece in enumerate(engine.stream(prompts, params)):
-        if number == 2:
-            engine.cancel(1)
-        if piece.generation:
-            ends[piece.index] = piece.generation
-    assert len(ends) == len(prompts) and ends[1].finish_reason == "cancelled"
-    assert ends[1].tokens == want[1][: len(ends[1].tokens)]
-    assert [ends[i].tokens for i in ends if i != 1] == [want[i] for i in ends if i != 1]
-    assert decode(engine, prompts, params) == want
 
 
 FACTORS = [1.0, 1.1, 1.2, 1.3]

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from longdraft.kernels import backend
-from longdraft.kernels.choice import MASK, choose, philox_4x32
+from longdraft.kernels.choice import choose
 from longdraft.kernels.choice import choose_reference as reference
 from longdraft.kernels.choice import gumbel_noise_reference as gumbel_noise
 from longdraft.kernels.triton import choice as kernel
@@ -101,31 +99,3 @@ def test_strided_seeds_positions_and_temperatures(implementation):
     expanded = POSITIONS[:, :1].expand(-1, 2)
     want = reference(logits, SEEDS, expanded, TEMPERATURES)
     assert torch.equal(implementation(logits, SEEDS, expanded, TEMPERATURES), want)
-
-
-@triton.jit
-def store_noise(p_seed, p_position, p_words, p_noise, N: tl.constexpr):
-    """The words and the noise of the first 4 * N tokens of one row."""
-    i_row = tl.program_id(0)
-    seed, position = tl.load(p_seed + i_row), tl.load(p_position + i_row)
-    o_4 = tl.arange(0, N)
-    tl.store(p_noise + i_row * 4 * N + tl.arange(0, 4 * N), kernel.gumbel(seed, position, o_4))
-    zero = tl.zeros_like(o_4).to(tl.uint32)
-    b_words = tl.philox(seed, o_4.to(tl.uint32), zero + position.to(tl.uint32), zero, zero)
-    for i_word in tl.static_range(4):
-        tl.store(p_words + (i_row * N + o_4) * 4 + i_word, b_words[i_word].to(tl.int64))
-
-
-def test_the_kernels_noise_is_the_references():
-    """Words are equal bit for bit. Two logarithms follow, each of which may differ in its last bits."""
-    generator = torch.Generator().manual_seed(0)
-    seeds = torch.cat([SEEDS, torch.randint(-(2**63), 2**63 - 1, (5,), generator=generator)])
-    positions = torch.cat([torch.tensor([0, 2**32 - 1, 2**31]), torch.randint(2**32, (5,), generator=generator)])
-    words = torch.empty(8, 1024, dtype=torch.int64, device=DEVICE)
-    noise = torch.empty(8, 1024, device=DEVICE)
-    store_noise[(8,)](seeds.to(DEVICE), positions.to(DEVICE), words, noise, N=256)
-    key = (seeds & MASK)[:, None], (seeds >> 32 & MASK)[:, None]
-    zero = torch.zeros((), dtype=torch.int64)
-    wanted = philox_4x32((torch.arange(256), positions[:, None], zero, zero), key)
-    assert torch.equal(words.cpu(), torch.stack(wanted, -1).flatten(1))
-    torch.testing.assert_close(noise.cpu(), gumbel_noise(seeds, positions[:, None], 1024)[:, 0], rtol=5e-7, atol=1e-6)

@@ -67,14 +67,6 @@ def test_pytorch_serves_and_one_line_says_why(absence, monkeypatch, tmp_path, ca
     assert expected is None or re.match(f"longdraft: {expected}", said[0]), said
 
 
-def test_other_processors_need_no_avx2(monkeypatch):
-    without_avx2(monkeypatch, None)
-    monkeypatch.setattr(library, "_compiler", lambda: "cc")
-    assert "AVX2" in library.obstacle()
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert library.obstacle() is None
-
-
 @pytest.mark.parametrize("home", ["none", "not there", "not to be written"])
 def test_without_a_cache_folder_of_its_own_a_user_has_one_among_the_temporary(home, monkeypatch, tmp_path):
     """As in a container with an arbitrary user id. A library that is already built is used where it is."""

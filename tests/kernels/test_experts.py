@@ -56,10 +56,6 @@ def test_a_decoded_tokens_bits_do_not_depend_on_the_others(c_kernels, dtype, cla
         assert torch.equal(experts(x_BTD[1:2], *given), whole_BTD[1:2])
 
 
-def test_no_tokens_give_no_tokens():
-    assert experts(tokens(1, 0), weights(), 2, True).shape == (1, 0, D)
-
-
 @pytest.mark.parametrize("major, waits", [(8, True), (9, False), (10, False), (12, True)])
 def test_where_pytorch_has_no_grouped_product_a_pass_waits_for_the_host(monkeypatch, major, waits):
     """ATen's `_grouped_mm_cuda` has a kernel for sm_90 and sm_100 in bf16; elsewhere it reads the sizes on the host."""

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend
-from longdraft.kernels import gate as gate_module
-from longdraft.kernels import rms_norm as norm_module
 from longdraft.kernels.gate import gate, gate_reference
 from longdraft.kernels.rms_norm import (
     add_rms_norm,
@@ -126,21 +124,10 @@ def test_gradients_of_the_gate(liger, dtype):
     )  # fmt: skip
 
 
-def test_a_norm_that_trains_is_pytorchs(liger, monkeypatch):
-    """And so is a norm of rows that are too long, of no rows, and of another dtype than the weight."""
-    monkeypatch.setattr(backend, "liger_layers", lambda _: pytest.fail("not Liger's"))
-    monkeypatch.setattr(norm_module, "_liger", lambda x, w: backend.LigerLayers(*[pytest.fail] * 3))
+def test_a_norm_that_trains_is_pytorchs(liger):
+    """And so is a norm of another dtype than the weight's."""
     weight = draw(48).requires_grad_()
     rms_norm(draw(3, 48), weight, EPS).sum().backward()
-    assert weight.grad is not None
-    monkeypatch.undo()
-    monkeypatch.setattr(backend, "liger_layers", lambda _: pytest.fail("not Liger's"))
-    monkeypatch.setattr(norm_module, "MOST_WIDTH", 47)
-    monkeypatch.setattr(gate_module, "MOST_WIDTH", 47)
     with torch.no_grad():
-        assert torch.equal(rms_norm(draw(3, 48), weight, EPS), rms_norm_reference(draw(3, 48), weight, EPS))
-        assert not adds_with_norm(draw(3, 48)) and gate(draw(3, 96)).shape == (3, 48)
-        monkeypatch.undo()
-        monkeypatch.setattr(backend, "liger_layers", lambda _: pytest.fail("not Liger's"))
-        assert rms_norm(draw(0, 48), weight, EPS).shape == (0, 48) and gate(draw(0, 96)).shape == (0, 48)
         assert rms_norm(draw(3, 48).double(), weight, EPS).dtype == torch.float64
+    assert weight.grad is not None and liger == []

@@ -1,4 +1,4 @@
-"""The heads' fused loss against the full-logits formula: losses, gradients, ranks and memory; and against Liger's."""
+"""The heads' fused loss against the full-logits formula: losses, gradients, ranks and memory."""
 
 from importlib import import_module
 
@@ -120,15 +120,6 @@ def test_rows_say_which_states_the_labels_are_of():
     torch.testing.assert_close(hidden_ND.grad, expected_ND)
 
 
-def test_a_part_alone_is_what_it_is_among_others():
-    hiddens, weight_VD, labels = examples([30, 9, 70], 24, 301)
-    together = linear_loss(hiddens, weight_VD, parts_of(labels), top_k=3)
-    for i in range(3):
-        alone = linear_loss(hiddens[i : i + 1], weight_VD, parts_of(labels[i : i + 1]), top_k=3)
-        torch.testing.assert_close(alone.sums[0], together.sums[i], rtol=2e-6, atol=0)
-        assert torch.equal(alone.top_k_counts[0], together.top_k_counts[i])
-
-
 @pytest.fixture(params=["torch", "triton"])
 def implementation(request, monkeypatch):
     """Who computes the losses of a chunk: PyTorch, or Triton, on a CPU in its interpreter."""
@@ -152,32 +143,11 @@ def test_gradient_only_where_it_is_needed_and_once(implementation):
         out.sums.sum().backward()
 
 
-def test_rank_counts_equal_topk_on_many_rows():
-    hidden_MD, weight_VD, labels_M = example(2000, 16, 12)
-    out = linear_loss([hidden_MD], weight_VD, parts_of([labels_M]), top_k=3)
-    expected = ranks_of(hidden_MD, weight_VD, labels_M, 3)
-    assert out.top_k_counts[0].tolist() == expected
-    assert sum(expected) < int(out.n_labels), "the example has no label outside the top 3"
-    nothing = linear_loss([hidden_MD], weight_VD, parts_of([labels_M]))
-    assert nothing.top_k_counts.shape == (1, 0)
-
-
 def test_rank_of_equal_logits_is_by_token_id():
     logits_CV, before_C = torch.tensor([[1.0, 2.0, 2.0, 0.0]]).repeat(5, 1), torch.empty(5, dtype=torch.int32)
     labels_C = torch.tensor([1, 2, 0, 3, -100])
     chunk_losses(logits_CV, labels_C, torch.empty(5), before_C, 3, False)
     assert before_C.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_errors_name_the_argument():
-    hiddens, weight_VD, labels = examples([4, 4], 8, 20)
-    parts = parts_of(labels)
-    with pytest.raises(AssertionError, match="weight_VD: torch"):
-        linear_loss(hiddens, weight_VD.bfloat16(), parts)
-    with pytest.raises(AssertionError, match="one part"):
-        linear_loss(hiddens, weight_VD, parts[:1])
-    with pytest.raises(AssertionError, match=r"labels: .* part 1"):
-        linear_loss(hiddens, weight_VD, [parts[0], LossPart(parts[1].rows, labels[1][:3])])
 
 
 def test_chunks_have_a_bound_in_bytes():
@@ -200,20 +170,3 @@ def test_peak_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch,
     assert long - short <= allowed, f"{short} bytes at 1024 rows, {long} at 3 x 4096"
     assert short < 1.8 * 4 * 2**20, "more than a chunk and one block of it"
     assert long < 3 * 4096 * vocab * 4 / 30
-
-
-def test_each_head_is_ligers(implementation):
-    """In Triton's interpreter if there is no GPU."""
-    fused = pytest.importorskip("liger_kernel.ops.fused_linear_cross_entropy", reason="liger-kernel is not installed")
-    liger = fused.LigerFusedLinearCrossEntropyFunction
-    hiddens, weight_VD, labels = examples([41, 7, 22], 16, 64)
-    weight_VD, labels = weight_VD.to(DEVICE), [x.to(DEVICE) for x in labels]
-    given, theirs = ([h.detach().to(DEVICE).requires_grad_() for h in hiddens] for _ in range(2))
-    losses = linear_loss(given, weight_VD, parts_of(labels)).sums
-    (losses * torch.tensor(SCALES, device=DEVICE)).sum().backward()
-    for i, (hidden_MD, labels_M) in enumerate(zip(theirs, labels, strict=True)):
-        # (bias, class weights, ignore_index, z-loss, smoothing, reduction); the first result is the loss.
-        loss = liger.apply(hidden_MD, weight_VD, labels_M, None, None, -100, 0.0, 0.0, "sum")[0]
-        (loss * SCALES[i]).backward()
-        torch.testing.assert_close(losses[i], loss, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(given[i].grad, hidden_MD.grad, rtol=1e-5, atol=1e-6)

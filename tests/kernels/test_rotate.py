@@ -7,7 +7,6 @@ import torch
 
 from longdraft.kernels import backend
 from longdraft.kernels import rotate as rotate_module
-from longdraft.kernels.cpu.library import decoding
 from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, rotate_append_reference, rotate_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,13 +109,6 @@ def test_reference_is_rope_written_out():
         assert keys[slot, :length].isnan().all() and values[slot, length + 3 :].isnan().all()
 
 
-def test_no_rows_at_all(triton):
-    qkv, cos, sin, _ = drawn((4, 2, 20), [1], 3, torch.float32)
-    keys, values = caches((4, 2, 20), [1], 3, torch.float32)
-    found = rotate_append(qkv[:, :0], cos[:, :0], sin[:, :0], keys, values, torch.tensor([1], device=DEVICE))
-    assert found.shape == (1, 0, 6, 20) and keys.isnan().all()
-
-
 def test_gradients_go_another_way(triton):
     """With a gradient PyTorch's operations run, as they do if tables have another dtype than the heads."""
     qkv, cos, sin, _ = drawn((4, 2, 20), [1], 3, torch.float32)
@@ -140,13 +132,6 @@ def test_one_table_for_all_rows_of_a_slot(triton, n_slots):
     x, cos, sin = one_table(n_slots)
     close(rotate(x, cos, sin), exact(rotate_reference, x, cos, sin))
     assert triton == ["rotate"]
-
-
-@pytest.mark.parametrize("n_slots", [1, 2])
-def test_one_table_for_all_rows_of_a_slot_while_decoding_on_a_cpu(n_slots):
-    x, cos, sin = (part.cpu() for part in one_table(n_slots))
-    with decoding(True):
-        assert torch.equal(rotate(x.contiguous(), cos, sin), rotate_reference(x, cos, sin))
 
 
 def test_rows_behind_the_capacity_are_dropped(triton):

@@ -137,31 +137,6 @@ def test_error_is_that_of_plain_arithmetic_in_the_same_precision(plain, dtype):
         assert out.dtype == dtype and (out.float() - exact).abs().max() <= allowed
 
 
-@pytest.mark.parametrize(
-    "segments",
-    [
-        [(0, 4, 0, 3)], [(0, 4, 3, 2)], [(0, 4, -1, 4)], [(0, 4, 4, 9)], [(0, 4, 0, 4), (3, 6, 0, 6)],
-        [(6, 9, 0, 3), (0, 4, 0, 4)], [(4, 2, 0, 4)], [(4, 11, 0, 8)],
-    ],
-)  # fmt: skip
-def test_wrong_segments_are_refused(segments):
-    rows = draw(10, 2, 8, seed=1), draw(8, 2, 8, seed=2), draw(8, 2, 8, seed=3)
-    with pytest.raises(AssertionError, match="segments"):
-        segment_attention(*rows, [Segment(*segment) for segment in segments])
-
-
-def test_masks_are_kept_once_for_all_blocks_of_a_window(monkeypatch):
-    """The masks that the gradient needs do not grow with a row's length under a window."""
-    monkeypatch.setattr(causal, "BLOCK", 16)
-    masks, attend = set(), causal._attend
-    monkeypatch.setattr(
-        causal, "_attend", lambda *x, attn_mask: masks.add(attn_mask.data_ptr()) or attend(*x, attn_mask=attn_mask)
-    )
-    q = draw(300, 2, 8, seed=1).requires_grad_()
-    segment_attention(q, q, q, [Segment(0, 300, 0, 300)], 20).sum().backward()
-    assert len(masks) <= 4  # two until the window is full, one from then on, and the shorter last block's
-
-
 LAID = [case for case, (_, _, segments) in CASES.items() if any(s[1] > s[0] for s in segments)]
 
 
@@ -179,22 +154,6 @@ def test_layout_says_which_rows_lie_where(case):
         laid, edges = torch.arange(count)[rows].tolist(), borders.tolist()
         assert [laid[a:b] for a, b in pairwise(edges)] == [list(range(*span)) for span in spans]
         assert edges[0] == 0 and edges[-1] == len(laid) and most == max(b - a for a, b in spans)
-
-
-def test_only_rows_that_do_not_lie_end_to_end_are_copied():
-    def layout(case):
-        return lay_end_to_end(tuple(Segment(*segment) for segment in CASES[case][2]), CPU)
-
-    assert layout("pieces").q_rows == layout("pieces").k_rows == slice(0, 40)
-    assert layout("subset").q_rows == slice(0, 20) and isinstance(layout("subset").k_rows, Tensor)
-    shifted = layout("shifted")
-    assert torch.equal(shifted.q_rows, torch.tensor([*range(3, 17), *range(22, 40)]))
-    assert torch.equal(shifted.k_rows, torch.tensor([*range(14), *range(17, 35)]))
-
-
-def test_layers_share_a_layout():
-    segments = tuple(Segment(*segment) for segment in CASES["shifted"][2])
-    assert lay_end_to_end(segments, CPU) is lay_end_to_end(tuple(list(segments)), CPU)
 
 
 def looped(q, k, v, q_borders, k_borders, most_queries, most_keys, window) -> Tensor:

@@ -48,17 +48,6 @@ def test_scores_of_keys_in_half_precision_are_in_fp32(dtype):
     torch.testing.assert_close(scores, want, rtol=2e-6, atol=1e-5)
 
 
-def test_a_pass_over_the_keys_of_a_group_reads_each_once_for_all_heads():
-    """Scores are linear in the queries: if all queries of a group but one are 0, its scores are that query's."""
-    keys = poisoned(2, 40, 2, 16, 3)
-    q = queries(2, 6, 16)
-    alone = torch.zeros_like(q)
-    alone[:, 4] = q[:, 4]
-    scores = selection.key_scores(alone.to(), keys)
-    assert not scores[:, 0].any()
-    torch.testing.assert_close(scores[:, 1], torch.einsum("ld,lsd->ls", q[:, 4], keys[:, :, 1]))
-
-
 @pytest.mark.parametrize("count", [1, 17, 130])
 def test_the_best_keys_are_the_best_scores_in_order(count):
     q, keys = queries(2, 4, 16), poisoned(2, 130, 2, 16, 5)

@@ -102,15 +102,3 @@ def test_of_segments(implementation, trees, window):
         own, read = slice(q_start, q_stop), slice(k_start, k_stop)
         want = expected(q[own], k[read], v[read], causal(q_stop - q_start, k_stop - k_start, window))
         torch.testing.assert_close(found[own], want, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rows_bits_do_not_depend_on_the_others(c_kernels, trees, dtype):
-    keys, values = (x.to(dtype) for x in trees.poisoned([90, 90], 13, 110, KV_HEADS, WIDTH))
-    q, lengths = trees.draw(2, 13, HEADS, WIDTH, seed=1).to(dtype), torch.tensor([90, 90])
-    whole = tree_attention.tree_attention(q, keys, values, lengths, sinks_H=SINKS)
-    for width in (1, 2, 5):
-        found = tree_attention.tree_attention(q[:, :width], keys, values, lengths, sinks_H=SINKS)
-        assert torch.equal(found, whole[:, :width])
-    alone = tree_attention.tree_attention(q[1:], keys[1:], values[1:], lengths[1:], sinks_H=SINKS)
-    assert torch.equal(alone, whole[1:])

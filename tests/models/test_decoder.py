@@ -161,25 +161,6 @@ def test_ragged_batch_equals_single_runs(tiny_target, kind):
         view.rewind(torch.tensor([before[slot]]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk", [1, 13])
-def test_chunked_prefill_equals_one_pass(tiny_target, kind, chunk):
-    model = tiny_target(**KINDS[kind]).model
-    prompt = tokens(1, 31)
-    whole = model(Pass(prompt, needs={"logits", "post_norm", "last_kv"}))
-    cache = model.new_cache(1, 31 + chunk)
-    cache.reset(prompt_lengths=[31])
-    logits, keys = [], []
-    for piece in prompt.split(chunk, 1):
-        out = model(Pass(piece, cache=cache, needs={"logits", "last_kv"}))
-        cache.commit(None, torch.tensor([piece.shape[1]]))
-        logits.append(out.logits)
-        keys.append(out.last_kv[0])
-    assert error(torch.cat(logits, 1), whole.logits) < 1e-5
-    assert error(torch.cat(keys, 1), whole.last_kv[0]) < 1e-5
-    assert error(cache.keys[-1, :, :31], whole.last_kv[0]) < 1e-5
-
-
 def calls_during(model, run) -> set[str]:
     seen: set[str] = set()
     handles = [

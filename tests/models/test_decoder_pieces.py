@@ -3,7 +3,6 @@
 Unless a test says otherwise, the tolerance is 1e-5 of the largest magnitude, in fp32.
 """
 
-from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longdraft.models.passes import Pass
-from longdraft.models.rope import piece_lengths
 
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 KINDS = {
@@ -105,40 +103,3 @@ def test_chunks_bound_what_a_layer_holds(tiny_target):
         with Largest() as chunked:
             model(Pass(ids, borders=BORDERS, chunk=chunk, needs={"pre_norm"}))
         assert chunked.numbers == max(chunk * wide, n_rows * hidden)
-
-
-def test_each_layer_works_within_its_context(tiny_target):
-    """`around_layer` is entered once for each layer, in order, and nothing of a layer runs outside it."""
-    model, ids, log = tiny_target(n_layers=3).model, tokens(), []
-    names = {layer: i for i, layer in enumerate(model.layers)}
-
-    @contextmanager
-    def around(layer):
-        log.append(("enter", names[layer]))
-        yield
-        log.append(("leave", names[layer]))
-
-    for i, layer in enumerate(model.layers):
-        for part in layer.modules():
-            if hasattr(part, "weight"):
-                part.register_forward_hook(lambda *_, i=i: log.append(("work", i)))
-    model.around_layer = around
-    for options in (
-        {},
-        {"borders": BORDERS, "chunk": 7},
-        {"needs": {"last_kv"}},
-        {"cache": model.new_cache(1, 60)},
-    ):
-        log.clear()
-        model(Pass(ids, **options))
-        assert [event for event in log if event[0] != "work"] == [(e, i) for i in range(3) for e in ("enter", "leave")]
-        inside = None
-        for event, i in log:
-            assert event == "enter" or i == inside
-            inside = i if event != "leave" else None
-        assert all(("work", i) in log for i in range(3))
-
-
-def test_a_pieces_length_is_its_largest_position_and_one():
-    positions = torch.tensor([[0, 1, 90, 5, 0, 3, 0]])
-    assert piece_lengths(positions, [0, 4, 4, 6, 7]).tolist() == [[91, 91, 91, 91, 4, 4, 1]]

@@ -130,11 +130,3 @@ def test_a_folder_of_another_program_is_left_alone(tmp_path, content):
         with pytest.raises(ValueError, match=r"weights|plan"), folder.opened():
             pass
     assert (tmp_path / "weights.bin").read_text() == "precious"
-
-
-def test_a_folder_is_opened_by_one_process_at_a_time(tmp_path):
-    folder = WorkFolder(tmp_path, {"seed": 0})
-    with folder.opened(), pytest.raises(ValueError, match="another process works in"), folder.opened():
-        pass
-    with folder.opened():
-        pass

@@ -3,8 +3,6 @@
 import torch
 
 from longdraft.models.fingerprint import weights_hash
-from longdraft.models.from_transformers import target_from_transformers
-from longdraft.models.hf import load_target
 
 
 def test_any_other_weights_are_others(tiny_target):
@@ -32,14 +30,3 @@ def test_weights_that_are_not_here_have_none(tiny_target):
     with torch.device("meta"):
         meta = type(target.model)(target.model.config)
     assert weights_hash(meta) is None
-
-
-def test_a_model_of_transformers_and_its_checkpoint(tmp_path):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).to(torch.float16)
-    model.save_pretrained(tmp_path)  # in fp16, as Vicuna's
-    expected = weights_hash(target_from_transformers(model.float()).model)
-    for dtype in (torch.bfloat16, torch.float32):
-        assert weights_hash(load_target(tmp_path, dtype).model) == expected

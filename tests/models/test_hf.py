@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longdraft.models import hub
 from longdraft.models.fingerprint import json_hash, tokenizer_hash, weights_hash
-from longdraft.models.hf import BUNDLED, _locate, lasting_name, load_target, read_target_config
+from longdraft.models.hf import _locate, lasting_name, load_target, read_target_config
 from longdraft.models.hf_weights import places
 from longdraft.models.passes import Pass
 
@@ -66,12 +66,6 @@ def test_smollm2_knows_what_it_should(smollm2):
     assert smollm2.eos_token_ids == (smollm2.tokenizer.eos_token_id,) and smollm2.name == NAME
 
 
-def test_bundled_target_can_be_named_by_its_file(smollm2):
-    _, path = _locate(NAME)
-    assert path.suffix == ".gguf"
-    assert _locate(path)[1] == _locate(path.parent)[1] == path
-
-
 @pytest.mark.parametrize("twin", ["original/model--00001-of-00007.safetensors", "consolidated.safetensors"])
 def test_a_hub_target_comes_once(tmp_path, monkeypatch, twin):
     needed = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"]
@@ -97,12 +91,6 @@ def test_a_gguf_file_in_a_repository_is_named_by_its_path(tmp_path, monkeypatch)
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **given: asked.append((name, given)) or str(tmp_path))
     assert _locate("some/target/sub/a.gguf") == ("some/target/sub/a.gguf", tmp_path / "sub" / "a.gguf")
     assert [(name, given["allow_patterns"]) for name, given in asked] == [("some/target", ["sub/a.gguf"])]
-
-
-def test_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(BUNDLED, "absent-1b", "package_that_is_not_there")
-    with pytest.raises(ValueError, match=r"absent-1b.*package_that_is_not_there"):
-        load_target("absent-1b")
 
 
 @pytest.fixture
@@ -163,9 +151,6 @@ def test_pytorch_bin_files_load(folder):
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     got = load_target(folder, dtype=torch.float32).model.state_dict()
     assert got.keys() == expected.keys() and all(torch.equal(got[key], expected[key]) for key in got)
-    (folder / "b.bin").unlink()
-    with pytest.raises(ValueError, match=r"b\.bin.*fetch it again"):
-        load_target(folder)
 
 
 def test_weights_that_do_not_fit_are_named(folder):

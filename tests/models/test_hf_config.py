@@ -68,18 +68,6 @@ def test_a_scaling_without_a_number_is_refused(sizes, values, message):
         decoder_config(LlamaConfig(**sizes | {"rope_scaling": LINEAR} | values))
 
 
-def test_released_rope_fields_are_understood(sizes):
-    """As the config.json files of YaRN-Llama-2 (`type`) and Llama 3.1 (`rope_type`) write it."""
-    yarn = {"factor": 32.0, "original_max_position_embeddings": 4096, "type": "yarn", "finetuned": True}
-    assert decoder_config(LlamaConfig(**sizes, rope_scaling=yarn)).rope.parameters["factor"] == 32.0
-    llama3 = {
-        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    }  # fmt: skip
-    config = decoder_config(LlamaConfig(**sizes, rope_theta=500000.0, rope_scaling=llama3))
-    assert config.rope.type == "llama3" and config.rope.parameters["rope_theta"] == 500000.0
-
-
 def test_sliding_windows_follow_the_family(sizes):
     assert decoder_config(MistralConfig(**sizes)).sliding_windows == (4096, 4096)
     assert decoder_config(MistralConfig(**sizes, sliding_window=None)).sliding_windows is None

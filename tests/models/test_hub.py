@@ -37,12 +37,6 @@ def test_the_first_group_of_weights_that_is_there_is_the_last_that_is_asked_for(
     assert repository == [("some/one", "v2", ("*.json",), ())]
 
 
-def test_a_draft_by_its_hub_name_is_asked_for_once(tmp_path, repository):
-    for _ in range(2):
-        assert local_folder("nobody/draft-of-test_hub", "v1") == tmp_path
-    assert repository == [("nobody/draft-of-test_hub", "v1", ("config.json", "model.safetensors"), ())]
-
-
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("no name")])
 def test_what_cannot_be_had_is_named(monkeypatch, error):
     def fail(*args, **options):

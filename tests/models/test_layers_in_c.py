@@ -10,7 +10,6 @@ import torch
 from longdraft.kernels.cpu import library
 from longdraft.kernels.cpu.layers import LayerTable
 from longdraft.models import decoder
-from longdraft.models.footprint import c_layers_bytes
 from longdraft.models.passes import Pass
 
 pytestmark = pytest.mark.usefixtures("c_kernels")
@@ -212,18 +211,3 @@ def test_a_copy_of_a_decoder_has_a_table_of_its_own(tiny_target, calls, copied):
     for parameter in model.parameters():
         parameter.zero_()
     assert torch.equal(twin(Pass(token, cache=twin.new_cache(1, 8))).logits, wanted) and calls == [1, 1]
-
-
-@pytest.mark.parametrize("width", [1, 6])
-def test_what_the_layers_take_is_told_before(tiny_target, monkeypatch, width):
-    model = tiny_target(dtype=torch.bfloat16, n_layers=3).model
-    taken, new_empty = [], torch.Tensor.new_empty
-
-    def watched(self, *shape, **options):
-        made = new_empty(self, *shape, **options)
-        taken.append(made.nbytes)
-        return made
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", watched)
-    model(Pass(torch.zeros(2, width, dtype=torch.int64), cache=model.new_cache(2, 20)))
-    assert c_layers_bytes(model.config, 2 * width, torch.bfloat16) in (sum(taken), sum(taken[:3]))

@@ -66,12 +66,6 @@ def test_longspec_in_every_form(tmp_path, folder, target, block, form, authors):
     assert info.target["config_sha256"] == target.fingerprint["config"] and "weights_sha256" not in info.target
 
 
-def test_of_the_target_of_a_block_no_weight_is_read(tmp_path, folder, block):
-    bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    convert(block[0], tmp_path / "out", str(bare))
-    assert read_info(tmp_path / "out").target["config_sha256"] == load_target(folder).fingerprint["config"]
-
-
 @pytest.mark.parametrize("base", [False, True])
 def test_tokenswift_s_heads_and_their_target(tmp_path, folder, target, merged, base):
     """Without a base the checkpoint is the target."""

@@ -10,21 +10,6 @@ from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.published import published_block, published_tensors
 
 
-@pytest.fixture(scope="module")
-def drafted(authors):
-    return authors.longspec
-
-
-@pytest.fixture(scope="module")
-def theirs(authors):
-    return authors.longspec_tensors
-
-
-@pytest.fixture(scope="module")
-def write(authors):
-    return authors.write
-
-
 @pytest.fixture
 def target(tiny_target):
     return tiny_target(n_heads=8, n_kv_heads=2, head_dim=16)
@@ -37,19 +22,19 @@ def loaded(path, target) -> LongSpec:
 
 @pytest.mark.parametrize("prefix", ["", "glide.", "draft_model.", "module.draft_model.layers.0."])
 @pytest.mark.parametrize("file", ["draft.safetensors", "draft_model_weights.pth"])
-def test_every_tensor_lands_in_its_place(tmp_path, target, file, prefix, drafted, theirs, write):
-    draft = drafted(target)
-    found = loaded(write(tmp_path / file, theirs(draft, prefix)), target)
+def test_every_tensor_lands_in_its_place(tmp_path, target, file, prefix, authors):
+    draft = authors.longspec(target)
+    found = loaded(authors.write(tmp_path / file, authors.longspec_tensors(draft, prefix)), target)
     assert found.config == draft.config
     for name, weight in draft.state_dict().items():
         assert torch.equal(found.state_dict()[name], weight), name
 
 
-def test_other_precisions_and_what_is_not_read(tmp_path, target, drafted, theirs, write):
-    draft = drafted(target)
-    tensors = {name: tensor.half() for name, tensor in theirs(draft, "glide.").items()}
+def test_other_precisions_and_what_is_not_read(tmp_path, target, authors):
+    draft = authors.longspec(target)
+    tensors = {name: tensor.half() for name, tensor in authors.longspec_tensors(draft, "glide.").items()}
     tensors["glide.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    found = loaded(write(tmp_path / "d.pth", tensors), target)
+    found = loaded(authors.write(tmp_path / "d.pth", tensors), target)
     assert torch.equal(found.down.weight, draft.down.weight.half())
 
 
@@ -62,15 +47,15 @@ def test_other_precisions_and_what_is_not_read(tmp_path, target, drafted, theirs
         ("input_layernorm", "post_self_attention_layernorm", "post_cross_attention_layernorm"),
     ],
 )
-def test_norms_whose_names_tell_their_place(tmp_path, target, norms, drafted, theirs, write):
-    draft = drafted(target)
-    found = loaded(write(tmp_path / "d.pth", theirs(draft, "glide.", norms)), target)
+def test_norms_whose_names_tell_their_place(tmp_path, target, norms, authors):
+    draft = authors.longspec(target)
+    found = loaded(authors.write(tmp_path / "d.pth", authors.longspec_tensors(draft, "glide.", norms)), target)
     for name in ("self_norm", "cross_norm", "mlp_norm"):
         assert torch.equal(getattr(found, name).weight, getattr(draft, name).weight), name
 
 
-def test_what_does_not_fit_is_named(tmp_path, target, tiny_target, drafted, theirs, write):
-    good = theirs(drafted(target), "glide.")
+def test_what_does_not_fit_is_named(tmp_path, target, tiny_target, authors):
+    good = authors.longspec_tensors(authors.longspec(target), "glide.")
     cases = [
         (
             {n: t for n, t in good.items() if "k_proj" not in n},
@@ -80,7 +65,10 @@ def test_what_does_not_fit_is_named(tmp_path, target, tiny_target, drafted, thei
         (good | {"glide.cross_attn.o_proj.bias": torch.ones(32)}, r"unknown: cross_attn\.o_proj\.bias"),
         (good | {"other.mlp.down_proj.weight": torch.ones(2)}, r"unknown: other\.mlp\.down_proj\.weight"),
         ({n: t for n, t in good.items() if "input_lay" not in n}, r"unknown: post_self_attention_layernorm"),
-        (theirs(drafted(target), "glide.", ("pre_layernorm", "mid_norm", "norm")), r"unknown: pre_layernorm\.weight"),
+        (
+            authors.longspec_tensors(authors.longspec(target), "glide.", ("pre_layernorm", "mid_norm", "norm")),
+            r"unknown: pre_layernorm\.weight",
+        ),
         (good | {f"layers.{i}.x": torch.ones(1) for i in range(30)}, r"unknown: layers\.0\.x"),
         (good | {"glide.self_attn.q_proj.weight": torch.ones(64, 32)}, r"self_qkv\.weight"),
         (good | {"glide.mlp.down_proj.weight": torch.ones(32, 3)}, r"down\.weight"),
@@ -88,8 +76,8 @@ def test_what_does_not_fit_is_named(tmp_path, target, tiny_target, drafted, thei
     ]
     for tensors, message in cases:
         with pytest.raises(ValueError, match=message):
-            loaded(write(tmp_path / "d.pth", tensors), target)
-    source = write(tmp_path / "d.pth", good)
+            loaded(authors.write(tmp_path / "d.pth", tensors), target)
+    source = authors.write(tmp_path / "d.pth", good)
     with pytest.raises(ValueError, match=r"self_qkv\.weight"):
         loaded(source, tiny_target(n_heads=4))
 
