@@ -124,10 +124,12 @@ def test_gradients_of_the_gate(liger, dtype):
     )  # fmt: skip
 
 
-def test_a_norm_that_trains_is_pytorchs(liger):
-    """And so is a norm of another dtype than the weight's."""
+def test_a_norm_that_trains_is_pytorchs(monkeypatch):
+    """And so is a norm of no rows, and of another dtype than the weight's."""
+    monkeypatch.setattr(backend, "liger_layers", lambda _: backend.LigerLayers(*[pytest.fail] * 3))
     weight = draw(48).requires_grad_()
     rms_norm(draw(3, 48), weight, EPS).sum().backward()
+    assert weight.grad is not None
     with torch.no_grad():
+        assert rms_norm(draw(0, 48), weight, EPS).shape == (0, 48) and gate(draw(0, 96)).shape == (0, 48)
         assert rms_norm(draw(3, 48).double(), weight, EPS).dtype == torch.float64
-    assert weight.grad is not None and liger == []
