@@ -13,4 +13,4 @@ def test_too_small_a_cache_says_what_it_needs(length, n_rows):
     cache.commit(None, torch.tensor([length]))
     cos, sin = torch.ones(1, n_rows, 1, 1, 1), torch.zeros(1, n_rows, 1, 2, 1)
     with pytest.raises(AssertionError, match="capacity of at least 5, the cache has 4"):
-        cache.append(1, torch.zeros(1, n_rows, 3, 2), cos, sin)
+        cache.append(0, torch.zeros(1, n_rows, 3, 2), cos, sin)
