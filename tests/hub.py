@@ -1,14 +1,13 @@
 """A hub on this machine, for tests of what comes by the hub's name through the real client.
 
 It speaks HTTP as the hub's public interface documents it (information on a repository, its tree, files with ranges,
-error codes, commits of small files), as far as `huggingface_hub` asks, and keeps what it was asked for. A folder
+error codes), as far as `huggingface_hub` asks, and keeps what it was asked for. A folder
 OWNER/NAME is a data set or a model, as it is asked for.
 """
 
 import hashlib
 import json
 import threading
-from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -51,13 +50,6 @@ class Hub(BaseHTTPRequestHandler):
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
         if parts[0] == "api":
             parts = parts[1:]
-        if parts == ["repos", "create"]:
-            form = json.loads(asked)
-            repository = f"{form['organization']}/{form['name']}"
-            (self.root / repository).mkdir(parents=True, exist_ok=True)
-            return self.say({"url": f"http://{self.headers['Host']}/{repository}", "name": repository})
-        if parts == ["validate-yaml"]:
-            return self.say({"errors": [], "warnings": []})
         if parts[0] in ("datasets", "models"):
             parts = parts[1:]
         if len(parts) < 2:
@@ -86,23 +78,9 @@ class Hub(BaseHTTPRequestHandler):
             form = json.loads(asked) if asked[:1] == b"{" else {}
             wanted = form.get("paths") or [unquote(pair.partition("=")[2]) for pair in asked.decode().split("&")]
             return self.say([node(folder, folder / path) for path in wanted if (folder / path).is_file()])
-        if what == "preupload":
-            small = {"uploadMode": "regular", "shouldIgnore": False}
-            return self.say({"files": [small | {"path": one["path"]} for one in json.loads(asked)["files"]]})
-        if what == "commit":
-            return self.commit(folder, [json.loads(line) for line in asked.splitlines()])
         if what == "resolve" and (folder / inside).is_file():
             return self.give(folder / inside)
         return self.fail(404, "EntryNotFound")
-
-    def commit(self, folder: Path, lines: list[dict]) -> None:
-        for line in lines:
-            if line["key"] == "file":
-                path = folder / line["value"]["path"]
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(b64decode(line["value"]["content"]))
-        address = f"http://{self.headers['Host']}/{folder.relative_to(self.root).as_posix()}/commit/{COMMIT}"
-        self.say({"success": True, "commitOid": COMMIT, "commitUrl": address})
 
     def give(self, path: Path) -> None:
         content = path.read_bytes()

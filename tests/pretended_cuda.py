@@ -65,7 +65,6 @@ READS = {
     "masked_select": "chosen values",
     "_unique2": "different values",
     "unique_dim": "different values",
-    "unique_consecutive": "different values",
     "bincount": "counts",
 }  # fmt: skip
 INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")
@@ -473,10 +472,6 @@ def _tensor(gpu: PretendedCuda, func: Callable, data: Any, *args: Any, **kwargs:
     return gpu._move(gpu._pin(made) if pinned else made, _is_cuda(device), False)
 
 
-def _new_tensor(gpu: PretendedCuda, func: Callable, x: Tensor, data: Any, **kwargs: Any) -> Tensor:
-    return _tensor(gpu, torch.tensor, data, **{"dtype": x.dtype, "device": x.device, **kwargs})
-
-
 def _tolist(gpu: PretendedCuda, func: Callable, x: Tensor) -> Any:
     if isinstance(x, Pretended):
         gpu.wait("values")
@@ -500,9 +495,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.cuda: lambda gpu, func, x, *_, non_blocking=False: gpu._move(x, True, non_blocking),
     Tensor.tolist: _tolist,
     Tensor.numpy: _numpy,
-    Tensor.new_tensor: _new_tensor,
     Tensor.pin_memory: _pin_memory,
-    Tensor.is_pinned: lambda gpu, func, x, *_: x.untyped_storage()._cdata in gpu._pinned,
     torch.tensor: _tensor,
     torch.as_tensor: _tensor,
     torch.asarray: _tensor,

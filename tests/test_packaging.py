@@ -121,11 +121,6 @@ def run_outside(command: list, installed: Path, cwd: Path) -> subprocess.Complet
     return done
 
 
-def test_wheel_runs_its_commands(installed, tmp_path):
-    assert "prepare" in run_outside([installed / "bin" / "longdraft", "--help"], installed, tmp_path).stdout
-    assert "--drafter" in run_outside([installed / "bin" / "longdraft", "bench", "--help"], installed, tmp_path).stdout
-
-
 def test_wheel_measures_a_drafter(installed, tmp_path, shared):
     """A whole `longdraft bench` outside the checkout, of which it loads nothing."""
     text = "the cat sat on the mat and the dog sat on the log. " * 8

@@ -1,5 +1,4 @@
-"""tests/plain.py, by which kernels' errors are measured: right, summed in the order that it promises, and no better or
-worse for the machine."""
+"""tests/plain.py, by which kernels' errors are measured: right, and summed in the order that it promises."""
 
 import pytest
 import torch
@@ -49,23 +48,3 @@ def test_in_fp64_it_is_the_truth(plain):
     torch.testing.assert_close(found, (loss.detach(), gradient), rtol=1e-10, atol=1e-12)
     bias = draw(70, seed=8).double()
     torch.testing.assert_close(plain.linear(hidden, weight, bias), F.linear(hidden, weight, bias), rtol=1e-10, atol=0)
-
-
-def test_a_query_that_sees_nothing_gives_zeros_and_takes_none(plain):
-    q, k = draw(3, 4, 8, seed=1), draw(5, 2, 8, seed=2)
-    sees = torch.ones(3, 5, dtype=torch.bool)
-    sees[1] = False
-    out, grads = plain.attention(q, k, k, sees), plain.attention_gradients(q, k, k, sees, torch.ones_like(q))
-    assert not out[1].any() and out[[0, 2]].any() and not grads[0][1].any() and grads[0][0].any()
-    one, other = (x[[0, 2]] for x in (q, sees))
-    assert torch.equal(plain.attention(one, k, k, other), out[[0, 2]])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_results_in_half_precision_err_by_a_few_roundings(plain, dtype):
-    """No less than one rounding, or nothing could keep within twice; no more than a few, or anything could."""
-    q, k, v = draw(19, 6, 64, seed=1), draw(300, 2, 64, seed=2), draw(300, 2, 64, seed=3)
-    sees, low = torch.ones(19, 300, dtype=torch.bool), [x.to(dtype) for x in (q, k, v)]
-    exact = plain.attention(*(x.double() for x in low), sees)
-    error = (plain.attention(*low, sees).double() - exact).abs().max() / exact.abs().max()
-    assert torch.finfo(dtype).eps / 8 < error < 2 * torch.finfo(dtype).eps

@@ -12,6 +12,7 @@ import torch
 
 from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Drafter
+from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.tree import TokenTree
@@ -94,6 +95,27 @@ def width_difference(target, prompt: Sequence[int]) -> float:
         rows.append(model(Pass(tokens[:, i : i + 1], cache=single)).logits)
         single.commit(None, torch.tensor([1]))
     return float((together - torch.cat(rows, 1)).abs().max())
+
+
+@pytest.fixture(scope="session")
+def made(shared) -> Callable[..., tuple]:
+    """(name, put, others) -> a target, and the drafter of this name in test_exactness.py or in what `others` makes of
+    that module; several as a+b. Each network goes through `put`, as to a device.
+    """
+    exactness, make_target = shared("infer/test_exactness.py"), shared("tiny_target.py").make_tiny_target
+    randomised = exactness.randomised
+
+    def make(name, put=lambda network: network, others=lambda exactness: {}):
+        exactness.randomised = lambda draft, target, **options: put(randomised(draft, target, **options))
+        target = make_target(vocab_size=61, n_kv_heads=2, max_positions=90)
+        small = make_target(vocab_size=61, n_layers=1, n_kv_heads=1, seed=5, max_positions=90)
+        for network in (target.model, small.model):
+            put(network)
+        makers = exactness.DRAFTERS | others(exactness)
+        drafters = [makers[one](target, small) for one in name.split("+") if one != "plain"]
+        return target, Combined(drafters) if len(drafters) > 1 else [*drafters, name][0]
+
+    return make
 
 
 @pytest.fixture

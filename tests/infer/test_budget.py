@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from longdraft.infer.budget import EXPLORE_EVERY, HURDLE, TRYING, Policy, worth_of
 from longdraft.infer.costs import RECENT, STALE, Seconds
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
-from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
@@ -162,27 +160,6 @@ def test_where_the_host_may_not_wait_a_later_width_is_decided():
     assert kept.width == 4 and policy.width == 8
     policy.decide(expected.lists()[0])
     assert policy.width in WIDTHS[:3]
-
-
-class Sizes(TorchDispatchMode):
-    """Remembers the size of the largest tensor that an operation made."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.is_floating_point():
-            self.most = max(self.most, out.numel())
-        return out
-
-
-def test_on_a_host_pruning_takes_no_square_of_the_nodes():
-    """A static tree of thousands of nodes would otherwise make one for every slot, in every step."""
-    policy = Policy(400, (*WIDTHS, 400), on_host=True)
-    proposal = TokenTree.from_paths([1], [torch.randint(50, (99, 4), generator=torch.manual_seed(3)).tolist()])
-    with Sizes() as sizes:
-        prune(policy, proposal)
-    assert 200 < proposal.width <= sizes.most < 2 * proposal.width
 
 
 def steps(policy, count, chance, draft_seconds, generator=None):
@@ -346,19 +323,3 @@ def test_of_a_block_that_is_always_right_nearly_all_levels_are_run(tiny_target, 
     assert [one.tokens] == plain_tokens(target, [PROMPT], [params])
     # Some nodes have a class that was hardly ever seen, so nothing says yet that they are right.
     assert counted.count(5) >= 0.85 * counted.count(1) >= 0.75 * one.stats.steps and one.tokens_per_step > 5
-
-
-def test_a_small_model_stops_where_it_does_not_pay(tiny_target, plain_tokens, monkeypatch):
-    target, small = tiny_target(vocab_size=61), tiny_target(vocab_size=61, n_layers=1, seed=5)
-    passes, plain = [], SmallModelDrafter._pass
-
-    def counting(self, *given):
-        passes.append(given[0].shape)
-        return plain(self, *given)
-
-    monkeypatch.setattr(SmallModelDrafter, "_pass", counting)
-    drafter = SmallModelDrafter(target, small, gamma=5)
-    engine, params = timed(Engine(target, drafter), passes), SamplingParams(max_new_tokens=150)
-    (one,) = engine.generate([PROMPT], params)
-    assert [one.tokens] == plain_tokens(target, [PROMPT], [params])
-    assert len(passes) < 1.5 * one.stats.steps

@@ -1,7 +1,5 @@
 """Combinations: the union of what the drafters propose, whose classes stay apart, and that it changes no token."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,23 +46,6 @@ def state_of(roots):
 
 def as_sets(tree):
     return [{tuple(path) for path in paths} for paths in tree.paths()]
-
-
-def test_drafters_may_be_dataclasses():
-    """Which compare by their fields and have no hash: two that are equal are two."""
-
-    @dataclass
-    class Own(Drafter):
-        tokens: tuple[int, ...]
-        max_nodes = max_depth = 4
-
-        def propose(self, state, budget):
-            return TokenTree.from_paths(state.roots.tolist(), [[self.tokens]] * len(state.roots))
-
-    alike, other = [Own((1, 2)), Own((1, 2))], Fixed([[[3]], [[]]])
-    tree = Combined([*alike, other]).propose(state_of([8, 9]), Budget(9))
-    assert as_sets(tree) == [{(1,), (1, 2), (3,)}, {(1,), (1, 2)}]
-    assert tree.classes[1, 1:3].tolist() == [35 + 1, 35 + 5 + 2]  # what one proposed first, the other did too
 
 
 @settings(max_examples=60, deadline=None)
@@ -131,41 +112,6 @@ def test_combinations_that_cannot_be():
     for drafters in ([lookup], [lookup, lookup], [lookup, "plain"]):
         with pytest.raises(ValueError, match="drafters"):
             Combined(drafters)
-
-
-PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
-
-
-def test_tokens_that_the_host_reads_a_step_late_are_the_same(tiny_target, exact_dtype):
-    """As on a GPU: host tables follow the device's history, not what the engine has read."""
-    target = tiny_target(vocab_size=61, dtype=exact_dtype)
-    params = [SamplingParams(temperature=1.0, seed=i, max_new_tokens=30 + i) for i in range(3)]
-    done = []
-    for lag in (0, 1):
-        engine = Engine(target, Combined([PromptLookup(), TokenRecycling(target)]), slots=2, nodes=31)
-        engine.runner.lag = lag
-        done.append(engine.generate(PROMPTS, params))
-    assert [g.tokens for g in done[0]] == [g.tokens for g in done[1]]
-    # The first to end; later, the table of both slots depends on when the third prompt begins.
-    assert done[0][0].stats.steps == done[1][0].stats.steps
-
-
-def test_together_they_take_fewer_steps_than_alone(tiny_target, exact_dtype):
-    """A text that becomes a loop: the table knows every next token from the start, the lookup whole rounds later."""
-    target = tiny_target(vocab_size=200, dtype=exact_dtype)
-    for layer in target.model.layers:
-        layer.attention.o_proj.weight.data.zero_()
-    params = SamplingParams(max_new_tokens=120)
-    prompt = [[*range(200), 7]]
-
-    def steps(drafter):
-        generation = Engine(target, drafter, nodes=drafter.max_nodes).generate(prompt, params)[0]
-        return generation.stats.steps, generation.tokens
-
-    (alone, tokens), (table, same) = steps(PromptLookup()), steps(TokenRecycling(target))
-    both, equal = steps(Combined([PromptLookup(), TokenRecycling(target)]))
-    assert tokens == same == equal
-    assert both < min(alone, table), (both, alone, table)
 
 
 def test_all_let_go_of_a_cache():

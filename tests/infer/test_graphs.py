@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longdraft.benchmarks.drafters import timing as timing_module
 from longdraft.infer import graphs as graphs_module
 from longdraft.infer import runner as runner_module
-from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.plain import Plain
 from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
@@ -34,7 +33,7 @@ from longdraft.kernels.cpu import rows
 from longdraft.kernels.tree import MOST_ROWS, attended_rows
 from longdraft.train.evaluate import Task, decode
 
-VOCAB, NEW = 61, 16
+VOCAB, NEW = 61, 10
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "numpy", "__index__", "nonzero")
 
 
@@ -164,20 +163,6 @@ DRAFTERS = (
 )  # fmt: skip
 CASES = [*(("plain", name) for name in SAMPLINGS), *((name, "T1") for name in DRAFTERS)]
 CASES += [("longspec", "penalties"), ("longspec+token_recycling", "greedy")]
-
-
-@pytest.fixture
-def made(tiny_target, shared):
-    """(name) -> a target, and the drafter of this name in test_exactness.py."""
-    drafters_of = shared("infer/test_exactness.py").DRAFTERS
-
-    def make(name: str):
-        target = tiny_target(vocab_size=VOCAB, n_kv_heads=2, max_positions=120)
-        small = tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5, max_positions=120)
-        drafters = [drafters_of[one](target, small) for one in name.split("+") if one != "plain"]
-        return target, Combined(drafters) if len(drafters) > 1 else [*drafters, name][0]
-
-    return make
 
 
 @pytest.mark.parametrize(("drafter", "sampling"), CASES)

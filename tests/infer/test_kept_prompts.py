@@ -139,12 +139,6 @@ def test_a_prompt_goes_where_the_least_is_lost(target):
     assert slot(twice, [*DOCUMENT, 1, 2], [1, 2]) == 2  # though another slot has as much of it
 
 
-def test_short_prompts_leave_a_document_alone(target):
-    engine = engine_of(target, slots=4)
-    others = [[n, n + 1, n + 2] for n in (1, 2, 3)]
-    assert turns(engine, [[[1, 2], [*DOCUMENT, 1]], others, [[*DOCUMENT, 2]]]) == [[0, 0], [0, 0, 0], [32]]
-
-
 def test_a_copy_that_is_interrupted_leaves_no_rows_under_another_name(target, monkeypatch):
     engine, other = engine_of(target, slots=2), [7, 8, 9] * 14
     assert turns(engine, [[other, [*DOCUMENT, 1]]]) == [[0, 0]]

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_pool import memory_parts
 from longdraft.kernels import backend, chain_attention, linear
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
@@ -127,13 +126,6 @@ def test_on_a_cpu_a_pass_takes_no_more_than_is_estimated(monkeypatch, config, dt
     monkeypatch.setattr(linear, "emulates_bf16", lambda: False)
     found = counted(config, dtype, 512, context, "cpu", {"post_norm"})
     assert 0.5 * pass_bytes(config, 512, dtype) <= found <= pass_bytes(config, 512, dtype)
-
-
-def test_the_engines_estimate_counts_the_chunk(tiny_target):
-    target = tiny_target(max_positions=8192)
-    parts = [memory_parts(target.model, Engine(target).drafter, 1, 8192, [1], chunk) for chunk in (512, 2048)]
-    added = pass_bytes(target.model.config, 2048, torch.float32) - pass_bytes(target.model.config, 512, torch.float32)
-    assert parts[1]["passes"] - parts[0]["passes"] == added
 
 
 def test_the_engine_takes_large_chunks_on_a_gpu(pretended_cuda, tiny_target):

@@ -26,7 +26,10 @@ from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass
 
 VOCAB, WINDOW = 61, 8
-SHAPES = {"mha": {"n_kv_heads": 4}, "gqa": {"n_heads": 8, "n_kv_heads": 2, "head_dim": 16}}
+SHAPES = {
+    "mha": {"n_kv_heads": 4, "sliding_windows": (6, None)},
+    "gqa": {"n_heads": 8, "n_kv_heads": 2, "head_dim": 16},
+}
 PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1, 17, 3], [3], [8, 8, 21, 0, 6]]
 
 
@@ -132,7 +135,7 @@ def truth(target, draft, path, level) -> torch.Tensor:
 def assert_logits_are_the_networks(bench, tree):
     """Of every node that was a query, in every slot."""
     for slot, text in enumerate(bench.texts):
-        paths = [[], *bench.drafter_paths(tree, slot)]
+        paths = [[], *tree.paths()[slot]]
         node = 0
         for level, (nodes, logits) in enumerate(bench.drafter.passes, start=1):
             for row in range(nodes.shape[1]):
@@ -160,9 +163,6 @@ def assert_window_is_a_fresh_one(bench):
         for position in range(max(0, len(text) - 1 - WINDOW), len(text) - 1):
             for found, fresh in zip(own_rows(passes, slot, position), (k[0, position], v[0, position]), strict=True):
                 torch.testing.assert_close(found, fresh, rtol=1e-5, atol=1e-5)
-
-
-Bench.drafter_paths = staticmethod(lambda tree, slot: tree.paths()[slot])
 
 
 @pytest.fixture(params=["bounded", "rounded"])
@@ -314,24 +314,6 @@ def test_a_draft_that_knows_the_target_is_always_right(memoryless, widths, tempe
     for generation in engine.generate(PROMPTS, params):
         beam = temperature and len(widths) > 1 and max(widths) > 1
         assert generation.tokens_per_step >= 5 if beam else generation.tokens_per_step == 6
-
-
-@pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_decoding_is_plain_decoding(target, temperature, batch, plain_tokens, seeded):
-    """With windows that overflow, a slot that takes the next prompt, and a restricted vocabulary."""
-    prompts = PROMPTS[:batch]
-    params = seeded(SamplingParams(temperature=temperature), batch, 40)
-    plain = plain_tokens(target, prompts, params)
-    some = torch.arange(0, VOCAB, 2)
-    for draft, widths in (
-        (drafted(target), WIDTHS),
-        (drafted(target, some), (1, 1, 1)),
-        (drafted(target, some), (3, 6)),
-    ):
-        engine = Engine(target, LongSpecDrafter(target, draft, widths), slots=min(batch, 2))
-        assert [generation.tokens for generation in engine.generate(prompts, params)] == plain
 
 
 @pytest.mark.usefixtures("way")

@@ -1,4 +1,8 @@
-"""The cache of selected rows: picks against plain loops, rows against a fresh cache after random steps."""
+"""The cache of selected rows: picks against plain loops, rows against a fresh cache after random steps, also in the
+drafters that hold one."""
+
+import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -7,6 +11,11 @@ from hypothesis import strategies as st
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.caches.partial import SelectedCache, Selection
+from longdraft.infer.drafters import triforce
+from longdraft.infer.drafters.tokenswift import tokenswift
+from longdraft.infer.drafters.triforce import TriForceDrafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
 from longdraft.models.footprint import sizes
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass
@@ -196,3 +205,96 @@ def test_the_target_on_a_selected_cache_that_holds_everything_is_the_target(tiny
         assert torch.equal(cache.held + cache.lengths - cache.held.clamp(max=48), full.lengths)
     cache.follow(6)
     assert torch.equal(cache.keys[:, 0, :36], full.keys[:, 0, :36])
+
+
+# The same in the drafters that hold one.
+
+VOCAB = 61
+
+
+@pytest.fixture
+def holding(tiny_target, shared, monkeypatch):
+    """(name, budget, target) -> a drafter with a selected cache of this many rows, and a function that gives it."""
+    monkeypatch.setattr("longdraft.infer.drafters.tokenswift.SINKS", 4)
+    small = tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5)
+
+    def make(name, budget, target):
+        if name == "tokenswift":
+            heads = shared("infer/test_exactness.py").heads(target)
+            drafter = tokenswift(target, heads, draft_pass="always", budget=budget, ngrams=0)
+            return drafter, lambda: drafter._selected
+        drafter = TriForceDrafter(target, small if name == "triforce" else None, budget=budget, chunk=4)
+        return drafter, lambda: drafter._cache
+
+    return make
+
+
+def prompts(*lengths):
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("heads_of_keys", [2, 4])
+@pytest.mark.parametrize("name", ["tokenswift", "triforce"])
+def test_it_holds_the_rows_of_a_fresh_prefill(tiny_target, holding, monkeypatch, name, heads_of_keys):
+    """Exact rows, in all layers, after steps with rejections, for slots of unequal lengths, one of them restarted."""
+    target = tiny_target(vocab_size=VOCAB, n_kv_heads=heads_of_keys, n_layers=3)
+    monkeypatch.setattr(triforce, "STRIDE", 12)
+    drafter, selected = holding(name, 32, target)
+    params = [SamplingParams(temperature=0.7, seed=i, max_new_tokens=count) for i, count in enumerate((60, 20, 39))]
+    engine = Engine(target, drafter, slots=2, nodes=None)
+    engine.pool._empty = lambda slot: None  # a slot is looked at as its request leaves it
+    result = engine.generate(prompts(50, 9, 33), params)
+    cache = selected()
+    for slot, generation in enumerate((result[0], result[2])):
+        text = generation.prompt + generation.tokens
+        fresh = target.model.new_cache(1, len(text))
+        target.model(Pass(torch.tensor([text]), cache=fresh))
+        rows, stands_for = int(cache.lengths[slot]), int(cache.held[slot])
+        assert rows == 32 and stands_for >= len(text) - 1
+        for layer, head in product(range(3), range(heads_of_keys)):
+            full = cache.full.keys[layer, slot, :stands_for, head]
+            tokens = [int((full == key).all(-1).nonzero()[0]) for key in cache.keys[layer, slot, :rows, head]]
+            assert len(set(tokens)) == rows and {*range(4), stands_for - 1} <= set(tokens)
+            known = [row for row, token in enumerate(tokens) if token < len(text)]
+            for mine, theirs in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
+                want = theirs[layer, 0, [tokens[row] for row in known], head]
+                torch.testing.assert_close(mine[layer, slot, known, head], want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "stride", "least", "most"),
+    [("tokenswift", 30, 10**6, 4, 11), ("triforce_self", 48, 15, 5, 13), ("triforce_self", 48, 10**6, 3, 7)],
+)
+def test_queries_are_asked_for_only_where_a_rebuild_is_due(
+    tiny_target, holding, monkeypatch, name, budget, stride, least, most
+):
+    """By stride and by room: one pass with queries for each rebuild, the prefill's among them."""
+    monkeypatch.setattr(triforce, "STRIDE", stride)
+    target, asked, builds, build = tiny_target(vocab_size=VOCAB), [], [], SelectedCache.build
+    monkeypatch.setattr(SelectedCache, "build", lambda self, *given: builds.append(given) or build(self, *given))
+    target.model.register_forward_pre_hook(lambda module, args: asked.append("queries" in args[0].needs))
+    params = SamplingParams(temperature=1.0, seed=1, max_new_tokens=90)
+    Engine(target, holding(name, budget, target)[0], nodes=None).generate(prompts(60), params)
+    assert least <= len(builds) <= most and sum(asked) == len(builds)
+
+
+@pytest.mark.parametrize("name", ["tokenswift", "triforce"])
+def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(tiny_target, holding, name):
+    """And nothing of a cache is left after a release."""
+    target = tiny_target(vocab_size=VOCAB)
+    drafter, selected = holding(name, 4096, target)
+    engine = Engine(target, drafter, nodes=None)
+    for length in (9, 60):  # the second needs more than the first
+        engine.generate(prompts(length), SamplingParams(max_new_tokens=12))
+        full, inner = engine.runner.cache, [part._cache for part in drafter.parts]
+        caches = [selected(), *inner]
+        assert caches[0].full is full and full.capacity == caches[0].budget
+        told = sizes(drafter.allocations(1, full.capacity))
+        means = full.keys[:, 0, : full.capacity // 4].nbytes
+        assert told.pop("chunk means", means) == means
+        assert sum(told.values()) == sum(rows.nbytes for one in caches for rows in (one.keys, one.values))
+    left = [*map(weakref.ref, (full, *caches))]
+    engine.runner.cache = full = inner = caches = None
+    drafter.release()
+    assert [one() for one in left] == [None] * len(left)

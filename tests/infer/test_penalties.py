@@ -5,15 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from longdraft.infer.accept import accept
 from longdraft.infer.choice import slots as sampling_module
 from longdraft.infer.choice.penalties import Penalties
 from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels import backend
 
@@ -131,47 +128,6 @@ def test_reading_more_of_the_history_changes_nothing(monkeypatch, host_knows):
             patch.setattr(backend, "is_host", lambda device: host_knows)
             assert torch.equal(Penalties(params, CPU).apply(logits, wide, positions[:, None]), expected)
     assert max(counts) == (int(positions.max()) + 1 if host_knows else 90)
-
-
-def test_repetition_penalty_is_transformers():
-    history, all_tokens, _, positions = histories(5, 25, 9)
-    logits = torch.randn(5, VOCAB) * 2
-    ours = penalised([SamplingParams(repetition_penalty=1.4)] * 5, logits, history, positions)
-    for b, tokens in enumerate(all_tokens):
-        theirs = RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([tokens]), logits[b : b + 1].clone())
-        assert torch.equal(ours[b], theirs[0])
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_accepting_penalises_each_node_for_its_own_ancestors(seed):
-    """With a tree on every slot, the choice at each node of the accepted path is that with the path's own history."""
-    history, all_tokens, prompts, positions = histories(len(MANY), 24, seed)
-    narrow, history = history, History(len(MANY), 34)
-    history.tokens[:, :24], history.prompt_lengths = narrow.tokens, narrow.prompt_lengths
-    draw = random.Random(seed)
-    paths = [[[draw.randrange(VOCAB) for _ in range(6)] for _ in range(3)] for _ in MANY]
-    tree = TokenTree.from_paths([tokens[-1] for tokens in all_tokens], paths)
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(len(MANY), tree.width, VOCAB, generator=generator)
-    # The tree's own tokens get high logits, so that paths go deep; penalties change some of the choices.
-    for b in range(len(MANY)):
-        for node in range(1, tree.width):
-            if tree.parents[b, node] >= 0:
-                logits[b, tree.parents[b, node], tree.tokens[b, node]] += 4
-    params = [replace(p, temperature=0.6 * (b % 2), seed=b) for b, p in enumerate(MANY)]
-    sampling, slots = SlotSampling(params, CPU), torch.arange(len(MANY))
-
-    roots, active = tree.tokens[:, 0], torch.ones(len(MANY), dtype=torch.bool)
-    state = SlotState(roots, positions, active, history, sampling, all_tokens)
-    accepted = accept(tree, logits, state, positions[:, None] + tree.depths, tree.ancestors, 6)
-    assert accepted.counts.max() >= 4
-    for b, tokens in enumerate(all_tokens):
-        for row, token in zip(accepted.nodes[b, : accepted.counts[b]], accepted.tokens[b], strict=False):
-            scores = by_hand(logits[b, row], params[b], tokens, prompts[b])
-            if params[b].temperature:
-                scores = scores / params[b].temperature + sampling.noise(torch.full_like(slots, len(tokens)), VOCAB)[b]
-            assert token == scores.argmax()
-            tokens.append(int(token))
 
 
 @pytest.mark.parametrize("most_sorted", [1 << 23, 8 * VOCAB * 4])

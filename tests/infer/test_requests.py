@@ -142,20 +142,18 @@ def test_text_needs_a_tokenizer_and_a_chat_its_template(target, tokenizer):
         Engine(target).generate(chat)
 
 
-@pytest.mark.parametrize("name", ["stop_token_ids", "banned_token_ids", "logit_bias"])
-def test_token_ids_outside_the_vocabulary_are_named(target, name):
-    with pytest.raises(ValueError, match=name):
-        Engine(target).generate([[1, 2]], SamplingParams(**{name: {280: 1.0} if name == "logit_bias" else [280]}))
-
-
-def test_not_all_tokens_may_be_banned(target):
-    with pytest.raises(ValueError, match="banned_token_ids"):
-        Engine(target).generate([[1, 2]], SamplingParams(banned_token_ids=list(range(280))))
-
-
-@pytest.mark.parametrize("params", [[SamplingParams()], [SamplingParams(), {"seed": 1}], {"temperature": 0.5}, None])
-def test_params_are_one_or_one_a_prompt(target, params):
-    with pytest.raises(ValueError, match=r"^params\b"):
+@pytest.mark.parametrize(
+    ("field", "params"),
+    [
+        ("stop_token_ids", SamplingParams(stop_token_ids=[280])),
+        ("banned_token_ids", SamplingParams(banned_token_ids=[280])),
+        ("banned_token_ids", SamplingParams(banned_token_ids=list(range(280)))),  # nothing would be left
+        ("logit_bias", SamplingParams(logit_bias={280: 1.0})),
+        *(("params", bad) for bad in ([SamplingParams()], [SamplingParams(), {"seed": 1}], {"temperature": 0.5}, None)),
+    ],
+)
+def test_params_that_do_not_fit_are_named(target, field, params):
+    with pytest.raises(ValueError, match=rf"^{field}\b"):
         Engine(target).generate([[1], [2]], params)
 
 
@@ -229,13 +227,6 @@ def test_a_special_token_among_the_stop_strings_stops(target, alone, strings, en
     assert len(found.tokens) > 1
 
 
-def test_a_stop_string_of_the_prompt_does_not_stop(target, alone):
-    text = "the cat sat on the mat"
-    free = alone(text, SamplingParams(max_new_tokens=NEW))
-    stop = next(word for word in ("cat", "mat", "at on", "the") if word not in free.text)
-    assert alone(text, SamplingParams(max_new_tokens=NEW, stop_strings=(stop,))).tokens == free.tokens
-
-
 def test_a_single_token_may_be_left(target):
     only = SamplingParams(max_new_tokens=5, banned_token_ids=tuple(range(1, 280)))
     assert Engine(target).generate([[4]], only)[0].tokens == [0], "the end token is all that is left"
@@ -262,16 +253,6 @@ def test_lengths_at_the_edge(target, alone):
         assert (len(found.tokens), found.finish_reason) == (expected, "capacity")
         assert found.tokens == alone([5] * length, replace(generous, max_new_tokens=expected)).tokens
     assert len(alone([7], SamplingParams(max_new_tokens=1)).tokens) == 1
-
-
-def test_more_prompts_than_slots(target, alone):
-    prompts = [[3 + i] * (1 + 5 * (i % 3)) for i in range(11)]
-    params = [SamplingParams(max_new_tokens=1 + 3 * (i % 4), ignore_eos=True) for i in range(11)]
-    expected = [alone(*request).tokens for request in zip(prompts, params, strict=True)]
-    for settings_ in ({"slots": 1}, {"slots": 4}, {"slots": 16}, {}):
-        found = Engine(target, "token_recycling", **settings_).generate(prompts, params)
-        assert [generation.index for generation in found] == list(range(11))
-        assert [generation.tokens for generation in found] == expected
 
 
 def cancelled(engine, prompts, params, rules):

@@ -92,22 +92,6 @@ def test_filters_do_not_depend_on_ids_nor_on_the_batch():
             assert torch.equal(SlotSampling([params], CPU).filtered(rows[b : b + 1, None])[0, 0], kept[b]), values
 
 
-def test_a_slot_is_not_touched_by_its_neighbours_parameters():
-    torch.manual_seed(1)
-    many = [
-        SamplingParams(),
-        SamplingParams(temperature=0.7, seed=1),
-        SamplingParams(temperature=1.0, top_p=0.5, seed=2),
-        SamplingParams(temperature=1.0, top_k=3, min_p=0.2, seed=2**64 - 1),
-    ]
-    logits, positions = torch.randn(4, 60) * 2, torch.tensor([3, 9, 9, 40])
-    together = SlotSampling(many, CPU)
-    chosen = together.choose(logits, NONE, positions)
-    for b, params in enumerate(many):
-        alone = SlotSampling([params], CPU)
-        assert alone.choose(logits[b : b + 1], NONE, positions[b : b + 1]) == chosen[b]
-
-
 def test_a_greedy_slot_ignores_filters_whoever_stands_beside_it():
     """Two logits one step apart have equal probabilities in fp32; top-p must not decide between them."""
     low = torch.tensor(0.1)

@@ -215,16 +215,6 @@ def test_a_text_after_a_prompt_continues_it(prompt, tokens, text):
     assert "".join(map(stopping.push, after)) == "" and stopping.stopped
 
 
-@pytest.mark.parametrize(("prompt", "text"), [("a", " cat"), ([5], "cat")])
-def test_the_answer_to_a_text_alone_continues_it(tiny_target, prompt, text):
-    target = tiny_target(vocab_size=len(tokenizer_of("Gemma")))
-    target.tokenizer = tokenizer_of("Llama 2, Vicuna, Mistral")
-    (request,) = read_requests(target, [prompt], SamplingParams(), 256)
-    sequence = ActiveSequence(request, target, 256)
-    assert sequence.commit(ids_of(target.tokenizer, "\u2581cat")).text == text
-    assert sequence.cancel().generation.text == text
-
-
 def answer(target, prompt, params, tokens, size) -> str:
     """The text of an answer of these tokens, `size` a step, which its pieces must add up to."""
     (request,) = read_requests(target, [prompt], params, 256)

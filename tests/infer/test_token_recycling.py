@@ -228,11 +228,3 @@ def test_behind_tokens_of_an_earlier_prompt_states_are_those_of_their_own_tokens
     best = target.model.lm_head(post_norm)[0].topk(8).indices
     assert torch.equal(drafter.candidates[7:9].sort().values.long(), best.sort().values)
     assert (drafter.candidates[:VOCAB] != -1).all(dim=1).nonzero()[:, 0].tolist() == [7, 8]
-
-
-def test_starting_a_request_keeps_the_table(target):
-    drafter = TokenRecycling(target)
-    fill_at_random(drafter)
-    before = drafter.candidates.clone()
-    drafter.on_start(0, Request(0, [1], SamplingParams(seed=0)), target.model.new_cache(1, 8))
-    assert torch.equal(drafter.candidates, before)

@@ -1,13 +1,11 @@
 """TokenSwift's drafter: the merged trie, the draft pass, its selected cache, and when the pass is taken."""
 
-import weakref
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from longdraft.infer.caches.partial import SelectedCache
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.engine import Engine
@@ -15,7 +13,6 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.tree import PAD, ROOT
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
-from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass
 
 VOCAB = 61
@@ -142,49 +139,6 @@ def test_the_draft_pass_proposes_the_next_token_and_its_heads_the_ones_behind(ta
             assert tree.tokens[0, first : first + count].tolist() == row.topk(count).indices.tolist()
 
 
-def test_queries_are_asked_for_only_where_a_rebuild_is_due(target, monkeypatch):
-    """One pass with queries for each rebuild, which happens outside the pass; between them the ring is written."""
-    drafter = drafter_for(target, draft_pass="always", budget=30, ngrams=0)
-    builds, asked = [], []
-    build = SelectedCache.build
-    monkeypatch.setattr(SelectedCache, "build", lambda self, *a: builds.append(a[0]) or build(self, *a))
-    handle = target.model.register_forward_pre_hook(lambda module, args: asked.append("queries" in args[0].needs))
-    (result,) = Engine(target, drafter, nodes=None).generate(prompts(40), SamplingParams(max_new_tokens=150))
-    handle.remove()
-    assert sum(asked) == len(builds) and 4 <= len(builds) <= 2 + 150 // 16
-    assert len(asked) == 1 + 2 * result.stats.steps
-
-
-@pytest.mark.parametrize("heads_of_keys", [2, 4])
-def test_the_selected_cache_holds_the_rows_of_a_fresh_prefill(tiny_target, heads_of_keys):
-    """After many steps with random acceptance, in all layers, for slots of unequal lengths, one of them restarted."""
-    target = tiny_target(vocab_size=VOCAB, n_kv_heads=heads_of_keys, n_layers=3)
-    drafter = drafter_for(target, draft_pass="always", budget=30)
-    params = [SamplingParams(temperature=0.7, seed=i, max_new_tokens=count) for i, count in enumerate((90, 20, 69))]
-    engine = Engine(target, drafter, slots=2)
-    engine.pool._empty = lambda slot: None  # a slot is looked at as its request leaves it
-    result = engine.generate(prompts(50, 9, 33), params)
-    selected = heads_of(drafter)._selected
-    for slot, generation in enumerate((result[0], result[2])):
-        text = generation.prompt + generation.tokens
-        fresh = target.model.new_cache(1, len(text))
-        target.model(Pass(torch.tensor([text]), cache=fresh))
-        rows, stands_for = int(selected.lengths[slot]), int(selected.held[slot])
-        assert rows == 30 and stands_for > 80
-        full = selected.full
-        for layer in range(3):
-            for head in range(heads_of_keys):
-                tokens = [
-                    int((full.keys[layer, slot, :stands_for, head] == key).all(-1).nonzero()[0])
-                    for key in selected.keys[layer, slot, :rows, head]
-                ]
-                assert len(set(tokens)) == rows and {0, 1, 2, 3} <= set(tokens)
-                known = [row for row, token in enumerate(tokens) if token < len(text)]
-                for mine, theirs in ((selected.keys, fresh.keys), (selected.values, fresh.values)):
-                    want = theirs[layer, 0, [tokens[row] for row in known], head]
-                    torch.testing.assert_close(mine[layer, slot, known, head], want, rtol=1e-3, atol=1e-3)
-
-
 def test_auto_takes_the_pass_where_it_reads_less_than_half(target, plain_tokens, seeded):
     """By the contexts of the slots at work: once the long text is done, the short one's counts."""
     drafter, taken = drafter_for(target, budget=20, ngrams=0), []
@@ -217,35 +171,3 @@ def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, see
     (result,) = Engine(target, drafter).generate(prompts(30), params)
     assert result.tokens == want[0]
     assert "selected cache" not in drafter.allocations(1, 100)
-
-
-def test_a_slot_that_takes_no_part_keeps_its_state(target, watched):
-    """As within TriForce, where it goes on afterwards."""
-    drafter = drafter_for(target, draft_pass="never", ngrams=0)
-    on_step, kept = drafter.on_step, []
-
-    def checked(state, tree, accepted, output):
-        before = drafter.hidden_BD.clone()
-        on_step(state, tree, accepted, output)
-        idle = accepted.counts == 0
-        kept.append(int(idle.sum()))
-        assert torch.equal(drafter.hidden_BD[idle], before[idle])
-
-    drafter.on_step = checked
-    params = [SamplingParams(max_new_tokens=count) for count in (3, 30)]
-    Engine(target, drafter, slots=2).generate(prompts(12, 9), params)
-    assert sum(kept) > 5
-
-
-def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(target):
-    drafter = drafter_for(target, draft_pass="always", ngrams=0)
-    engine = Engine(target, drafter, nodes=None)
-    engine.generate(prompts(9), SamplingParams(max_new_tokens=12))
-    selected, full = drafter._selected, engine.runner.cache
-    assert full.capacity < selected.capacity <= full.capacity + 2
-    (announced,) = sizes(drafter.allocations(1, full.capacity)).values()
-    assert selected.keys.nbytes + selected.values.nbytes == announced
-    old = weakref.ref(full)
-    engine.runner.cache = full = selected = None
-    drafter.release()
-    assert old() is None

@@ -167,10 +167,6 @@ def test_filters_reach_the_engine(llama):
 
 
 REFUSED = {
-    "num_beams": 4,
-    "output_scores": True,
-    "cache_implementation": "static",
-    "prompt_lookup_num_tokens": 3,
     "logits_processor": [lambda ids, scores: scores],
     "custom_generate": "some/repository",
     "streamer": object(),

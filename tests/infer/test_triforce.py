@@ -1,14 +1,11 @@
 """TriForce and small-model drafting: exact, right about what they hold, and as good as they must be where the smaller
 level knows all that the larger one knows."""
 
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
-from longdraft.infer.caches.partial import SelectedCache
-from longdraft.infer.drafters import triforce
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
@@ -16,7 +13,6 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
-from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass
 
 VOCAB = 61
@@ -150,54 +146,6 @@ def test_a_full_cache_begins_anew_and_proposes_what_the_model_chooses_after_thos
     assert {0, 7, 9} <= spans and max(spans) <= 14 - gamma
 
 
-@pytest.mark.parametrize("heads_of_keys", [2, 4])
-def test_the_middle_level_holds_the_rows_of_a_fresh_prefill(tiny_target, small, monkeypatch, heads_of_keys):
-    """Exact rows, not those of its own passes, in all layers, after steps with rejections on both levels."""
-    target = tiny_target(vocab_size=VOCAB, n_kv_heads=heads_of_keys, n_layers=3)
-    monkeypatch.setattr(triforce, "STRIDE", 12)
-    drafter = TriForceDrafter(target, small, budget=32, chunk=4)
-    params = [SamplingParams(temperature=0.7, seed=i, max_new_tokens=count) for i, count in enumerate((60, 20, 39))]
-    engine = Engine(target, drafter, slots=2, nodes=None)
-    engine.pool._empty = lambda slot: None  # a slot is looked at as its request leaves it
-    result = engine.generate(prompts(50, 9, 33), params)
-    cache = drafter._cache
-    for slot, generation in enumerate((result[0], result[2])):
-        text = generation.prompt + generation.tokens
-        fresh = target.model.new_cache(1, len(text))
-        target.model(Pass(torch.tensor([text]), cache=fresh))
-        rows, stands_for = int(cache.lengths[slot]), int(cache.held[slot])
-        assert rows == 32 and stands_for >= len(text) - 1
-        for layer in range(3):
-            for head in range(heads_of_keys):
-                tokens = [
-                    int((cache.full.keys[layer, slot, :stands_for, head] == key).all(-1).nonzero()[0])
-                    for key in cache.keys[layer, slot, :rows, head]
-                ]
-                assert len(set(tokens)) == rows and {*range(4), stands_for - 1} <= set(tokens)
-                known = [row for row, token in enumerate(tokens) if token < len(text)]
-                for mine, theirs in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
-                    want = theirs[layer, 0, [tokens[row] for row in known], head]
-                    torch.testing.assert_close(mine[layer, slot, known, head], want, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize(("stride", "least", "most"), [(15, 4, 12), (10**6, 2, 6)])
-def test_rebuilds_by_stride_and_by_room_with_queries_of_their_own(target, monkeypatch, stride, least, most):
-    monkeypatch.setattr(triforce, "STRIDE", stride)
-    asked, builds, build = [], [], SelectedCache.build
-    monkeypatch.setattr(SelectedCache, "build", lambda self, *given: builds.append(given) or build(self, *given))
-    target.model.register_forward_pre_hook(lambda module, args: asked.append("queries" in args[0].needs))
-    params = SamplingParams(temperature=1.0, seed=1, max_new_tokens=90)
-    Engine(target, TriForceDrafter(target, budget=48), nodes=None).generate(prompts(60), params)
-    assert 1 + least <= len(builds) <= 1 + most, "and in the prefill"
-    assert sum(asked) == len(builds)
-
-
-@pytest.mark.parametrize(("field", "options"), [("budget", {"budget": 100}), ("gamma", {"gamma": 129})])
-def test_options_that_cannot_be_are_named(target, small, field, options):
-    with pytest.raises(ValueError, match=field):
-        TriForceDrafter(target, small, **options)
-
-
 def test_models_that_do_not_go_together_are_named(target, tiny_target):
     other = tiny_target(vocab_size=VOCAB + 3, seed=4)
     for make in (SmallModelDrafter, TriForceDrafter):
@@ -212,22 +160,3 @@ def test_models_that_do_not_go_together_are_named(target, tiny_target):
     windowed = tiny_target(sliding_windows=(None, 8))
     with pytest.raises(ValueError, match="budget"):
         TriForceDrafter(windowed)
-
-
-def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(target, small):
-    """And nothing of a cache is left after a release."""
-    drafter = TriForceDrafter(target, small)
-    engine = Engine(target, drafter, nodes=None)
-    for length in (9, 60):  # the second needs more than the first
-        (result,) = engine.generate(prompts(length), SamplingParams(max_new_tokens=12))
-        assert result.tokens == Engine(target).generate(prompts(length), SamplingParams(max_new_tokens=12))[0].tokens
-        cache, full, inner = drafter._cache, engine.runner.cache, drafter.inner._cache
-        assert cache.full is full and full.capacity == cache.budget
-        allocated = [tensor.nbytes for one in (cache, inner) for tensor in (one.keys, one.values)]
-        told = sizes(drafter.allocations(1, full.capacity))
-        assert told.pop("chunk means") == full.keys[:, 0, : full.capacity // 8].nbytes
-        assert sum(told.values()) == sum(allocated)
-    caches = [weakref.ref(one) for one in (cache, full, inner)]
-    engine.runner.cache = cache = full = inner = None
-    drafter.release()
-    assert [one() for one in caches] == [None] * 3
