@@ -157,7 +157,8 @@ def bench() -> ArgumentParser:
     add = parser.add_argument_group("model").add_argument
     add_loading(add, dtype=None, dtype_help="dtype of the timed decoding (default: bf16, or the --paper's)")
     add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=True)
-    add = parser.add_argument_group("prompts").add_argument
+    prompts = parser.add_argument_group("prompts")
+    add = prompts.add_argument
     add("--suite", choices=SUITES, help="a published suite of prompts, whose files --data holds as published")
     add(
         "--paper",
@@ -165,10 +166,11 @@ def bench() -> ArgumentParser:
         help="suite, drafter, tree, sampling and dtype as in a paper's table, beside its figures",
     )
     add("--only", nargs="+", default=[], help="with --suite: only these of its tasks, categories or files")
-    add("--data", help="a prepared folder with held-out rows; with --suite, a folder, a file or a data set on the hub")
-    add("--text-file", nargs="+", type=Path, help="instead of --data: the beginnings of these files")
-    prompts, tokens, new = f"default: {PROMPTS}", f"default: {TEXT_TOKENS}", f"default: {NEW_TOKENS}"
-    add("--prompts", type=at_least(1), metavar="N", help=f"of --data, evenly spaced ({prompts}, or all of a suite)")
+    either = prompts.add_mutually_exclusive_group(required=True).add_argument
+    either("--data", help="a prepared folder with held-out rows; with --suite, a folder, file or data set on the hub")
+    either("--text-file", nargs="+", type=Path, help="instead: the beginnings of these files")
+    many, tokens, new = f"default: {PROMPTS}", f"default: {TEXT_TOKENS}", f"default: {NEW_TOKENS}"
+    add("--prompts", type=at_least(1), metavar="N", help=f"of --data, evenly spaced ({many}, or all of a suite)")
     add("--prompt-tokens", type=at_least(2), metavar="N", help=f"tokens of a text ({tokens}, or the suite's)")
     add("--new-tokens", type=at_least(1), metavar="N", help=f"most tokens of an answer ({new}, or the suite's)")
     add = parser.add_argument_group("sampling").add_argument

@@ -16,7 +16,7 @@ from typing import Any
 from longdraft.benchmarks.drafters.bench import BenchSettings, bench
 from longdraft.benchmarks.drafters.exactness import NotExact
 from longdraft.benchmarks.drafters.papers import PAPERS, PROMPT, beside
-from longdraft.benchmarks.drafters.prompts import Asked, Reader, named_with_tokens, questions_of
+from longdraft.benchmarks.drafters.prompts import Question, Reader, questions_of
 from longdraft.benchmarks.drafters.record import checkpoint_digest, digest, recorded
 from longdraft.benchmarks.drafters.spec_bench import write_spec_bench
 from longdraft.benchmarks.drafters.suites import SUITES, Suite
@@ -51,19 +51,23 @@ def run_bench(args: argparse.Namespace) -> dict:
     Arguments are checked before the target is loaded. Raises ValueError for those that do not fit, and what `bench`
     raises.
     """
-    if args.report is not None and args.out is None:
-        raise ValueError(f"--report: {args.report} is made of a record; give --out too")
-    if (args.data is None) == (args.text_file is None):
-        raise ValueError("--data, --text-file: give either a prepared folder or files")
+    of_suite = args.suite is not None or args.paper is not None
+    for option, given, needed, other in (
+        ("--report", args.report is not None, args.out is not None, "--out"),
+        ("--only", bool(args.only), of_suite, "--suite"),
+        ("--suite, --paper", of_suite, args.data is not None, "--data"),
+        ("--prompts", args.prompts is not None, args.data is not None, "--data"),
+    ):
+        if given and not needed:
+            raise ValueError(f"{option}: only with {other}; add it or omit {option}")
     args.suite, suite = suite_of(args)
     if args.paper is not None and suite is not None:
         _take_paper(args, suite)
     args.dtype, args.prompt_tokens = args.dtype or "bf16", args.prompt_tokens or TEXT_TOKENS
     drafting = Drafting(args)
     settings = settings_of(drafting, suite)
-    asked, left_out = suite_questions(drafting, suite, settings) if suite else (questions_of(texts_of(drafting)), [])
+    asked = suite_questions(drafting, suite, settings) if suite else questions_of(texts_of(drafting))
     with recorded(args.out, asked_for(drafting, settings, asked)) as record:
-        record.leave_out(left_out)
         target = drafting.open_target()
         names = [name for name in drafting.names if name != "plain"]
         builders = {name: partial(build_drafter, name, **drafting.of(name)) for name in names}
@@ -76,7 +80,7 @@ def run_bench(args: argparse.Namespace) -> dict:
         if args.paper is not None:
             paper = PAPERS[args.paper]
             compared = [name for name in builders if paper.drafter in name.split("+")]
-            result["paper"] = beside(paper, record, compared, settings.temperatures, path)
+            result["paper"] = beside(paper, record, compared, settings.temperatures)
     if args.report is not None and args.out is not None:
         write_report([args.out], args.report, "--report")
         note(f"Written to {args.report}")
@@ -91,8 +95,8 @@ def suite_of(args: argparse.Namespace) -> tuple[str | None, Suite | None]:
     if args.prompt_tokens is None:
         return name, suite
     if suite.first_tokens is None:
-        raise ValueError(f"--prompt-tokens: {args.prompt_tokens}, but {name} asks its prompts whole; leave it out")
-    return name, replace(suite, first_tokens=args.prompt_tokens, above=args.prompt_tokens)
+        raise ValueError(f"--prompt-tokens: {args.prompt_tokens}, but {name} asks its prompts whole; omit it")
+    return name, replace(suite, first_tokens=args.prompt_tokens)
 
 
 def _take_paper(args: argparse.Namespace, suite: Suite) -> None:
@@ -116,19 +120,17 @@ def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
     published = {} if suite is None else suite.sampling
     published = published if args.paper is None else PAPERS[args.paper].sampling(drafting.source)
     sampling = {**published, **given_sampling(args, SAMPLING)}
-    temperature = sampling.pop("temperature", 0.0)
-    ignore_eos = sampling.pop("ignore_eos", suite is None or suite.ignore_eos)
-    temperatures = (temperature,) if args.temperature is None else tuple(args.temperature)
+    temperatures = args.temperature or (sampling.get("temperature", 0.0),)
     if args.transformers and any("penalty" in name or "banned" in name for name in sampling):
-        raise ValueError("--transformers: it decodes without penalties and bans; leave one or the other out")
+        raise ValueError("--transformers: it decodes without penalties and bans; omit one or the other")
     settings = BenchSettings(
         proof=args.exactness,
         new_tokens=args.new_tokens or (NEW_TOKENS if suite is None else suite.new_tokens),
-        temperatures=temperatures,
+        temperatures=tuple(temperatures),
         seed=args.seed,
         nodes=drafting.nodes,
-        sampling=sampling,
-        ignore_eos=ignore_eos,
+        sampling={key: value for key, value in sampling.items() if key not in ("temperature", "ignore_eos")},
+        ignore_eos=sampling.get("ignore_eos", suite is None or suite.ignore_eos),
         passes=suite is None,
     )
     for temperature in temperatures:
@@ -136,23 +138,21 @@ def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
     return settings
 
 
-def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -> tuple[list[Asked], list[dict]]:
-    """A suite's questions that the target has room for, and those left out, which are listed. Loads no weights."""
+def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -> list[Question]:
+    """A suite's questions that the target has room for. The others are named. Loads no weights."""
     args, source = drafting.args, drafting.source
-    if args.data is None:
-        raise ValueError(f"--suite: {args.suite} reads its prompts from --data; give its files there")
     questions = suite.questions(args.data, args.only)
     if args.prompts is not None:
         questions = _evenly(questions, args.prompts)
     positions = read_target_config(source, drafting.max_positions).max_positions
     reader = Reader(Path(source).name, load_tokenizer(source))
-    asked, left_out = suite.fitting(reader, questions, positions, settings.new_tokens)
-    for why in dict.fromkeys(one["why"] for one in left_out):
-        named = [one for one in left_out if one["why"] == why]
-        note(f"{len(named)} of {len(questions)} questions are left out, {why}: {named_with_tokens(named)}")
+    asked, omitted = suite.fitting(reader, questions, positions, settings.new_tokens)
+    if omitted:
+        why = f"too short for the suite or too long for the target's {positions} positions"
+        note(f"{len(omitted)} of {len(questions)} questions are omitted, {why}: {', '.join(omitted)}")
     if not asked:
-        raise ValueError(f"--suite: no question fits ({left_out[0]['why']}); ask for fewer --new-tokens")
-    return asked, left_out
+        raise ValueError("--suite: no question fits; ask for fewer --new-tokens")
+    return asked
 
 
 def _evenly(items: Sequence[Any], count: int) -> list[Any]:
@@ -183,7 +183,7 @@ def asked_for(drafting: Drafting, settings: BenchSettings, questions: object) ->
     small = [str(value) for key, value in options.items() if key.split(".")[-1] == "small"]  # other targets
     return vars(settings) | {
         "suite": args.suite,
-        "questions": digest(repr(questions).encode()),
+        "questions": digest(questions),
         "target": Path(source).name,
         "loader": drafting.loader,
         "checkpoint": checkpoint_digest(source),

@@ -18,11 +18,14 @@ from longdraft.data_prep.endpoints import EndpointClient
 from longdraft.data_prep.regenerate import Completion, Generate, RegenerateConfig, regenerate
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.arguments import DRAFTING, MANY, SAMPLING, add_drafters, add_fields, add_model, at_least
-from longdraft.launch.console import read_text, run_command, show
+from longdraft.launch.console import flag, read_text, run_command, show
 
 if TYPE_CHECKING:
     from longdraft.infer.engine import Engine
 
+# Options of decoding here, which servers would ignore, and of servers.
+OF_ENGINE = ("loader", "dtype", "device", "prefill_chunk", "batch", "drafter", "option", "nodes")
+OF_SERVERS = ("model", "concurrency")
 # Fields of SamplingParams that are settings of every answer, and their help.
 OPTIONAL = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NUMBERS = {
@@ -90,6 +93,10 @@ def _regenerate(args: argparse.Namespace) -> None:
     shape, tokenizer = read_target_config(drafting.source, drafting.max_positions), load_tokenizer(drafting.source)
     positions = min(args.max_length or shape.max_positions, shape.max_positions)
     client = EndpointClient(args.endpoint, _served(sampling, args.model), positions, args.concurrency)
+    defaults = _parser().get_default
+    for name in OF_ENGINE if args.endpoint else OF_SERVERS:
+        if getattr(args, name) != defaults(name):
+            raise ValueError(f"{flag(name)}: {'not with' if args.endpoint else 'only with'} --endpoint; omit it")
     made_by = "servers" if args.endpoint else f"{drafting.loader}, {args.dtype}"
     config = RegenerateConfig(
         sources=tuple(args.source),

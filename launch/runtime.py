@@ -49,6 +49,8 @@ class Drafting:
         for key in self.options:
             if not any(key in options_for(name, self.options) for name in self.names):
                 raise ValueError(f"--option: {key} is for none of the drafters {', '.join(self.names)}; omit it")
+        if unused := set(args.draft) - {draft_for(name, args.draft) for name in self.names}:
+            raise ValueError(f"--draft: {unused.pop()} is for none of the drafters {', '.join(self.names)}; omit it")
         self.nodes = {None: "auto", "all": None}.get(args.nodes, args.nodes)
         # The section `target` of the run that trained the first draft.
         trained = (read_info(args.draft[0]).train_config.get("target") if args.draft else None) or {}

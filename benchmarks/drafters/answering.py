@@ -1,92 +1,81 @@
 """Asks several engines the same questions in turns, one prompt at a time, all warmed up in the same way."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from tqdm import tqdm
 
-from longdraft.benchmarks.drafters.prompts import Asked, Question
+from longdraft.benchmarks.drafters.prompts import Question
 from longdraft.benchmarks.drafters.provenance import hardware, provenance
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record
-from longdraft.benchmarks.drafters.timing import Log, peak_memory_mib, quiet, seconds_of
-from longdraft.infer.drafters.token_recycling import TokenRecycling
+from longdraft.benchmarks.drafters.timing import Log, peak_memory_mib, seconds_of
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.target import Target
 
 WARM_UP_TOKENS, WARM_UP_PROMPT = 16, 1024
 PARTS = ("prefill", "first_token", "decode", "draft", "target", "commit")  # of an answer's seconds
+LEARNS = "token_recycling"  # keeps what it learned from one answer to the next
+# Answers a prompt of token ids.
+Answerer = Callable[[list[int], SamplingParams], Answer]
 
 
-class EngineAnswers:
-    """Answers of one of our engines.
+def of_engine(engine: Engine) -> Answerer:
+    """Answers of one of our engines."""
 
-    Attributes:
-        learns: whether its drafter keeps something from one answer to the next.
-    """
-
-    def __init__(self, engine: Engine):
-        self.engine, drafter = engine, engine.drafter
-        self.learns = any(isinstance(one, TokenRecycling) for one in drafter.parts or [drafter])
-        self.max_depth = drafter.max_depth
-
-    def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
+    def answer(prompt: list[int], params: SamplingParams) -> Answer:
         began, lengths, arrivals, last = time.perf_counter(), [], [], None
-        for piece in self.engine.stream([prompt], params):
+        for piece in engine.stream([prompt], params):
             lengths.append(len(piece.tokens))
             arrivals.append(round(time.perf_counter() - began, 6))
             last = piece.generation
         assert last is not None
         stats = last.stats
         seconds = {f"{part}_seconds": round(getattr(stats, f"{part}_seconds"), 6) for part in PARTS}
-        told = len(prompt), last.tokens, last.text, last.finish_reason, lengths, arrivals, stats.drafted
-        return Answer(*told, **seconds)
+        return Answer(
+            len(prompt), last.tokens, last.text, last.finish_reason, lengths, arrivals, stats.drafted, **seconds
+        )
+
+    return answer
 
 
-class TransformersAnswers:
-    """Answers of transformers' own greedy `generate`. Each token counts as a step."""
+def of_transformers(model, eos_token_ids: Sequence[int]) -> Answerer:
+    """Answers of transformers' own greedy `generate`. Each token counts as a step; the prefill is timed as a call that
+    generates one token."""
+    from transformers import GenerationConfig
 
-    learns, max_depth = False, 0
-
-    def __init__(self, model, eos_token_ids: Sequence[int]):
-        self.model, self._eos, self._device = model, list(eos_token_ids), next(model.parameters()).device
-
-    def answer(self, prompt: list[int], params: SamplingParams) -> Answer:
-        """The prefill is timed as a call that generates one token."""
-        prefill, _ = self._timed(prompt, replace(params, max_new_tokens=1))
-        whole, tokens = self._timed(prompt, params)
-        count = len(tokens)
-        seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # one token is the prefill's
-        return Answer(len(prompt), tokens, None, "", [1] * count, [], decode_seconds=seconds, prefill_seconds=prefill)
+    device = next(model.parameters()).device
 
     @torch.no_grad()
-    def generate(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        """The new tokens; the checkpoint's own generation config is replaced."""
-        from transformers import GenerationConfig
+    def timed(prompt: list[int], params: SamplingParams) -> tuple[float, list[int]]:
+        end, ids = None if params.ignore_eos else list(eos_token_ids), torch.tensor([prompt], device=device)
+        model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=end)
+        options, found = {"attention_mask": torch.ones_like(ids), "max_new_tokens": params.max_new_tokens}, list[int]()
+        seconds = seconds_of(lambda: found.extend(model.generate(ids, **options)[0, len(prompt) :].tolist()), device)
+        return seconds, found
 
-        end = None if params.ignore_eos else self._eos
-        self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=end)
-        ids = torch.tensor([prompt], device=self._device)
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": params.max_new_tokens}
-        return self.model.generate(ids, **options)[0, ids.shape[1] :].tolist()
+    def answer(prompt: list[int], params: SamplingParams) -> Answer:
+        prefill, _ = timed(prompt, replace(params, max_new_tokens=1))
+        whole, tokens = timed(prompt, params)
+        count = len(tokens)
+        seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # one token is the prefill's
+        parts = {"prefill_seconds": prefill, "first_token_seconds": prefill}
+        return Answer(
+            len(prompt), tokens, None, "", [1] * count, [], decode_seconds=seconds, target_seconds=seconds, **parts
+        )
 
-    def _timed(self, prompt: list[int], params: SamplingParams) -> tuple[float, list[int]]:
-        tokens = list[int]()
-        return seconds_of(lambda: tokens.extend(self.generate(prompt, params)), self._device), tokens
-
-
-Answerer = EngineAnswers | TransformersAnswers
+    return answer
 
 
 def ask(
     target: Target,
     answerers: Mapping[str, Answerer],
-    asked: Sequence[Asked],
+    asked: Sequence[Question],
     params: SamplingParams,
     record: Record,
-    log: Log = quiet,
+    log: Log = print,
 ) -> None:
     """Ask every question of everybody before the next one. What the record holds is not asked again, unless a drafter
     that learns from its answers has some left: it is then asked everything, as an undisturbed run would.
@@ -94,20 +83,21 @@ def ask(
     The warm-up uses another text, so that no drafter has seen an answer that is timed.
     """
     temperature = params.temperature
-    steps = [(one.question, name, (one.question.id, name, temperature)) for one in asked for name in answerers]
-    again = {name for _, name, key in steps if answerers[name].learns and key not in record.entries}
-    todo = [(question, name) for question, name, key in steps if name in again or key not in record.entries]
+    keys = [(one.id, name, temperature) for one in asked for name in answerers]
+    again = {key[1] for key in keys if LEARNS in key[1] and key not in record.entries}
+    todo = [key for key in keys if key[1] in again or key not in record.entries]
     if not todo:
         return
     log(f"timing at T {temperature:g}: {len(todo)} answers of {', '.join(answerers)}")
     record.add("machine", machine(target))
-    warm = asked[0].question.prompt(target)[-WARM_UP_PROMPT:][::-1]
+    warm = asked[0].prompt(target)[-WARM_UP_PROMPT:][::-1]
     for answerer in answerers.values():
-        answerer.answer(warm, replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens)))
-    for question, name in tqdm(todo, desc="answers", leave=False, disable=None):
-        answerer, key = answerers[name], (question.id, question.task, question.category, name, temperature)
-        turns, stopped = converse(target, answerer, question, params)
-        record.add("entry", Entry(*key, turns, answerer.max_depth, stopped))
+        answerer(warm, replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens)))
+    questions = {one.id: one for one in asked}
+    for id, name, _ in tqdm(todo, desc="answers", leave=False, disable=None):
+        question = questions[id]
+        turns = converse(target, answerers[name], question, params)
+        record.add("entry", Entry(id, question.task, question.category or question.task, name, temperature, turns))
 
 
 def machine(target: Target) -> dict:
@@ -121,21 +111,17 @@ def machine(target: Target) -> dict:
     }
 
 
-def converse(
-    target: Target, answerer: Answerer, question: Question, params: SamplingParams
-) -> tuple[list[Answer], str]:
-    """Return the answers to a question's turns, each turn following this answerer's own earlier answers, and in words
-    why turns are missing ("" if none are)."""
+def converse(target: Target, answerer: Answerer, question: Question, params: SamplingParams) -> list[Answer]:
+    """The answers to a question's turns, each turn following this answerer's own earlier answers. Turns for which the
+    target has no positions are missing."""
     turns: list[Answer] = []
     texts: list[str] = []
-    positions = target.model.config.max_positions
-    for number in range(len(question.turns)):
+    for _ in question.turns:
         prompt = question.prompt(target, texts)
-        if turns and len(prompt) + params.max_new_tokens > positions:
-            return turns, f"turn {number + 1} has {len(prompt)} tokens, too long for the target's {positions} positions"
-        answer = answerer.answer(prompt, params)
-        turns.append(answer)
-        if number + 1 < len(question.turns):
-            decode = target.tokenizer.decode
-            texts.append(answer.text if answer.text is not None else decode(answer.tokens, skip_special_tokens=True))
-    return turns, ""
+        if turns and len(prompt) + params.max_new_tokens > target.model.config.max_positions:
+            break
+        turns.append(answerer(prompt, params))
+        if len(turns) < len(question.turns):
+            text = turns[-1].text
+            texts.append(target.tokenizer.decode(turns[-1].tokens, skip_special_tokens=True) if text is None else text)
+    return turns

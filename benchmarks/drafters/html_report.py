@@ -1,12 +1,10 @@
 """Shows one or several records of `longdraft bench` as one self-contained page."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple
 
 from longdraft.benchmarks.drafters.metrics import run_figures
-from longdraft.benchmarks.drafters.pictures import Groups, bars, line_chart, svg
-from longdraft.benchmarks.drafters.prompts import named_with_tokens
+from longdraft.benchmarks.drafters.pictures import bars, line_chart, svg
 from longdraft.benchmarks.drafters.record import Record
 from longdraft.benchmarks.drafters.text_report import Figures, exactness, rows
 
@@ -20,38 +18,25 @@ section { border: 1px solid #d6dce2; border-radius: 6px; padding: .2rem 1rem; ma
 td { padding: .2rem .5rem; text-align: right; border-bottom: 1px solid #d6dce2; }
 td:first-child { text-align: left; } svg { max-width: 100%; height: auto; }
 """
-DEFINITIONS = {
-    "tokens/step": "1 + accepted / steps, pooled over all steps: vLLM's and AIPerf's acceptance length, Spec-Bench's.",
-    "speed over plain": "tokens/s over plain decoding's on the same prompts, in the same process and turns.",
-    "95 % of it": "the middle 95 % of 2000 bootstraps over prompts.",
-}
 
 
-class Series(NamedTuple):
-    """A drafter's figures in one run at one temperature."""
-
-    number: int
-    name: str
-    figures: Figures
-
-
-def collect(records: Mapping[str, Record]) -> list[Series]:
-    """All series of the records, by run. Raises ValueError for a record that has no question answered by all."""
-    found: list[Series] = []
+def collect(records: Mapping[str, Record]) -> dict[str, Figures]:
+    """Each drafter's figures in each run at each temperature, by a name of these. Raises ValueError for a record that
+    has no question answered by all."""
+    found: dict[str, Figures] = {}
     for run, record in records.items():
         by_temperature = record.by_drafter()
         for temperature, entries in by_temperature.items():
             # In a run that is not finished, some questions have been answered by some drafters only.
             common = set.intersection(*({e.id for e in of} for of in entries.values())) if "plain" in entries else set()
-            if not common:
-                raise ValueError(f"{run}: no question has been answered by all of its drafters yet; wait for the run")
-            figures = run_figures({name: [e for e in of if e.id in common] for name, of in entries.items()})
+            figures = run_figures({name: [e for e in of if e.id in common] for name, of in entries.items() if common})
             where = [run] if len(records) > 1 else []
             how = [f"T {temperature:g}"] if len(by_temperature) > 1 else []
-            for drafter, one in figures.items():
-                found.append(Series(len(found), ", ".join([drafter, *how, *where]), one))
+            found |= {", ".join([drafter, *how, *where]): one for drafter, one in figures.items()}
+            if not common:
+                by_temperature = {}
         if not by_temperature:
-            raise ValueError(f"{run}: no question has been answered yet; wait for the run, or start it again")
+            raise ValueError(f"{run}: no question has been answered by all of its drafters yet; wait for the run")
     return found
 
 
@@ -60,7 +45,7 @@ def page(records: Mapping[str, Record]) -> str:
     series = collect(records)
     title = escape(" and ".join(dict.fromkeys(_title(record) for record in records.values())))
     on_gpu = any(record.machine.get("on_gpu") for record in records.values())
-    figures = rows("", {one.name: one.figures for one in series}, on_gpu)
+    figures = rows("", series, on_gpu)
     return f"""<!doctype html>
 <html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>
 <title>{title}</title><style>{STYLE}</style></head>
@@ -68,8 +53,7 @@ def page(records: Mapping[str, Record]) -> str:
 <h1>{title}</h1><p>Speculative decoding against plain decoding, by longdraft.</p>
 <div class='runs'>{"".join(_run(name, record) for name, record in records.items())}</div>
 <h2>All prompts</h2>{_table(figures)}
-<h2>By task, context and place</h2><div class='charts'>{"".join(_charts(series))}</div>
-<h2>What the figures are</h2>{_list(DEFINITIONS)}
+<h2>By context, task and place</h2><div class='charts'>{"".join(_charts(series))}</div>
 </body></html>
 """
 
@@ -80,26 +64,12 @@ def _title(record: Record) -> str:
 
 def _run(name: str, record: Record) -> str:
     """A box with what was asked for, on which machine, and whether it is exact."""
-    settings, machine = record.settings, record.machine
+    proof = exactness(record.proof) if record.proof else "not asked for, plain decoding alone or switched off"
     count = len({entry.id for entry in record.entries.values()})
-    left_out = f", and {len(record.left_out)} left out: {named_with_tokens(record.left_out)}" if record.left_out else ""
-    versions = ", ".join(f"{package} {version}" for package, version in machine.get("versions", {}).items() if version)
-    shown = ("dtype", "nodes", "temperatures", "seed", "new_tokens", "sampling", "ignore_eos", "draft")
-    rows = {
-        "exact": exactness(record.proof) if record.proof else "not asked for, plain decoding alone or switched off",
-        "prompts": f"{count}{left_out}",
-        "drafters": ", ".join(settings.get("drafters", {})),
-        **{key: _setting(settings[key]) for key in shown if settings.get(key) not in (None, {}, [])},
-        "machine": f"{machine.get('device', '?')}, {machine.get('threads', '?')} threads",
-        "made": f"{machine.get('date', '?')}, commit {str(machine.get('commit'))[:9]}, {versions}",
+    rows = {"exact": proof, "prompts": str(count)} | {
+        key: str(value) for key, value in (record.settings | record.machine).items() if value not in (None, {}, [])
     }
     return f"<section><h3>{escape(name)}</h3>{_list(rows)}</section>"
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {one}" for key, one in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _list(rows: Mapping[str, str]) -> str:
@@ -111,35 +81,22 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
     return f"<div class='scroll'><table>{cells}</table></div>"
 
 
-def _length(figures: Figures) -> tuple[float, float, float]:
-    return figures["tokens_per_step"], *figures["intervals"]["per_step"]
-
-
-def _speed(figures: Figures) -> tuple[float, float, float]:
-    return figures["speedup"], *figures["intervals"]["speedup"]
-
-
-def _groups(series: Sequence[Series], part: str, value: Callable[[Figures], tuple[float, float, float]]) -> Groups:
-    """A bar per series for each group of `part` ("tasks" or "contexts")."""
-    groups: dict[str, list] = {}
-    for one in series:
-        for group, figures in one.figures[part].items():
-            groups.setdefault(group, []).append((one.number, one.name, *value(figures)))
-    return groups
-
-
-def _charts(series: Sequence[Series]) -> Iterable[str]:
-    drafted = [one for one in series if one.figures["acceptance"] > 0]
-    fast = [one for one in series if not one.name.startswith("plain")]
+def _charts(series: Mapping[str, Figures]) -> Iterable[str]:
+    """The same drafters in the same order in each chart, so that each has its colour."""
+    drafted = {name: one for name, one in series.items() if one["acceptance"] > 0}
+    if not drafted:
+        return
     for part, what in (("contexts", "context (tokens of the prompt)"), ("tasks", "task")):
-        if drafted:
-            yield svg(bars(f"Tokens a step, by {what}", _groups(drafted, part, _length)))
-        if fast:
-            yield svg(bars(f"Speed over plain decoding, by {what}", _groups(fast, part, _speed)))
-    if drafted:
-        places = {one[:2]: list(enumerate(one.figures["acceptance_by_depth"], start=1)) for one in drafted}
-        yield svg(line_chart("Steps that accepted each place", places, "place in the tree", "share of steps"))
-    if long := [one for one in series if one.figures["ms_per_token"]]:
-        longest = {one[:2]: max(one.figures["ms_per_token"], key=len) for one in long}
-        marks = {key: [(mark["tokens"], mark["ms"]) for mark in of] for key, of in longest.items()}
+        groups: dict[str, list[tuple]] = {}
+        for name, figures in drafted.items():
+            for group, one in figures[part].items():
+                groups.setdefault(group, []).append((name, one["speedup"], *one["intervals"]["speedup"]))
+        yield svg(bars(f"Speed over plain decoding, by {what}", groups))
+    places = {name: list(enumerate(one["acceptance_by_depth"], start=1)) for name, one in drafted.items()}
+    yield svg(line_chart("Steps that accepted each place", places, "place in the tree", "share of steps"))
+    marks = {
+        name: [(mark["tokens"], mark["ms"]) for mark in max(one["ms_per_token"], key=len, default=[])]
+        for name, one in drafted.items()
+    }
+    if any(marks.values()):
         yield svg(line_chart("ms/token along the longest generation", marks, "tokens generated", "ms/token"))

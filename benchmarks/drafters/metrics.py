@@ -11,8 +11,7 @@ S steps of the target, each of which commits one token of its own; A accepted to
 Tokens accepted after an answer's end are dropped. Intervals are 95 % percentile bootstraps over prompts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -23,17 +22,6 @@ from longdraft.benchmarks.drafters.record import Answer, Entry
 RESAMPLES, SEED = 2000, 0
 TOKENSWIFT_GAMMA = 4
 EVERY = 10240  # tokens between two figures of a long generation's ms/token (TokenSwift)
-
-
-def lengths(answers: Sequence[Answer]) -> dict[str, float]:
-    """Acceptance length by all definitions in the table above."""
-    steps, accepted = sum(a.steps for a in answers), sum(a.accepted for a in answers)
-    calls = steps + len(answers)
-    return {
-        "per_step": 1 + accepted / steps,
-        "alpha": accepted / (TOKENSWIFT_GAMMA * steps),
-        "tau": (accepted + calls) / calls,
-    }
 
 
 def totals(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -51,12 +39,18 @@ def totals(answers: Sequence[Answer]) -> dict[str, Any]:
     parts["host"] = seconds - parts["draft"] - parts["target"]
     accepted = [length - 1 for answer in answers for length in answer.accept_lengths]
     by_depth = [sum(count > depth for count in accepted) / steps for depth in range(max(accepted, default=0))]
+    calls = steps + len(answers)
+    lengths = {
+        "per_step": tokens / steps,
+        "alpha": (tokens - steps) / (TOKENSWIFT_GAMMA * steps),
+        "tau": (tokens - steps + calls) / calls,
+    }
     return {
         "requests": len(answers),
         "tokens": tokens,
         "steps": steps,
         "tokens_per_step": tokens / steps,
-        "lengths": lengths(answers),
+        "lengths": lengths,
         "acceptance": (tokens - steps) / max(drafted, 1),
         "acceptance_by_depth": by_depth,
         "tokens_per_second": tokens / seconds,
@@ -67,78 +61,61 @@ def totals(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-Pair = tuple[Entry, Entry]  # a drafter's entry, and plain decoding's of the same question and turns
+Pair = tuple[Entry, Entry]  # a drafter's entry, and plain decoding's of the same question
 
 
 def compared(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """`totals`, the speedup over plain decoding on the same prompts, and intervals."""
-    found = totals([turn for entry, _ in pairs for turn in entry.turns])
-    by_prompt = [_sums(*pair) for pair in pairs]
-    sums = {name: np.array([one[name] for one in by_prompt]) for name in by_prompt[0]}
-    figures = {"per_step": lambda s: s["tokens"] / s["steps"], "speedup": _speedup}
-    intervals = {name: interval(sums, figure) for name, figure in figures.items()}
-    whole = _speedup({name: values.sum() for name, values in sums.items()})
-    return found | {"prompts": len(pairs), "speedup": float(whole), "intervals": intervals}
-
-
-def _speedup(s: Mapping[str, Any]) -> Any:
-    return s["tokens"] / s["seconds"] / (s["plain_tokens"] / s["plain_seconds"])
-
-
-def _sums(entry: Entry, plain: Entry) -> dict[str, float]:
-    """The sums over one prompt's turns from which figures over prompts are computed."""
-    turns, plain_turns = entry.turns, plain.turns
-    return {
-        "tokens": sum(len(a.tokens) for a in turns),
-        "steps": sum(a.steps for a in turns),
-        "seconds": sum(a.decode_seconds for a in turns),
-        "plain_tokens": sum(len(a.tokens) for a in plain_turns),
-        "plain_seconds": sum(a.decode_seconds for a in plain_turns),
+    """`totals`, the speedup over plain decoding on the same prompts, and the middle 95 % of both figures over prompts
+    drawn with replacement."""
+    sums_N5 = np.array([_sums(*pair) for pair in pairs])
+    drawn = np.random.default_rng(SEED).integers(len(pairs), size=(RESAMPLES, len(pairs)))
+    resampled = sums_N5[drawn].sum(1)
+    figures = {"per_step": resampled[:, 0] / resampled[:, 1], "speedup": _speedup(resampled)}
+    return totals([turn for entry, _ in pairs for turn in entry.turns]) | {
+        "prompts": len(pairs),
+        "speedup": float(_speedup(sums_N5.sum(0))),
+        "prompt_speedups": _speedup(sums_N5).tolist(),
+        "intervals": {name: np.percentile(values, (2.5, 97.5)).tolist() for name, values in figures.items()},
     }
 
 
-def interval(sums: Mapping[str, np.ndarray], figure: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> list[float]:
-    """The middle 95 % of a figure over prompts drawn with replacement. sums: by name, one value per prompt [N]."""
-    count = len(next(iter(sums.values())))
-    drawn = np.random.default_rng(SEED).integers(count, size=(RESAMPLES, count))
-    values = figure({name: by_prompt[drawn].sum(1) for name, by_prompt in sums.items()})
-    return [float(one) for one in np.percentile(values, (2.5, 97.5))]
+def _sums(entry: Entry, plain: Entry) -> list[float]:
+    """A prompt's tokens, steps and seconds, and plain decoding's tokens and seconds."""
+    tokens, plain_tokens = (sum(len(a.tokens) for a in one.turns) for one in (entry, plain))
+    seconds, plain_seconds = (sum(a.decode_seconds for a in one.turns) for one in (entry, plain))
+    return [tokens, sum(a.steps for a in entry.turns), seconds, plain_tokens, plain_seconds]
+
+
+def _speedup(sums: np.ndarray) -> np.ndarray:
+    """Tokens per second over plain decoding's. sums: `_sums` in the last dimension."""
+    tokens, _, seconds, plain_tokens, plain_seconds = np.moveaxis(sums, -1, 0)
+    return tokens / seconds / (plain_tokens / plain_seconds)
 
 
 def bucket(tokens: int) -> str:
-    """The powers of two between which a context lies, such as "4K-8K"."""
+    """The powers of two between which a context lies, such as "4096-8192"."""
     low = 1 << (max(tokens, 1).bit_length() - 1)
-    ends = (f"{n >> 20}M" if n >= 1 << 20 else f"{n >> 10}K" if n >= 1 << 10 else str(n) for n in (low, 2 * low))
-    return "-".join(ends)
+    return f"{low}-{2 * low}"
 
 
 def by_context(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
-    """Group pairs by the bucket of the prompt's length, the shortest first; a question's turns may fall into several.
-
-    Plain decoding's prompts decide, because a later turn's prompt holds the earlier answers, whose lengths a drafter's
-    flips may change.
-    """
-    found: dict[int, list[Pair]] = {}
-    for entry, plain in pairs:
-        sizes = [max(turn.prompt_tokens, 1).bit_length() for turn in plain.turns]
-        for size in dict.fromkeys(sizes):
-            chosen = [place for place, other in enumerate(sizes) if other == size and place < len(entry.turns)]
-            if chosen:
-                parts = (replace(one, turns=[one.turns[place] for place in chosen]) for one in (entry, plain))
-                found.setdefault(size, []).append(tuple(parts))  # type: ignore[arg-type]
-    return {bucket((1 << size) - 1): found[size] for size in sorted(found)}
+    """Group pairs by the bucket of the first prompt's length, the shortest first."""
+    found: dict[str, list[Pair]] = {}
+    for pair in sorted(pairs, key=lambda pair: pair[0].turns[0].prompt_tokens):
+        found.setdefault(bucket(pair[0].turns[0].prompt_tokens), []).append(pair)
+    return found
 
 
 def ms_per_token(answer: Answer, every: int = EVERY) -> list[dict[str, float]]:
     """Milliseconds per token at each `every` tokens of a generation and at its end, since the previous mark, as
     TokenSwift's program prints them; the first step's tokens are the first mark's start."""
-    marks, last = [], None
-    counts = list(accumulate(answer.accept_lengths))
-    for count, at in zip(counts, answer.arrivals, strict=False):  # transformers' answers have no arrivals
-        if last is not None and (count // every > last[0] // every or (count == counts[-1] and count > last[0])):
-            marks.append({"tokens": count, "ms": 1e3 * (at - last[1]) / (count - last[0])})
-        if last is None or (marks and marks[-1]["tokens"] == count):
-            last = (count, at)
+    points = list(zip(accumulate(answer.accept_lengths), answer.arrivals, strict=False))  # transformers': no arrivals
+    marks, start = [], 0
+    for i in range(1, len(points)):
+        (before, since), (count, at) = points[start], points[i]
+        if count // every > before // every or i == len(points) - 1:
+            marks.append({"tokens": count, "ms": 1e3 * (at - since) / (count - before)})
+            start = i
     return marks
 
 
@@ -170,7 +147,6 @@ def run_figures(entries: Mapping[str, Sequence[Entry]]) -> dict[str, dict]:
         found[name] = rounded(
             compared(pairs)
             | {
-                "prompt_speedups": [_speedup(_sums(*pair)) for pair in pairs],
                 "tasks": {task: compared(group) for task, group in tasks.items()},
                 "contexts": {context: compared(group) for context, group in by_context(pairs).items()},
                 "same_tokens": [sum(counts) for counts in zip(*same, strict=True)],

@@ -43,7 +43,7 @@ class Paper:
 
     Attributes:
         where: title and table. hardware: the paper's. baseline: what its speedup is relative to.
-        symbol, figure: the paper's name for its acceptance, and the key of `lengths` or `totals` that it stands for.
+        figure: the key of `lengths` or `totals` that the paper calls its acceptance.
         drafter, options: as in the table.
         suites: by name, what differs from SUITES; the first suite is the table's.
         sampling: returns, for the target's name, keywords for SamplingParams that replace the suite's.
@@ -53,7 +53,6 @@ class Paper:
     where: str
     hardware: str
     baseline: str
-    symbol: str
     figure: str
     drafter: str
     options: Mapping[str, str | int]
@@ -130,7 +129,6 @@ PAPERS: dict[str, Paper] = {
         "one A100 80GB, fp16, batch 1",
         "decoding with flash attention, without CUDA graphs",
         "tau",
-        "tau",
         "longspec",
         {"widths": "4,16,16,16,16", "extended": "16"},
         {"longbench": {}, "aime24": {}},
@@ -145,7 +143,6 @@ PAPERS: dict[str, Paper] = {
         "one A100-SXM4-80GB, batch 1",
         "the same program's autoregressive decoding (176 ms/token of an 8B model at 100K)",
         "alpha",
-        "alpha",
         "tokenswift",
         {"shape": "3,3,3", "draft_pass": "always", "budget": PROMPT, "ngrams": 20},
         {"pg19": {}},
@@ -158,10 +155,9 @@ PAPERS: dict[str, Paper] = {
         "one A100, 122K tokens of prompt, batch 1",
         "autoregressive decoding with CUDA graphs",
         "acceptance",
-        "acceptance",
         "triforce",
         {"budget": 4096, "chain": 6, "chunk": 8},
-        {"pg19": {"first_tokens": 124928, "above": 124928, "new_tokens": 256}},
+        {"pg19": {"first_tokens": 124928, "new_tokens": 256}},
         tuple(Published("Llama-2-7B-128K", *pair, "pg19", temperature) for temperature, pair in _TRIFORCE.items()),
         sampling=lambda target: {"top_p": 0.9},
     ),
@@ -169,7 +165,6 @@ PAPERS: dict[str, Paper] = {
         "Token Recycling (arXiv 2408.08696), table 1",
         "one A100 80GB, batch 1",
         "transformers' autoregressive decoding",
-        "MAT",
         "per_step",
         "token_recycling",
         {"nodes": 80},
@@ -179,12 +174,10 @@ PAPERS: dict[str, Paper] = {
 }
 
 
-def beside(paper: Paper, record: Record, names: Sequence[str], temperatures: Sequence[float], target: str) -> dict:
-    """Our figures beside the paper's, for the paper's target that ours is, or else for all of its targets."""
-    same = {row.target for row in paper.rows if _plain(row.target) in _plain(target)}
-    rows = [row for row in paper.rows if not same or row.target in same]
+def beside(paper: Paper, record: Record, names: Sequence[str], temperatures: Sequence[float]) -> dict:
+    """Our figures beside the paper's, for each of its targets."""
     found = []
-    for name, temperature, row in product(names, temperatures, rows):
+    for name, temperature, row in product(names, temperatures, paper.rows):
         if row.temperature not in (None, temperature):
             continue
         if (ours := _ours(paper, record, name, temperature, row.task, row.at)) is not None:
@@ -192,19 +185,17 @@ def beside(paper: Paper, record: Record, names: Sequence[str], temperatures: Seq
             task = row.task + (f", {row.at} tokens" if row.at else "")
             shown = {"drafter": name, "temperature": temperature, "task": task, "paper_target": row.target}
             found.append(rounded(shown | {"ours": ours, "paper": theirs}))
-    shown = {name: getattr(paper, name) for name in ("where", "hardware", "baseline", "symbol")}
-    return shown | {"same_target": bool(same), "rows": found}
+    return {name: getattr(paper, name) for name in ("where", "hardware", "baseline", "figure")} | {"rows": found}
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
     """Lines of text that show what `beside` found."""
-    symbol = found["symbol"]
     lines = [
         "",
         f"beside {found['where']}: {found['hardware']}; its speedup is over {found['baseline']}, ours over plain "
-        f"decoding here{'' if found['same_target'] else '; the target is none of its own'}",
+        "decoding here",
     ]
-    rows = [["", f"{symbol} here", "paper", "speedup here", "paper", "paper's target"]]
+    rows = [["", f"{found['figure']} here", "paper", "speedup here", "paper", "paper's target"]]
     for row in found["rows"]:
         numbers = [row[side][part] for part in ("length", "speedup") for side in ("ours", "paper")]
         what = f"{row['drafter']}, T {row['temperature']:g}{', ' if row['task'] else ''}{row['task']}"
@@ -212,10 +203,6 @@ def table(found: Mapping[str, Any]) -> list[str]:
     if len(rows) == 1:
         return [*lines, "no task or length of its table was measured"]
     return lines + ["  ".join(cells) for cells in lay_out(rows)]
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^a-z0-9.]", "", text.lower())
 
 
 def _ours(paper: Paper, record: Record, name: str, temperature: float, task: str, at: int) -> dict | None:

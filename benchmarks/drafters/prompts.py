@@ -1,7 +1,7 @@
 """Questions from a suite or from any text: what is sent, turn by turn."""
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -34,9 +34,6 @@ class Question:
     turns: tuple[Turn, ...]
     category: str = ""
 
-    def __post_init__(self):
-        object.__setattr__(self, "category", self.category or self.task)
-
     def prompt(self, target: Target | Reader, answers: Sequence[str] = ()) -> list[int]:
         """The token ids that the next answer follows. answers: those to the earlier turns."""
         turn, name, target = self.turns[len(answers)], f"question {self.id}", cast(Target, target)
@@ -48,21 +45,9 @@ class Question:
         return prompt_tokens(target, [*chat, *turn], name)
 
 
-class Asked(NamedTuple):
-    """A question that is asked, with the length of its first prompt."""
-
-    question: Question
-    tokens: int
-
-
-def named_with_tokens(left_out: Iterable[Mapping[str, Any]]) -> str:
-    """Names of questions that were left out, each with the length of its prompt."""
-    return ", ".join(f"{one['id']} ({one['tokens']} tokens)" for one in left_out)
-
-
-def questions_of(texts: Sequence[list[int]]) -> list[Asked]:
+def questions_of(texts: Sequence[list[int]]) -> list[Question]:
     """A question for each text, which asks to continue it. texts: token ids of the target's tokenizer."""
-    return [Asked(Question(number, "continue", (text,)), len(text)) for number, text in enumerate(texts, start=1)]
+    return [Question(number, "continue", (text,)) for number, text in enumerate(texts, start=1)]
 
 
 def stdlib_prompts(encode: Callable[[str], list[int]], n_tokens: int, count: int) -> list[list[int]]:

@@ -2,13 +2,17 @@
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def date() -> str:
@@ -16,31 +20,23 @@ def date() -> str:
 
 
 def commit() -> str | None:
-    """Return LONGDRAFT_COMMIT if it is set, otherwise git's commit, with a + if tracked files differ from it. None for
-    files that git does not track, such as installed ones."""
-    if named := os.environ.get("LONGDRAFT_COMMIT"):
+    """Return LONGDRAFT_COMMIT if it is set, otherwise git's commit, with a + if tracked files differ from it. None
+    outside a checkout."""
+    if (named := os.environ.get("LONGDRAFT_COMMIT")) or not (ROOT / ".git").exists():
         return named
-    here = Path(__file__).resolve()
-
-    def git(*command: str) -> str:
-        done = subprocess.run(["git", "-C", here.parent, *command], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
+    command = ["git", "-C", ROOT, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     try:
-        git("ls-files", "--error-unmatch", here.name)
-        return git("describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+")
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Map each package to its installed version, or None."""
-    found: dict[str, str | None] = {}
-    for package in packages:
-        try:
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in found:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
     return found
 
 
@@ -49,9 +45,8 @@ def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = (line.split(":")[1].strip() for line in lines if "model name" in line)
-    return next(named, platform.processor() or platform.machine())
+    named = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def provenance(dtype: torch.dtype, packages: Iterable[str]) -> dict:

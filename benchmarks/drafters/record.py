@@ -1,7 +1,7 @@
 """Answers, with what each of their steps committed, and the record that keeps them so that a killed run can resume."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 from longdraft.models.files import WorkFolder, read_plan
 from longdraft.models.schema import validate
 
-FORMAT = "longdraft bench 2"
+FORMAT = "longdraft bench 3"
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,10 @@ class Answer:
     def steps(self) -> int:
         return len(self.accept_lengths)
 
-    @property
-    def accepted(self) -> int:
-        return len(self.tokens) - self.steps
-
 
 @dataclass(frozen=True)
 class Entry:
-    """One drafter's answers to all turns of one question.
-
-    Attributes:
-        max_depth: depth of the deepest node that the drafter can propose. stopped: why turns are missing, in words.
-    """
+    """One drafter's answers to the turns of one question; turns for which the target has no positions are missing."""
 
     id: int | str
     task: str
@@ -60,8 +52,6 @@ class Entry:
     drafter: str
     temperature: float
     turns: list[Answer]
-    max_depth: int = 0
-    stopped: str = ""
 
 
 class Record:
@@ -69,28 +59,24 @@ class Record:
 
     Args:
         settings: everything the answers depend on.
-        work: keeps each part before the next question is asked; None: the record is in memory only. Its parts are
-            `entry`, `proof`, `machine` and `left_out`, numbered in the order in which they came.
+        work: keeps each part (`entry`, `proof` or `machine`) before the next question is asked, numbered in the order
+            in which they came; None: the record is in memory only.
     """
 
     def __init__(self, settings: Mapping[str, Any], work: WorkFolder | None = None):
         self.settings, self.work = dict(settings), work
         self.proof: dict | None = None
         self.machine: dict = {}
-        self.left_out: list[dict] = []
         self.entries: dict[tuple, Entry] = {}
         self._count = 0
         for name in work.tasks() if work is not None else ():
             self._count = int(name) + 1
             for part, value in ((work and work.read(name)) or {}).items():  # a damaged part is made again
-                self._take(part, value)
+                self._take(part, validate(Entry, value, "entry") if part == "entry" else value)
 
     def _take(self, part: str, value: Any) -> None:
-        if part == "entry":
-            entry = value if isinstance(value, Entry) else validate(Entry, value, "entry")
-            self.entries[entry.id, entry.drafter, entry.temperature] = entry
-        elif part == "left_out":
-            self.left_out.append(value)
+        if isinstance(value, Entry):
+            self.entries[value.id, value.drafter, value.temperature] = value
         else:
             setattr(self, part, value)
 
@@ -101,13 +87,6 @@ class Record:
         if self.work is not None:
             self.work.write(f"{self._count:06d}", {part: asdict(value) if isinstance(value, Entry) else value})
         self._count += 1
-
-    def leave_out(self, questions: Sequence[Mapping[str, Any]]) -> None:
-        """Note questions that are not asked, each of them once."""
-        known = {one["id"] for one in self.left_out}
-        for one in questions:
-            if one["id"] not in known:
-                self.add("left_out", dict(one))
 
     def of(self, drafter: str, temperature: float) -> list[Entry]:
         return self.by_drafter().get(temperature, {}).get(drafter, [])
@@ -129,10 +108,8 @@ def recorded(folder: Path | None, settings: Mapping[str, Any]) -> Iterator[Recor
     if folder is None:
         yield Record(settings)
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out: {folder} cannot be written: {error.strerror}; give another folder") from error
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out: {folder} is no folder; give another")
     work = WorkFolder(folder, {"format": FORMAT, "settings": settings})
     with work.opened():
         yield Record(settings, work)
@@ -140,19 +117,12 @@ def recorded(folder: Path | None, settings: Mapping[str, Any]) -> Iterator[Recor
 
 def read_record(folder: Path) -> Record:
     """Read the record of a finished or running bench, without writing to it. Raises ValueError if there is none."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; name one that `longdraft bench --out` wrote")
     plan = read_plan(folder)
     if plan.get("format") != FORMAT:
         raise ValueError(f"{folder} is no record of this version's `longdraft bench --out`; give another folder")
     record = Record(plan["settings"], WorkFolder(folder, plan))
     record.work = None
     return record
-
-
-def digest(content: bytes) -> str:
-    """The first hexadecimal digits of the content's SHA-256."""
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def checkpoint_digest(path: str | Path) -> str | None:
@@ -162,4 +132,9 @@ def checkpoint_digest(path: str | Path) -> str | None:
     if not place.exists():
         return None
     files = sorted(file for file in ([place] if place.is_file() else place.iterdir()) if file.is_file())
-    return digest(repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]).encode())
+    return digest([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+
+
+def digest(value: object) -> str:
+    """The first hexadecimal digits of the SHA-256 of the value's representation."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

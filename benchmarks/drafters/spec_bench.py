@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from longdraft.benchmarks.drafters.record import Answer, Entry, Record
+from longdraft.benchmarks.drafters.record import Entry, Record
 from longdraft.models.files import write_atomically
 
 
@@ -23,11 +23,6 @@ def write_spec_bench(record: Record, folder: Path) -> Path:
     return out
 
 
-def _wall_seconds(answer: Answer) -> float:
-    """Seconds from the start of a request to its last token, including the prefill."""
-    return answer.arrivals[-1] if answer.arrivals else answer.prefill_seconds + answer.decode_seconds
-
-
 def spec_bench(entry: Entry, model: str) -> dict[str, Any]:
     """A line of a model's answers (Spec-Bench, `evaluation/eval.py`)."""
     choice = {
@@ -35,7 +30,7 @@ def spec_bench(entry: Entry, model: str) -> dict[str, Any]:
         "turns": [turn.text or "" for turn in entry.turns],
         "decoding_steps": [turn.steps for turn in entry.turns],
         "new_tokens": [len(turn.tokens) for turn in entry.turns],
-        "wall_time": [_wall_seconds(turn) for turn in entry.turns],
+        "wall_time": [turn.prefill_seconds + turn.decode_seconds for turn in entry.turns],
         "accept_lengths": [length for turn in entry.turns for length in turn.accept_lengths],
     }
     return {

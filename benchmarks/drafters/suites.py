@@ -4,7 +4,7 @@ A suite is an entry of SUITES and a function that makes a question from a record
 Suites that belong to a paper's table use its program's literal prompts, the others the target's own chat template.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import PurePosixPath
@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, Json, Strict
 from typing_extensions import TypedDict
 
-from longdraft.benchmarks.drafters.prompts import Asked, Question, Reader
-from longdraft.data_prep.documents import Unusable
+from longdraft.benchmarks.drafters.prompts import Question, Reader
 from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.records import all_records
 from longdraft.data_prep.sources import list_files
@@ -50,9 +49,6 @@ AIME24_IDS = range(60, 90)
 # TokenSwift's program (main.py) skips the front matter of each book, and takes the first ten books.
 PG19_FROM, PG19_BOOKS = 5000, 10
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-# What the place of a record is called in each kind of file.
-PLACES = {"jsonl": "line", "array": "element", "table": "row"}
 
 Text = Annotated[str, Strict(), Field(pattern=r"\S")]  # not blank
 Texts = Annotated[list[Text], Field(min_length=1)]
@@ -73,18 +69,23 @@ class Row(NamedTuple):
     """A record of a suite's file.
 
     Attributes:
-        stem: the file's name without its ending; for a file called test, as specdec_bench writes them, its folder's.
-        where: file and place, for errors. number: of the place, from 1.
+        file: the file's name. number: of the record, from 1.
     """
 
-    stem: str
-    where: str
+    file: str
     number: int
     fields: dict[str, Any]
 
+    @property
+    def stem(self) -> str:
+        """The file's name without its ending; for a file called test, as specdec_bench writes them, its folder's."""
+        path = PurePosixPath(self.file)
+        stem = path.name.partition(".")[0]
+        return path.parent.name if stem == "test" and path.parent.name else stem
+
     def read(self, name: str, kind: Any) -> Any:
-        """A field's value as one of the types above. Raises ValueError that names file, place and field."""
-        return validate(kind, self.fields.get(name), f"{self.where}, field {name!r}")
+        """A field's value as one of the types above. Raises ValueError that names file, record and field."""
+        return validate(kind, self.fields.get(name), f"--data: {self.file}, record {self.number}, {name}")
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,12 @@ class Suite:
 
     Attributes:
         source: where the files can be found.
-        files: patterns of file names. The first pattern that matches is read; with `all_files` each must match.
+        files: patterns of file names.
         read: makes a question from a record, or returns None for a record that is not part of the suite.
         new_tokens: the most tokens of an answer. ignore_eos: whether answers continue after an end token.
         sampling: further keywords for SamplingParams.
-        above, spare: a prompt has more than `above` tokens, and leaves at least `spare` of the target's positions free
-            (None: `new_tokens`).
+        above, spare: a text has more than `above` (or `first_tokens`) tokens, and a prompt leaves at least `spare` of the
+            target's positions free (None: `new_tokens`).
         first_tokens: the number of tokens of a text that are the prompt; None: all of them.
     """
 
@@ -108,7 +109,6 @@ class Suite:
     new_tokens: int
     sampling: Mapping[str, Any] = field(default_factory=dict)
     ignore_eos: bool = False
-    all_files: bool = False
     above: int = 0
     spare: int | None = None
     first_tokens: int | None = None
@@ -120,66 +120,41 @@ class Suite:
 
         Raises: ValueError for files that are missing or not in the suite's layout, and for an unknown name in `only`.
         """
-        found, names, ids = [], set(), set()
-        for row in self._rows(data, only):
-            question = self.read(row)
-            if question is None:
-                continue
-            if question.id in ids:
-                raise ValueError(f"{row.where}, field 'id': {question.id!r} stands there a second time; give each once")
-            ids.add(question.id)
-            own_names = {question.task, question.category, row.stem}
-            names |= own_names
-            found += [question] if not only or own_names & set(only) else []
+        found, names = dict[int | str, Question](), set()  # a question in several files is asked once
+        try:
+            files = list_files([Source(path=data, files=(*self.files, *(f"*/{name}" for name in self.files)))])
+        except ValueError as error:
+            reason = str(error).removesuffix("; name other files by --files")
+            raise ValueError(f"--data: {reason}; the files come from {self.source}") from error
+        for row in (Row(file.name, *numbered) for file in files for numbered in all_records(file)):
+            if not isinstance(row.fields, dict):
+                raise ValueError(f"--data: {row.file}, record {row.number} is no JSON object of fields")
+            if (question := self.read(row)) is not None:
+                own_names = {question.task, question.category or question.task, row.stem}
+                names |= own_names
+                if not only or own_names & set(only):
+                    found[question.id] = question
         if unknown := sorted(set(only) - names):
             raise ValueError(f"--only: {', '.join(unknown)} unknown; the data has {', '.join(sorted(names))}")
         if not found:
             raise ValueError(f"--data: {data} has no question of this suite; its files come from {self.source}")
-        return found
-
-    def _rows(self, data: str, only: Sequence[str]) -> Iterator[Row]:
-        """The records of the suite's files, in order; with `all_files` those of the files that `only` names, if any."""
-        named = self.all_files and [file for file in self.files if file.partition(".")[0] in only]
-        for name in named or self.files:
-            try:
-                files = list_files([Source(path=data, files=(name, f"*/{name}"))])
-            except ValueError as error:
-                if not self.all_files and name != self.files[-1]:
-                    continue
-                reason = str(error).removesuffix("; name other files by --files")
-                raise ValueError(f"--data: {reason}; {name} comes from {self.source}") from error
-            for file in files:
-                path = PurePosixPath(file.name)
-                stem = path.name.partition(".")[0]
-                stem = path.parent.name if stem == "test" and path.parent.name else stem
-                for number, fields in all_records(file):
-                    where = f"--data: {file.name}, {PLACES.get(file.kind, 'line')} {number}"
-                    if isinstance(fields, Unusable):
-                        raise ValueError(f"{where} {fields.detail or fields.why}; expected a JSON object of fields")
-                    yield Row(stem, where, number, validate(dict[str, Any], fields, where))
-            if not self.all_files:
-                return
+        return list(found.values())
 
     def fitting(
         self, target: Target | Reader, questions: Iterable[Question], positions: int, new_tokens: int
-    ) -> tuple[list[Asked], list[dict]]:
-        """Split questions into those whose first prompt a target of so many positions is asked, cut to `first_tokens`,
-        and those left out: id, task, tokens of the prompt, and why in words."""
+    ) -> tuple[list[Question], list[str]]:
+        """The questions whose first prompt a target of so many positions is asked, cut to `first_tokens`; and the names
+        of the others with the tokens of their prompts, which are too few or too many."""
         most = positions - max(self.spare or 0, new_tokens)
-        asked, left_out = [], []
+        asked, omitted = [], []
         for question in questions:
             tokens = question.prompt(target)
-            cut, why = tokens[: self.first_tokens], ""
-            if len(tokens) <= self.above:
-                why = f"too short: more than {self.above} tokens are asked for"
-            elif len(cut) > most:
-                why = f"too long: {most} of the target's {positions} positions are a prompt's"
-            if why:
-                left_out.append({"id": question.id, "task": question.task, "tokens": len(tokens), "why": why})
+            cut = tokens[: self.first_tokens]
+            if len(tokens) <= (self.first_tokens or self.above) or len(cut) > most:
+                omitted.append(f"{question.id} ({len(tokens)} tokens)")
             else:
-                question = question if self.first_tokens is None else replace(question, turns=(cut,))
-                asked.append(Asked(question, len(cut)))
-        return asked, left_out
+                asked.append(question if self.first_tokens is None else replace(question, turns=(cut,)))
+        return asked, omitted
 
 
 def _chats(texts: Iterable[str]) -> tuple[list[dict[str, str]], ...]:
@@ -225,10 +200,6 @@ def _speed_bench(row: Row) -> Question:
         messages = row.read("messages", Messages)
         ends = [0, *(i for i, message in enumerate(messages, start=1) if message["role"] == "user")]
         turns = tuple(messages[start:end] for start, end in pairwise(ends))
-    if any(PLACEHOLDER in message["content"] for turn in turns for message in turn):
-        raise ValueError(
-            f"{row.where}, field 'turns': a placeholder; specdec_bench's prepare_data.py fills in the text"
-        )
     subset, category = row.stem.partition("-")[0], row.read("category", Text)
     return Question(row.read("question_id", Id), category, turns, f"{subset}/{category}")
 
@@ -244,7 +215,6 @@ SUITES: dict[str, Suite] = {
         tuple(f"{task}.jsonl" for task in LONGBENCH),
         _longbench,
         new_tokens=1024,
-        all_files=True,
         above=1200,
         spare=2000,
     ),
@@ -261,7 +231,6 @@ SUITES: dict[str, Suite] = {
         new_tokens=102400,
         sampling={"temperature": 1.0, "min_p": 0.1, "contextual_penalty": 1.2, "contextual_window": 1024},
         ignore_eos=True,
-        above=4096,
         first_tokens=4096,
     ),
     "spec-bench": Suite(

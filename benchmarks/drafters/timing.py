@@ -21,10 +21,6 @@ Name = TypeVar("Name")
 Log = Callable[[str], object]  # is told what begins
 
 
-def quiet(_: str) -> None:
-    """A log that is not kept."""
-
-
 def seconds_of(run: Callable[[], Any], device: torch.device | None = None) -> float:
     """Wall-clock seconds of a call, including the work it queued on the device."""
     begin = time.perf_counter()
@@ -49,21 +45,17 @@ def take_turns(
 
 @torch.no_grad()
 def width_curve(
-    model: Decoder,
-    context: int,
-    widths: Sequence[int] = WIDTHS,
-    repeats: int = REPEATS,
-    recorded: bool | None = None,
+    model: Decoder, context: int, widths: Sequence[int] = WIDTHS, repeats: int = REPEATS
 ) -> dict[int, float]:
-    """Return the median seconds of a target pass (with the logits of all rows) by its width, behind `context` cached
-    rows, which are random. The widths take turns. recorded: as `graphs` of the Engine; None: as decoding's passes."""
+    """Return the median seconds of a target pass (with the logits of all rows) by its width, after `context` cached
+    rows, which are random. The widths take turns."""
     device, generator = model.embed_tokens.weight.device, torch.Generator().manual_seed(0)
     cache = model.new_cache(1, context + max(widths))
     cache.keys.normal_()
     cache.values.normal_()
     cache.commit(None, torch.tensor([context], device=device))
     rows_1N = torch.randint(model.config.vocab_size, (1, max(widths)), generator=generator).to(device)
-    graphs = graphs_for(recorded, model)
+    graphs = graphs_for(None, model)
 
     def logits(rows_BN: Tensor) -> Tensor:
         found = model(Pass(rows_BN, cache=cache, needs={"logits"})).logits
@@ -80,14 +72,8 @@ def width_curve(
     return {width: statistics.median(of) for width, of in seconds.items()}
 
 
-def forget_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory_mib` count from here on, on a GPU."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def peak_memory_mib(device: torch.device) -> int:
-    """Peak memory of the GPU since `forget_peak_memory`, or of this process since it began."""
+    """Peak memory of this process since it began: of the GPU, or of the CPU."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated(device) / 2**20)
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)

@@ -65,13 +65,6 @@ class Wrong(ValueError):
     """A candidate's output is wrong."""
 
 
-class Ceilings(NamedTuple):
-    """The best this machine does: bytes per second read and written by a copy, FLOP/s of square matrix products."""
-
-    copy: float
-    products: float
-
-
 @dataclass
 class Bench:
     """What all benchmarks of one run share. Each candidate is timed `turns` times."""
@@ -104,14 +97,15 @@ class Bench:
 
     @cached_property
     @torch.no_grad()
-    def ceilings(self) -> Ceilings:
-        """In the bench's dtype, measured when first asked for. TF32 must be off."""
+    def ceilings(self) -> dict[str, float]:
+        """The best this machine does: bytes per second read and written by a `copy`, FLOP/s of square matrix `products`
+        in the bench's dtype. TF32 must be off."""
         n_bytes, width = CEILING_SIZES[self.device.type]
         source = torch.ones(n_bytes // 4, device=self.device)
         target = torch.empty_like(source)
         square = torch.randn(width, width, device=self.device, dtype=self.dtype)
         times = self.in_turns({"copy": lambda: target.copy_(source), "products": lambda: square @ square})
-        return Ceilings(2 * n_bytes / times["copy"], 2 * width**3 / times["products"])
+        return {"copy": 2 * n_bytes / times["copy"], "products": 2 * width**3 / times["products"]}
 
 
 def check_error(out: Tensor, exact: Tensor, plain: Tensor, times: int = 2, largest: bool = True) -> None:
@@ -143,7 +137,7 @@ def race(
         builds: by name.
         cases: a case's `exact` is its reference or None; the last case is timed.
         check: raises Wrong for a candidate's name, a case with a reference and a wrong output.
-        memory: also measure the peak of allocated bytes.
+        memory: also measure the peak of allocated memory.
     """
     print(", ".join(f"{key} {value}" for key, value in shape.items()), flush=True)
     rows, ready = {}, {}
@@ -156,13 +150,13 @@ def race(
             print(f"  {name}: {rows[name]['problem']}", flush=True)
             continue
         if memory:
-            rows[name]["peak_bytes"] = peak_bytes(ready[name], bench.device)
+            rows[name]["peak_mib"] = peak_bytes(ready[name], bench.device) / 2**20
     times = bench.in_turns(ready)
     for name, seconds in times.items():
         rows[name] |= {
             "ms": 1e3 * seconds,
-            "share_of_copy": work.bytes / seconds / bench.ceilings.copy,
-            "share_of_products": work.flops / seconds / bench.ceilings.products,
+            "share_of_copy": work.bytes / seconds / bench.ceilings["copy"],
+            "share_of_products": work.flops / seconds / bench.ceilings["products"],
         }
         if OURS in times:
             rows[name]["over_longdraft"] = seconds / times[OURS]

@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from longdraft.benchmarks.drafters.answering import TransformersAnswers, ask
+from longdraft.benchmarks.drafters.answering import ask, of_transformers
 from longdraft.benchmarks.drafters.bench import BenchSettings
-from longdraft.benchmarks.drafters.prompts import Asked, Question
+from longdraft.benchmarks.drafters.prompts import Question
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record, read_record, recorded
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import arguments, bench
@@ -71,7 +71,7 @@ def test_a_suite_is_asked_turn_by_turn_and_every_answer_recorded(whole, tiny):
         assert len(entry.turns) == len(QUESTIONS[id - 1]["turns"])
         for turn in entry.turns:
             assert sum(turn.accept_lengths) == len(turn.tokens) <= 12 and len(turn.arrivals) == turn.steps
-            assert turn.accepted <= turn.drafted and (name != "plain" or turn.drafted == 0)
+            assert len(turn.tokens) - turn.steps <= turn.drafted and (name != "plain" or turn.drafted == 0)
     assert "yes (96 tokens" in (whole / "report.html").read_text()
     assert (whole / "spec_bench").is_dir()
     first, second = record.entries[1, "plain", 0.0].turns
@@ -80,7 +80,7 @@ def test_a_suite_is_asked_turn_by_turn_and_every_answer_recorded(whole, tiny):
 
 @pytest.mark.parametrize("parts", [6, 17])
 def test_a_killed_run_goes_on_to_the_same_record(whole, command, tmp_path, parts):
-    """Killed behind so many parts of its record; what a drafter keeps from one answer to the next is there again."""
+    """Killed after so many parts of its record; what a drafter keeps from one answer to the next is there again."""
     program = (
         "import os, sys\n"
         "from longdraft.benchmarks.drafters.record import Record\n"
@@ -100,16 +100,17 @@ def test_a_killed_run_goes_on_to_the_same_record(whole, command, tmp_path, parts
     assert without_times(tmp_path) == without_times(whole)
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_a_drafter_that_learns_from_its_answers_is_asked_all_of_them_again(tiny, learns):
-    target, asked, record = load_target(tiny), [Asked(Question(i, "t", ([i],)), 1) for i in (1, 2, 3)], Record({})
-    record.add("entry", Entry(2, "t", "t", "d", 0.0, []))
+@pytest.mark.parametrize("name", ["token_recycling", "prompt_lookup"])
+def test_a_drafter_that_learns_from_its_answers_is_asked_all_of_them_again(tiny, name):
+    target, asked, record = load_target(tiny), [Question(i, "t", ([i],)) for i in (1, 2, 3)], Record({})
+    record.add("entry", Entry(2, "t", "t", name, 0.0, []))
     prompts = []
     answer = Mock(side_effect=lambda prompt, params: prompts.append(prompt) or Answer(1, [5], "", "length", [1], [0.1]))
-    ask(target, {"d": Mock(learns=learns, max_depth=0, answer=answer)}, asked, SamplingParams(), record)
-    assert prompts[1:] == ([[1], [2], [3]] if learns else [[1], [3]])  # behind the warm-up
-    assert len(record.entries[2, "d", 0.0].turns) == learns
-    ask(target, {"d": Mock(learns=learns)}, asked, SamplingParams(), record)  # nothing is missing
+    ask(target, {name: answer}, asked, SamplingParams(), record)
+    learns = name == "token_recycling"
+    assert prompts[1:] == ([[1], [2], [3]] if learns else [[1], [3]])  # after the warm-up
+    assert len(record.entries[2, name, 0.0].turns) == learns
+    ask(target, {name: Mock()}, asked, SamplingParams(), record)  # nothing is missing
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -154,11 +155,10 @@ def test_a_record_is_kept_when_it_is_shown_again_and_refused_with_other_settings
 
 def test_nothing_of_transformers_own_generation_config_changes_the_tokens(tiny):
     model = load_transformers(str(tiny), torch.float32)
-    ask = TransformersAnswers(model, ()).generate
-    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    before = ask(list(range(1, 9)), params)
+    answer, params = of_transformers(model, ()), SamplingParams(max_new_tokens=12, ignore_eos=True)
+    before = answer(list(range(1, 9)), params).tokens
     model.generation_config.update(repetition_penalty=5.0, suppress_tokens=before)
-    assert ask(list(range(1, 9)), params) == before
+    assert answer(list(range(1, 9)), params).tokens == before and len(before) == 12
 
 
 def test_another_proof_than_the_records_is_refused(tiny, suite, tmp_path, capsys):

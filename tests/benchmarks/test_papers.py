@@ -61,7 +61,7 @@ def test_longspec_s_table_to_its_end(folder, capsys):
     assert "A100" in found["hardware"] and found["where"].startswith("LongSpec")
     tasks = result["runs"][0]["drafters"]["longspec"]["tasks"]
     assert {row["task"] for row in found["rows"]} == set(LONGBENCH) == set(tasks)
-    assert len(found["rows"]) == 25  # the target is none of its own: all of its targets
+    assert len(found["rows"]) == 25
     for row in found["rows"]:
         assert row["ours"]["length"] == tasks[row["task"]]["lengths"]["tau"]
     assert {row["paper"]["length"] for row in found["rows"] if row["paper_target"] == "LongChat-7B"} == {
@@ -115,13 +115,13 @@ def test_tokenswift_s_figures_by_hand():
     record = Record({})
     for entry in (answered("plain", [1] * 30000, 0.1), answered("tokenswift", [5, 1] * 5000, 0.2)):
         record.add("entry", entry)
-    found = beside(PAPERS["tokenswift"], record, ["tokenswift"], [1.0], "somewhere/TokenSwift-Llama-3.1-8B")
-    (row,) = found["rows"]
-    assert found["same_target"] and row["task"] == "pg19, 20480 tokens"
+    found = beside(PAPERS["tokenswift"], record, ["tokenswift"], [1.0])
+    (row,) = (row for row in found["rows"] if row["paper_target"] == "Llama-3.1-8B")
+    assert row["task"] == "pg19, 20480 tokens"
     assert row["paper"] == {"length": 0.68, "speedup": 2.02}
     assert row["ours"]["length"] == pytest.approx(0.5, abs=1e-3)  # 4 of 8 in two steps
     assert row["ours"]["speedup"] == pytest.approx(3 / 2, abs=1e-3)  # 3 tokens in 0.2 s, and 2 plainly
-    assert "Llama-3.1-8B" in table(found)[-1] and "0.50" in table(found)[-1]
+    assert any("Llama-3.1-8B" in line and "0.50" in line for line in table(found))
 
 
 def test_what_a_paper_does_not_have_is_refused(folder, capsys):

@@ -7,7 +7,7 @@ import torch
 
 from longdraft.benchmarks.drafters.bench import BenchSettings, bench
 from longdraft.benchmarks.drafters.exactness import TOKENS, NotExact, in_fp32, prove
-from longdraft.benchmarks.drafters.prompts import Asked, Question
+from longdraft.benchmarks.drafters.prompts import questions_of
 from longdraft.benchmarks.drafters.text_report import table
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
@@ -69,9 +69,6 @@ def test_flips_in_the_serving_dtype_are_counted(tiny_target, error):
     assert flips["tokens"] == 96 and (flips["flips"] > 0) == (error > 0)
     if error:
         assert flips["flips"] > 2 * len(PROMPTS)  # the text goes on after a flip
-        assert 0 < flips["largest_gap"] <= 2 * error * 1.001 and flips["near_tie"] <= 4 * error * 1.001
-    else:
-        assert flips["near_tie"] is None
 
 
 @pytest.mark.parametrize("form", ["fp32", "serving"])
@@ -83,7 +80,7 @@ def test_a_drafter_that_changes_tokens_is_found_in_every_form(tiny_target, form)
         def on_step(self, state, tree, accepted, output):
             state.roots.fill_(5)  # goes on after another token than was committed
 
-    said = "has a token instead" if form == "serving" else "differs from plain decoding in fp32 at prompt 0, token"
+    said = "has a token instead" if form == "serving" else r"has \d+ instead of \d+ in fp32"
     with pytest.raises(NotExact, match=f"exact: NO, astray {said}"):
         prove(target, {"astray": lambda _: Astray()}, PROMPTS, GREEDY, form)
 
@@ -98,17 +95,13 @@ def test_tokens_that_were_compared_are_counted(tiny_target, form):
     assert tokens < TOKENS and found["exact_checked"].startswith(f"{2 * (tokens + TOKENS)} tokens a drafter in ")
 
 
-def test_on_a_gpu_memory_is_that_of_the_speeds_and_a_steps_time_is_its_wholes(tiny_target, pretended_cuda, monkeypatch):
-    target, events = tiny_target(vocab_size=61), []
+def test_on_a_gpu_memory_is_the_gpus_and_a_steps_time_is_its_wholes(tiny_target, pretended_cuda, monkeypatch):
+    target, settings = tiny_target(vocab_size=61), BenchSettings(new_tokens=4, passes=False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    asked = [Asked(Question(0, "continue", (PROMPTS[0],)), len(PROMPTS[0]))]
-    settings = BenchSettings(new_tokens=4, passes=False)
     with pretended_cuda.PretendedCuda() as gpu, monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: events.append("reset"))
         patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
         gpu.put(target.model)
-        result = bench(target, {"lookup": lambda _: PromptLookup()}, asked, settings, log=events.append)
-    assert [event.partition(" ")[0] for event in events[:3]] == ["proof", "reset", "timing"]
+        result = bench(target, {"lookup": lambda _: PromptLookup()}, questions_of(PROMPTS[:1]), settings)
     shown = table(result)
     assert "peak memory 1 MiB\n" in shown and "step, ms " in shown and "verify" not in shown and "host" not in shown
 
@@ -116,9 +109,8 @@ def test_on_a_gpu_memory_is_that_of_the_speeds_and_a_steps_time_is_its_wholes(ti
 @pytest.mark.parametrize("form", ["fp32", "serving"])
 def test_the_table_says_which_form_it_was(c_kernels, tiny_target, form):
     target = tiny_target(dtype=BF16)
-    asked = [Asked(Question(i, "continue", (prompt,)), len(prompt)) for i, prompt in enumerate(PROMPTS)]
     builders = {"token_recycling": lambda one: build_drafter("token_recycling", one)}
-    result = bench(target, builders, asked, BenchSettings(new_tokens=4, proof=form))
+    result = bench(target, builders, questions_of(PROMPTS), BenchSettings(new_tokens=4, proof=form))
     said = {"fp32": "yes (96 tokens a drafter in fp32, ", "serving": "not proved in fp32 (96 tokens a drafter in bf"}
     assert f"exact: {said[form]}" in table(result)
     assert result["exact"] is (None if form == "serving" else True)

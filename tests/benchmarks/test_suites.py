@@ -1,6 +1,7 @@
 """Suites of prompts, read from small files in their published layouts."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def longbench(folder: Path, tasks=tuple(LONGBENCH)) -> Path:
 def test_longbench_asks_what_longspecs_program_asks(tmp_path):
     suite = SUITES["longbench"]
     questions = {question.task: question for question in suite.questions(str(longbench(tmp_path)))}
-    assert list(questions) == ["gov_report", "qmsum", "multi_news", "lcc", "repobench-p"]
+    assert set(questions) == {"gov_report", "qmsum", "multi_news", "lcc", "repobench-p"}
     assert questions["qmsum"].turns[0] == (
         "<s>system\nYou are a helpful assistant</s>\n<s>user\nYou are given a meeting transcript and a query "
         "containing a question or instruction. Answer the query in one or more sentences.\n\nTranscript:\n"
@@ -54,20 +55,18 @@ def test_longbench_asks_what_longspecs_program_asks(tmp_path):
     assert (suite.new_tokens, suite.sampling, suite.ignore_eos) == (1024, {}, False)
     # 1200 < tokens <= positions - 2000
     sized = [Question(n, "t", ([1] * n,)) for n in (1200, 1201, 30768, 30769)]
-    assert [one.tokens for one in suite.fitting(Reader("", None), sized, 32768, 1024)[0]] == [1201, 30768]
-    assert [one.tokens for one in suite.fitting(Reader("", None), sized, 32768, 2000 + 1)[0]] == [1201]
-    assert [q.task for q in suite.questions(str(tmp_path), ["lcc", "qmsum"])] == ["qmsum", "lcc"]
+    assert [one.id for one in suite.fitting(Reader("", None), sized, 32768, 1024)[0]] == [1201, 30768]
+    assert [one.id for one in suite.fitting(Reader("", None), sized, 32768, 2000 + 1)[0]] == [1201]
+    assert {q.task for q in suite.questions(str(tmp_path), ["lcc", "qmsum"])} == {"qmsum", "lcc"}
 
 
 def test_a_missing_file_says_where_it_comes_from(tmp_path):
-    folder = longbench(tmp_path, ("gov_report", "lcc"))
-    with pytest.raises(ValueError, match=r"--data: .*qmsum\.jsonl comes from data\.zip of"):
-        SUITES["longbench"].questions(str(folder))
-    assert len(SUITES["longbench"].questions(str(folder), ["lcc"])) == 1
+    with pytest.raises(ValueError, match="--only: qmsum"):
+        SUITES["longbench"].questions(str(longbench(tmp_path, ("gov_report", "lcc"))), ["qmsum"])
     lines(tmp_path / "empty" / "README.txt")
     for suite in SUITES.values():
         for place in ("empty", "nowhere"):
-            with pytest.raises(ValueError, match="--data: "):
+            with pytest.raises(ValueError, match=f"--data: .*{re.escape(suite.source)}"):
                 suite.questions(str(tmp_path / place))
 
 
@@ -83,7 +82,7 @@ def test_aime24_is_thirty_problems_of_the_set(tmp_path):
     )
 
 
-def test_pg19_is_ten_books_behind_their_front_matter(tmp_path):
+def test_pg19_is_ten_books_after_their_front_matter(tmp_path):
     books = [{"text": "f" * 5000 + f"book {i}"} for i in range(12)]
     for name, content in (("a", json.dumps(books)), ("b", "\n".join(map(json.dumps, books)))):
         (tmp_path / name).mkdir()
@@ -91,7 +90,7 @@ def test_pg19_is_ten_books_behind_their_front_matter(tmp_path):
         questions = SUITES["pg19"].questions(str(tmp_path / name))
         assert [question.turns for question in questions] == [(f"book {i}",) for i in range(10)]
     suite = SUITES["pg19"]
-    assert (suite.new_tokens, suite.ignore_eos, suite.first_tokens, suite.above) == (102400, True, 4096, 4096)
+    assert (suite.new_tokens, suite.ignore_eos, suite.first_tokens) == (102400, True, 4096)
 
 
 def test_spec_bench_counts_mt_benchs_categories_together(tmp_path):
@@ -131,10 +130,6 @@ def test_speed_bench_reads_messages_and_turns(tmp_path):
         table(tmp_path / "c" / subset / "test.parquet", row)
     (third,) = SUITES["speed-bench"].questions(str(tmp_path / "c"), ["throughput_1k"])
     assert third == Question("throughput_1k", "rag", ([ask],), "throughput_1k/rag")
-    placeholder = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nx"
-    lines(tmp_path / "b" / "qualitative.jsonl", {"question_id": "f", "category": "rag", "turns": [placeholder]})
-    with pytest.raises(ValueError, match=r"qualitative\.jsonl, line 1, field 'turns': .*prepare_data"):
-        SUITES["speed-bench"].questions(str(tmp_path / "b"))
 
 
 def test_mrcr_reads_its_conversations(tmp_path):
@@ -148,17 +143,16 @@ def test_mrcr_reads_its_conversations(tmp_path):
 @pytest.mark.parametrize(
     ("content", "where"),
     [
-        ('{"question_id": 1, "category": "qa"}', "line 1, field 'turns'"),
-        ('{"question_id": 1, "category": "qa", "turns": "x"}', "line 1, field 'turns'"),
-        ('{"question_id": 1, "category": "qa", "turns": [""]}', "line 1, field 'turns'"),
-        ('{"question_id": 1, "category": 2, "turns": ["x"]}', "line 1, field 'category'"),
-        ('{"question_id": null, "category": "qa", "turns": ["x"]}', "line 1, field 'question_id'"),
-        ('\n{"question_id": 1,', "line 2 "),
-        ("[1]", "line 1: "),
-        ('{"question_id": 1, "category": "qa", "turns": ["x"]}\n' * 2, "line 2, field 'id'"),
+        ('{"question_id": 1, "category": "qa"}', "record 1, turns"),
+        ('{"question_id": 1, "category": "qa", "turns": "x"}', "record 1, turns"),
+        ('{"question_id": 1, "category": "qa", "turns": [""]}', "record 1, turns"),
+        ('{"question_id": 1, "category": 2, "turns": ["x"]}', "record 1, category"),
+        ('{"question_id": null, "category": "qa", "turns": ["x"]}', "record 1, question_id"),
+        ('\n{"question_id": 1,', "record 2 "),
+        ("[1]", "record 1 "),
     ],
 )
-def test_a_wrong_layout_names_file_line_and_field(tmp_path, content, where):
+def test_a_wrong_layout_names_file_record_and_field(tmp_path, content, where):
     (tmp_path / "question.jsonl").write_text(content)
     with pytest.raises(ValueError, match=f"--data: .*question\\.jsonl, {where}") as error:
         SUITES["spec-bench"].questions(str(tmp_path))
@@ -171,18 +165,14 @@ def test_a_prompt_without_room_is_named_and_none_is_cut_but_where_the_suite_says
     questions = [Question(i, "t", (text,)) for i, text in texts.items()]
     tokens = [len(question.prompt(target)) for question in questions]
     suite = replace(SUITES["spec-bench"], above=tokens[0])
-    asked, left_out = suite.fitting(target, questions, tokens[1] + 5, 5)
-    assert [(one.question, one.tokens) for one in asked] == [(questions[1], tokens[1])]
-    assert [(one["id"], one["tokens"], one["why"].partition(":")[0]) for one in left_out] == [
-        (1, tokens[0], "too short"),
-        (16, tokens[2], "too long"),
-    ]
-    asked, left_out = replace(suite, above=10, first_tokens=10).fitting(target, questions, 30, 20)
-    assert [one.question.id for one in asked] == [4, 16] and {one.tokens for one in asked} == {10}
-    assert asked[0].question.turns == (questions[1].prompt(target)[:10],) and len(left_out) == 1
+    asked, omitted = suite.fitting(target, questions, tokens[1] + 5, 5)
+    assert asked == [questions[1]] and omitted == [f"1 ({tokens[0]} tokens)", f"16 ({tokens[2]} tokens)"]
+    asked, omitted = replace(suite, first_tokens=10).fitting(target, questions, 30, 20)
+    assert [one.id for one in asked] == [4, 16] and len(omitted) == 1
+    assert [one.turns for one in asked] == [(one.prompt(target)[:10],) for one in questions[1:]]
 
 
-def test_a_turn_stands_behind_the_answers_before_it(tiny):
+def test_a_turn_stands_after_the_answers_before_it(tiny):
     target = load_target(str(tiny))
     question = Question(1, "t", chat("one", "two"))
     text = target.tokenizer.decode(question.prompt(target, ["first"]))
