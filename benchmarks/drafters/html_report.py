@@ -1,22 +1,19 @@
 """Shows one or several records of `longdraft bench` as one self-contained page."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from html import escape
 
-from longdraft.benchmarks.drafters.metrics import run_figures
+from longdraft.benchmarks.drafters.metrics import lay_out, run_figures
 from longdraft.benchmarks.drafters.pictures import bars, line_chart, svg
 from longdraft.benchmarks.drafters.record import Record
 from longdraft.benchmarks.drafters.text_report import Figures, exactness, rows
 
 STYLE = """
-body { margin: 0 auto; padding: 1.2rem; max-width: 80rem; color: #1c2229; background: #fff;
-  font: 15px/1.5 system-ui, sans-serif; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; } dt { color: #5a6570; }
-dd { margin: 0; overflow-wrap: anywhere; } .runs, .charts { display: flex; flex-wrap: wrap; gap: 1.4rem; }
+body { margin: 0 auto; padding: 1.2rem; max-width: 80rem; font: 15px/1.5 system-ui, sans-serif; }
+.runs, .charts { display: flex; flex-wrap: wrap; gap: 1.4rem; }
 section { border: 1px solid #d6dce2; border-radius: 6px; padding: .2rem 1rem; max-width: 38rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9em; }
-td { padding: .2rem .5rem; text-align: right; border-bottom: 1px solid #d6dce2; }
-td:first-child { text-align: left; } svg { max-width: 100%; height: auto; }
+pre { overflow-x: auto; font-size: .85em; } section pre { white-space: pre-wrap; }
+svg { max-width: 100%; height: auto; }
 """
 
 
@@ -45,14 +42,14 @@ def page(records: Mapping[str, Record]) -> str:
     series = collect(records)
     title = escape(" and ".join(dict.fromkeys(_title(record) for record in records.values())))
     on_gpu = any(record.machine.get("on_gpu") for record in records.values())
-    figures = rows("", series, on_gpu)
+    figures = "\n".join("  ".join(cells) for cells in lay_out(rows("", series, on_gpu)))
     return f"""<!doctype html>
 <html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>
 <title>{title}</title><style>{STYLE}</style></head>
 <body>
 <h1>{title}</h1><p>Speculative decoding against plain decoding, by longdraft.</p>
 <div class='runs'>{"".join(_run(name, record) for name, record in records.items())}</div>
-<h2>All prompts</h2>{_table(figures)}
+<h2>All prompts</h2><pre>{escape(figures)}</pre>
 <h2>By context, task and place</h2><div class='charts'>{"".join(_charts(series))}</div>
 </body></html>
 """
@@ -66,19 +63,9 @@ def _run(name: str, record: Record) -> str:
     """A box with what was asked for, on which machine, and whether it is exact."""
     proof = exactness(record.proof) if record.proof else "not asked for, plain decoding alone or switched off"
     count = len({entry.id for entry in record.entries.values()})
-    rows = {"exact": proof, "prompts": str(count)} | {
-        key: str(value) for key, value in (record.settings | record.machine).items() if value not in (None, {}, [])
-    }
-    return f"<section><h3>{escape(name)}</h3>{_list(rows)}</section>"
-
-
-def _list(rows: Mapping[str, str]) -> str:
-    return f"<dl>{''.join(f'<dt>{escape(key)}</dt><dd>{escape(value)}</dd>' for key, value in rows.items())}</dl>"
-
-
-def _table(rows: Iterable[Sequence[str]]) -> str:
-    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell.strip())}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<div class='scroll'><table>{cells}</table></div>"
+    shown = {"exact": proof, "prompts": count} | record.settings | record.machine
+    lines = "\n".join(f"{key}: {value}" for key, value in shown.items() if value not in (None, {}, []))
+    return f"<section><h3>{escape(name)}</h3><pre>{escape(lines)}</pre></section>"
 
 
 def _charts(series: Mapping[str, Figures]) -> Iterable[str]:

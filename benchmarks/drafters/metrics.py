@@ -125,15 +125,6 @@ def same_tokens(one: Sequence[list[int]], other: Sequence[list[int]]) -> tuple[i
     return sum(a == b for a, b in pairs), len(pairs)
 
 
-def rounded(figures: Any) -> Any:
-    """Round figures for JSON to four digits, which is what a clock can tell."""
-    if isinstance(figures, dict):
-        return {key: rounded(value) for key, value in figures.items()}
-    if isinstance(figures, list | tuple):
-        return [rounded(value) for value in figures]
-    return round(figures, 4) if isinstance(figures, float) else figures
-
-
 def run_figures(entries: Mapping[str, Sequence[Entry]]) -> dict[str, dict]:
     """All figures of one temperature, by drafter. entries: by drafter, "plain" among them, on the same questions."""
     plain = {entry.id: entry for entry in entries["plain"]}
@@ -144,17 +135,12 @@ def run_figures(entries: Mapping[str, Sequence[Entry]]) -> dict[str, dict]:
         for pair in pairs:
             tasks.setdefault(pair[0].task, []).append(pair)
         same = [same_tokens(*([turn.tokens for turn in one.turns] for one in pair)) for pair in pairs]
-        found[name] = rounded(
-            compared(pairs)
-            | {
-                "tasks": {task: compared(group) for task, group in tasks.items()},
-                "contexts": {context: compared(group) for context, group in by_context(pairs).items()},
-                "same_tokens": [sum(counts) for counts in zip(*same, strict=True)],
-                "ms_per_token": [
-                    marks for entry in ours for turn in entry.turns if len(marks := ms_per_token(turn)) > 1
-                ],
-            }
-        )
+        found[name] = compared(pairs) | {
+            "tasks": {task: compared(group) for task, group in tasks.items()},
+            "contexts": {context: compared(group) for context, group in by_context(pairs).items()},
+            "same_tokens": [sum(counts) for counts in zip(*same, strict=True)],
+            "ms_per_token": [marks for entry in ours for turn in entry.turns if len(marks := ms_per_token(turn)) > 1],
+        }
     return found
 
 

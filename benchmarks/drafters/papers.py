@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, product, repeat
 from typing import Any
 
-from longdraft.benchmarks.drafters.metrics import lay_out, rounded, totals
+from longdraft.benchmarks.drafters.metrics import lay_out, totals
 from longdraft.benchmarks.drafters.record import Answer, Record
 from longdraft.benchmarks.drafters.suites import SUITES, Suite
 from longdraft.infer.sampling import PRESETS, preset_for
@@ -184,7 +184,7 @@ def beside(paper: Paper, record: Record, names: Sequence[str], temperatures: Seq
             theirs = {"length": row.length, "speedup": row.speedup}
             task = row.task + (f", {row.at} tokens" if row.at else "")
             shown = {"drafter": name, "temperature": temperature, "task": task, "paper_target": row.target}
-            found.append(rounded(shown | {"ours": ours, "paper": theirs}))
+            found.append(shown | {"ours": ours, "paper": theirs})
     return {name: getattr(paper, name) for name in ("where", "hardware", "baseline", "figure")} | {"rows": found}
 
 

@@ -2,7 +2,6 @@
 
 import json
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def spec_bench(entry: Entry, model: str) -> dict[str, Any]:
     return {
         "question_id": entry.id,
         "category": entry.category,
-        "answer_id": uuid.uuid5(uuid.NAMESPACE_OID, f"{model}/{entry.id}").hex,
+        "answer_id": f"{model}/{entry.id}",
         "model_id": model,
         "choices": [choice],
         "tstamp": time.time(),

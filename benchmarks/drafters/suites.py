@@ -98,7 +98,7 @@ class Suite:
         read: makes a question from a record, or returns None for a record that is not part of the suite.
         new_tokens: the most tokens of an answer. ignore_eos: whether answers continue after an end token.
         sampling: further keywords for SamplingParams.
-        above, spare: a text has more than `above` (or `first_tokens`) tokens, and a prompt leaves at least `spare` of the
+        above: a text has more tokens than this, or than `first_tokens`. spare: a prompt leaves at least so many of the
             target's positions free (None: `new_tokens`).
         first_tokens: the number of tokens of a text that are the prompt; None: all of them.
     """
@@ -187,10 +187,7 @@ def _spec_bench(row: Row) -> Question:
 
 
 def _mt_bench(row: Row) -> Question:
-    """A record in FastChat's layout, or in that of a table on the hub (HuggingFaceH4/mt_bench_prompts)."""
-    of_hub = row.fields.get("turns") is None and "prompt" in row.fields
-    turns, number = ("prompt", "prompt_id") if of_hub else ("turns", "question_id")
-    return Question(row.read(number, Id), row.read("category", Text), _chats(row.read(turns, Texts)))
+    return Question(row.read("question_id", Id), row.read("category", Text), _chats(row.read("turns", Texts)))
 
 
 def _speed_bench(row: Row) -> Question:
@@ -253,7 +250,7 @@ SUITES: dict[str, Suite] = {
     ),
     "mt-bench": Suite(
         "fastchat/llm_judge/data/mt_bench/question.jsonl of github.com/lm-sys/FastChat",
-        ("question.jsonl", "*.parquet"),
+        ("question.jsonl",),
         _mt_bench,
         new_tokens=1024,
     ),

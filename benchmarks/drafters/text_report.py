@@ -26,7 +26,11 @@ def table(result: dict) -> str:
         names, *rest = ("  ".join(cells) for cells in lay_out(rows(title, run["drafters"], on_gpu)))
         lines += ["", names, "-" * len(names), *rest]
     lines += papers.table(result["paper"]) if "paper" in result else []
-    return "\n".join([*lines, "", *_verdicts(result)])
+    lines += ["", *([f"exact: {exactness(result)}"] if "exact" in result else [])]
+    for context, curve in result["width_curves_ms"].items():
+        shown = ", ".join(f"{width}: {ms / curve['1']:.2f}" for width, ms in curve.items())
+        lines.append(f"a pass after {context} tokens, {curve['1']:.1f} ms for one row; by rows: {shown}")
+    return "\n".join(lines)
 
 
 def rows(title: str, drafters: Mapping[str, Figures], on_gpu: bool) -> list[list[str]]:
@@ -58,15 +62,6 @@ def rows(title: str, drafters: Mapping[str, Figures], on_gpu: bool) -> list[list
         row("  slowest prompt", lambda one: f"{min(one['prompt_speedups']):.2f}")
         row("plain decoding's tokens", lambda one: "{} of {}".format(*one["same_tokens"]))
     return found
-
-
-def _verdicts(result: dict) -> list[str]:
-    """A line each for exactness and the cost of width."""
-    lines = [f"exact: {exactness(result)}"] if "exact" in result else []
-    for context, curve in result["width_curves_ms"].items():
-        shown = ", ".join(f"{width}: {ms / curve['1']:.2f}" for width, ms in curve.items())
-        lines.append(f"a pass after {context} tokens, {curve['1']:.1f} ms for one row; by rows: {shown}")
-    return lines
 
 
 def exactness(result: Mapping[str, Any]) -> str:

@@ -101,18 +101,14 @@ def test_spec_bench_counts_mt_benchs_categories_together(tmp_path):
     )
     assert SUITES["spec-bench"].questions(str(tmp_path)) == [
         Question(81, "mt_bench", chat("Write.", "Shorter."), "writing"),
-        Question(161, "translation", chat("Translate.")),
+        Question(161, "translation", chat("Translate."), "translation"),
     ]
     assert [q.id for q in SUITES["spec-bench"].questions(str(tmp_path), ["writing"])] == [81]
 
 
-def test_mt_bench_reads_fastchats_file_and_the_hubs_table(tmp_path):
-    lines(tmp_path / "a" / "question.jsonl", {"question_id": 81, "category": "math", "turns": ["1 + 1?", "And 3?"]})
-    row = {"prompt": ["1 + 1?", "And 3?"], "category": "math", "prompt_id": 81, "reference": []}
-    table(tmp_path / "b" / "data" / "train-0.parquet", row)
-    for folder in ("a", "b"):
-        found = SUITES["mt-bench"].questions(str(tmp_path / folder))
-        assert found == [Question(81, "math", chat("1 + 1?", "And 3?"))]
+def test_mt_bench_reads_fastchats_file(tmp_path):
+    lines(tmp_path / "question.jsonl", {"question_id": 81, "category": "math", "turns": ["1 + 1?", "And 3?"]})
+    assert SUITES["mt-bench"].questions(str(tmp_path)) == [Question(81, "math", chat("1 + 1?", "And 3?"))]
 
 
 def test_speed_bench_reads_messages_and_turns(tmp_path):
