@@ -253,10 +253,7 @@ def load(engine: DraftEngine, found: Found) -> None:
     the checkpoint. Raises ValueError where a former version saved it."""
     folder, state = found
     if state["format"] != FORMAT:
-        raise ValueError(
-            f"train.run_dir: {folder} was saved by a former version, which alone can go on from it; export it and "
-            "begin another run with draft.start_from, or give another folder"
-        )
+        raise ValueError(f"train.run_dir: {folder} was saved by a former version; export it, and begin another run")
     engine.set_weights(load_file(folder / WEIGHTS))
     saved = SavedShares(folder)
     for key, own in engine.shares().items():

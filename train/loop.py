@@ -79,7 +79,6 @@ def train(
         ValueError: the config does not fit the ranks, the data, the target or the run already in its folder.
         TrainingError: training cannot go on.
     """
-    config.train.n_passes(ranks.world_size)
     rows = ShardSet(Path(config.data.path) / "train")
     config = config.resolved(len(rows))
     run_dir, n_steps = config.train.run_dir, config.train.n_steps
