@@ -61,7 +61,7 @@ def accept(
         choices_BN = state.sampling.choose_all(logits_BNV, state.history, tree.tokens, positions_BN, ancestors_BNN)
         result = AcceptResult(*accepted_path(tree.tokens, tree.parents, choices_BN, state.active, max_depth))
         places_P = torch.arange(1, 2 + max_depth, device=logits_BNV.device)
-        # What lies behind the path lies behind the new root, and is void.
+        # What comes after the path comes after the new root, and is void.
         state.history.write(state.positions[:, None] + places_P, result.tokens)
         return result
     all_tokens, all_parents, _ = tree.lists
@@ -72,7 +72,7 @@ def accept(
         # One slot's row is a view; of several slots the rows are gathered.
         logits_BV = logits_BNV[:, here[0]] if len(here) == 1 else logits_BNV[torch.arange(len(here)), here]
         chosen_B = state.sampling.choose(logits_BV, state.history, state.positions + depth)
-        # For a path that has ended already, this lies behind the new root and is void.
+        # For a path that has ended already, this comes after the new root and is void.
         state.history.write(state.positions + depth + 1, chosen_B)
         nodes.append(list(here))
         tokens.append(chosen_B)

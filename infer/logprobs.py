@@ -33,7 +33,7 @@ def logprobs_of(logits_RV: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor, Te
 def path_logprobs(logits_BNV: Tensor, nodes_BP: Tensor, tokens_BP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`logprobs_of` the tokens that were chosen at a path's nodes: [B, P], [B, P, k] twice.
 
-    It goes place by place, so that no more than [B, V] is alive in fp32. What lies behind the path is arbitrary.
+    It goes place by place, so that no more than [B, V] is alive in fp32. Entries after the path's end are arbitrary.
     """
     slots_B = torch.arange(len(nodes_BP), device=nodes_BP.device)
     places = zip(nodes_BP.unbind(1), tokens_BP.unbind(1), strict=True)

@@ -172,7 +172,7 @@ class Runner:
         accepted = accept(nodes, output.logits, state, positions_BN, ancestors_BNN, self.drafter.max_depth)
         cache.commit(accepted.nodes, accepted.counts)
         logprobs = path_logprobs(output.logits, accepted.nodes, accepted.tokens) if state.logprobs else ()
-        # Recorded work keeps what it returns, so logits that nobody needs are left out.
+        # Recorded work keeps what it returns, so logits that nobody needs are omitted.
         return accepted, output if "logits" in needs else replace(output, logits=None), logprobs
 
     def _working_slots(self) -> slice | None:
@@ -216,8 +216,8 @@ class Runner:
                 self.policy.decide(step.expected.lists()[0])
             draft_begin, draft_end = step.drafting
             draft_seconds, typical = draft_begin.seconds_to(draft_end), not self._disturbed
-            tokens = sum(len(step.tokens[slot]) for slot in taking_part) / max(len(taking_part), 1)
-            self.policy.record(step.num_query_tokens, work, draft_seconds, tokens, step.stages, typical)
+            per_slot = sum(len(step.tokens[slot]) for slot in taking_part) / max(len(taking_part), 1)
+            self.policy.record(step.num_query_tokens, work, draft_seconds, per_slot, step.stages, typical)
             self._disturbed = max(0, self._disturbed - 1)
         if logprobs:
             of_slots = zip(step.tokens, *logprobs, strict=True)

@@ -26,7 +26,7 @@ class SlotState:
         active: bool [B], False for slots without a request.
         history: every slot's tokens by absolute position, up to the root, on the device.
         sampling: the slots' parameters, and the noise of their positions.
-        committed: for each slot the prompt and all new tokens, on the host; on a GPU it may lag one step behind.
+        committed: for each slot the prompt and all new tokens, on the host; on a GPU it may lag by one step.
         graphs: records the work that `run` queues.
         logprobs: whether a slot's request asks for log-probabilities.
     """

@@ -87,7 +87,7 @@ def beam_level(
     On a CPU this is one C call in place of some twenty operations on a few numbers each; elsewhere PyTorch.
 
     Args:
-        log_probs_BTC: fp32, of the best candidates behind each node, best first; no NaN.
+        log_probs_BTC: fp32, of the best candidates after each node, best first; no NaN.
         words_BTC: int64, the candidates as draft-vocabulary ids.
         scores_BT: fp32, the nodes' sums of log-probabilities.
         open_BTN: bool, the rows of the tree that each node reads.

@@ -81,7 +81,7 @@ def gumbel_from_(negated: Tensor) -> Tensor:
 
 
 def choose(logits_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, temperatures_B: Tensor) -> Tensor:
-    """Choose the target's token behind each node: int64 [B, N].
+    """Choose the target's token after each node: int64 [B, N].
 
     Arithmetic is fp32. Of equal scores the lowest id is chosen. NaN counts as the largest score, as in `torch.argmax`,
     so a broken row is not hidden. A row's choice does not depend on the other rows.

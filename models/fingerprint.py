@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 
-# Fields added after drafts had been exported: at their defaults they are left out, so that old hashes stay the same.
+# Fields added after drafts had been exported: at their defaults they are omitted, so that old hashes stay the same.
 LATER_FIELDS = (
     "experts", "activation", "embedding_scale", "post_norms", "attention_sinks", "window_rope", "norm_offset",
     "query_factor",
@@ -37,7 +37,7 @@ def json_hash(value: Any) -> str:
 def tokenizer_hash(tokenizer: Any) -> str:
     """SHA-256 (hex) of what turns text into token ids: the fast tokenizer's serialised state, or the vocabulary.
 
-    Truncation and padding are left out as call-time state, and the chat template because it makes text, not ids.
+    Truncation and padding are omitted as call-time state, and the chat template because it makes text, not ids.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

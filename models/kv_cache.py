@@ -82,7 +82,7 @@ class KVCache:
         """Assert that a pass of `n_rows` tokens fits after the committed rows. Reads the lengths on the host."""
         starts = self.lengths.tolist()
         assert max(starts) + n_rows <= self.capacity, (
-            f"a pass of {n_rows} rows behind {max(starts)} committed ones needs a capacity of at least "
+            f"a pass of {n_rows} rows after {max(starts)} committed ones needs a capacity of at least "
             f"{max(starts) + n_rows}, the cache has {self.capacity}"
         )
 

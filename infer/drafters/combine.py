@@ -83,7 +83,7 @@ class Combined(Drafter):
             if trunk:
                 trunks = [tokens[1 : 1 + trunk] for tokens in proposals[i].tokens]
         for (i, drafter), rows_of_drafter in zip(look_ups.items(), rows, strict=True):
-            starts = trunks if drafter.behind_trunk else ()
+            starts = trunks if drafter.after_trunk else ()
             proposals[i] = _as_lists(drafter.tries(state, rows_of_drafter, limits[i], starts))
         return TokenTree.from_tries(self._unite(proposals, roots, max_nodes), state.roots.device)
 

@@ -50,12 +50,12 @@ class HostDrafter(Drafter):
 
     Attributes:
         longest_ngram: the longest n-grams that it looks up.
-        behind_trunk: whether its candidates start at the end of another drafter's trunk (`Drafter.trunk`), if there is
+        after_trunk: whether its candidates start at the end of another drafter's trunk (`Drafter.trunk`), if there is
             one, instead of at the root.
     """
 
     longest_ngram = 1
-    behind_trunk = False
+    after_trunk = False
     _tables: list[NgramIndex | None] = []  # one for each slot, None before its first request
 
     def fill(self, trie: Trie, node: int, table: NgramIndex, max_nodes: int) -> None:

@@ -56,7 +56,7 @@ def tokenswift(
             full Cartesian tree; None means 3 ranks for each head. A draft pass puts one more node, the target's own
             proposal, between the root and this tree.
         draft_pass: "always", "never", or "auto": where it reads less than half of what a pass of the target reads.
-        budget: rows of the selected cache, for each layer and KV head.
+        budget: rows of the draft pass's selected cache, for each layer and KV head.
         ngrams: how many 4-grams join the tree; 0 for none.
 
     Raises:
@@ -173,7 +173,7 @@ class Ngrams(HostDrafter):
         trunk: the greatest depth of the node that the n-grams start after.
     """
 
-    behind_trunk = True
+    after_trunk = True
 
     def __init__(self, count: int = 20, trunk: int = 0):
         self.count = count

@@ -38,7 +38,7 @@ class TriForceDrafter(Drafter):
     Args:
         target: the loaded target.
         small: a loaded model of the same vocabulary, which drafts for the inner level; None for none.
-        gamma: tokens that a small model drafts at a time.
+        gamma: tokens that a small model drafts at a time; without one it has no effect.
         chain: tokens collected for the outer verification.
         budget: rows of the target's partial cache, for each layer and KV head.
         chunk: keys that are retrieved together.

@@ -103,7 +103,7 @@ class Heads(_DraftModel):
 
 class Block(_DraftModel):
     """LongSpec's block. vLLM gives the token at position p the position p - 1. So RoPE is computed one position later,
-    and the target's keys end at p - 1, as in training. vLLM leaves out the text's first token, which our own runtime
+    and the target's keys end at p - 1, as in training. vLLM skips the text's first token, which our own runtime
     reads while it is within the window."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):

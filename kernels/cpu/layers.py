@@ -90,7 +90,7 @@ class LayerTable:
             x_BTD: embeddings in the weights' dtype; not changed.
             cos_BT11F, sin_BT12F: as in kernels/rotate.py.
             cache: keys and values [L, B, S, K, d] of the same strides with contiguous heads, and lengths int64 [B]. The
-                pass's keys and values are written behind the lengths; whether there is room is not checked.
+                pass's keys and values are written after the committed ones; whether there is room is not checked.
             tree_mask_BTT: bool, as in kernels/tree_attention.py.
             ends_early: the last layer ends once its keys and values are written.
         """

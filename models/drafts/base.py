@@ -1,6 +1,6 @@
 """The base of every draft network: its linear layer, and its vocabulary, which may be a part of the target's.
 
-The LM head is most of a small draft's time, and a few tokens make up most of a text. Tokens that are left out cost
+The LM head is most of a small draft's time, and a few tokens make up most of a text. Tokens outside of it cost
 acceptance, never exactness. train/vocabulary.py chooses them. Shapes: V vocabulary, E draft vocabulary, D hidden.
 """
 
@@ -30,7 +30,7 @@ class Projection(Linear):
         residual: Tensor | None = None,
         first_row: int = 0,
     ) -> Tensor:
-        """As the decoder's `Linear`. first_row: the first output to compute; those before it are left out."""
+        """As the decoder's `Linear`. first_row: the first output to compute; those before it are skipped."""
         weight, bias = self.weight[first_row:], None if self.bias is None else self.bias[first_row:]
         if not self.weight.requires_grad:
             before = None if norm is None else (norm.weight, norm.eps)

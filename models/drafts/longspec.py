@@ -190,7 +190,7 @@ class LongSpec(DraftModule):
         """Copy self-attention from the target's first layer and the rest from its last; biases of q, k, v if it has
         them.
 
-        What this block has no place for is left out: norms of q and k and after sub-layers, biases of o and of the
+        What this block has no place for is skipped: norms of q and k and after sub-layers, biases of o and of the
         feed-forward, a gate other than silu. If the last layer has experts, the feed-forward keeps its random weights.
         """
         first, last = cast(Layer, target.layers[0]), cast(Layer, target.layers[-1])
