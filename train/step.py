@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from longdraft.kernels.distillation import Distillation
 from longdraft.kernels.linear_loss import LinearLoss
 from longdraft.kernels.transfer import HostCopy, Moment, from_host
 from longdraft.models.drafts.loss import TOP_K
@@ -151,8 +150,8 @@ def _forward(
     distillation = None
     if objective is not None:
         assert output.post_norm is not None
-        rows = [method.target_rows(micro_batch, i) for i in range(len(micro_batch.parts))]
-        distillation = Distillation(teacher.gather(output.post_norm, len(batch.tokens)), rows, *objective)
+        states_ND = teacher.gather(output.post_norm, len(batch.tokens))
+        distillation = method.distillation(micro_batch, states_ND, objective)
     arguments = method.arguments(micro_batch, output, teacher)
     loss: LinearLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_top_k, distillation)
     is_skipped = teacher.any(~loss.sums.detach().isfinite().all())  # ranks that share these rows skip them together

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from longdraft.kernels.distillation import Distillation
 from longdraft.launch import cli
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import build_decoder, read_target_config
@@ -105,8 +104,7 @@ def a_pass(config: Config, target: DecoderConfig) -> dict[str, int]:
         with torch.profiler.record_function("forward"):
             seen = teacher.forward(micro_batch.batch.tokens, borders, micro_batch.positions, needs)
         with torch.profiler.record_function("loss"):
-            taught = [method.target_rows(micro_batch, i) for i in range(len(micro_batch.parts))]
-            teaching = Distillation(seen.post_norm, taught, *objective) if objective else None
+            teaching = method.distillation(micro_batch, seen.post_norm, objective) if objective else None
             loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, True, teaching)
         with torch.profiler.record_function("backward"):
             loss.sums.sum().backward()

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from longdraft.kernels.distillation import Distillation
 from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 from longdraft.train.batches import EpochRow, read_batch
@@ -85,8 +84,7 @@ def test_the_loss_of_a_pass_is_that_of_full_logits(config_file, target, made, de
         assert sum(micro_batch.n_labels) > 50
         needs = method.needs | {"post_norm"}
         output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, needs)
-        rows = [method.target_rows(micro_batch, i) for i in range(len(micro_batch.parts))]
-        teaching = Distillation(output.post_norm, rows, *chosen)
+        teaching = method.distillation(micro_batch, output.post_norm, chosen)
         arguments = method.arguments(micro_batch, output, teacher)
         loss = method.draft(*arguments, teacher.lm_head_VD, False, teaching)
         found = torch.autograd.grad(loss.sums.sum(), list(method.draft.parameters()))

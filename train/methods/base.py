@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longdraft.kernels.distillation import Distillation
 from longdraft.kernels.linear_loss import LossPart
 from longdraft.kernels.segment_attention import send_segments
 from longdraft.kernels.transfer import from_host
@@ -108,6 +109,12 @@ class Method(ABC):
     @abstractmethod
     def target_rows(self, micro_batch: MicroBatch, part: int) -> Tensor:
         """For each label of a part, the index in N of the token whose target distribution predicts it, int64 [M]."""
+
+    def distillation(self, micro_batch: MicroBatch, states_ND: Tensor, objective: tuple[str, float]) -> Distillation:
+        """A loss against the target's distributions, given its post-norm states. `objective`: with its text_weight."""
+        return Distillation(
+            states_ND, [self.target_rows(micro_batch, i) for i in range(len(self.part_names))], *objective
+        )
 
     def as_labels(self, tokens_R: Tensor) -> Tensor:
         """Token ids as labels, int64 [R]; -1 for tokens outside a restricted vocabulary."""
