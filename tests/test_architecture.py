@@ -1,7 +1,6 @@
-"""The house's rules, checked on the syntax trees: who may import whom, full names only, no package markers.
+"""The house's rules, checked on the syntax trees: who may import whom, and by full names only.
 
-A rule is one test of all files, which names every place that breaks it.
-"""
+A rule is one test of all files, which names every place that breaks it."""
 
 import ast
 from collections.abc import Iterator
@@ -154,16 +153,6 @@ def test_every_question_to_cuda_names_its_device():
                 if (asks or node.func.attr == "record") and not named & {"device", "stream"}:
                     offenders.append(f"{place(path, node.lineno)}: {called}() asks the current device; name one")
     none_of(offenders)
-
-
-def test_no_folder_is_a_regular_package():
-    none_of(
-        [
-            f"{place(path)} would shadow installed packages of the same name"
-            for folder in (*MAY_IMPORT, "tests", "configs")
-            for path in (ROOT / folder).rglob("__init__.py")
-        ]
-    )
 
 
 def test_every_file_says_what_it_is_for():

@@ -1,12 +1,8 @@
 """The pretended device itself: values are the CPU's, and each way to wait for a device is counted, or raises."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from longdraft.infer.graphs import graphs_for
-from longdraft.kernels import backend
 from longdraft.kernels.choice import choose
 from longdraft.kernels.transfer import HostCopy, from_host
 
@@ -104,21 +100,3 @@ def test_gradients_and_changes_in_place_are_those_of_the_cpu(gpu, pretended_cuda
     found = work(gpu.put(layer), x.to("cuda"))
     for one, other in zip(want, found, strict=True):
         assert other.is_cuda and torch.equal(one, pretended_cuda.value_of(other))
-
-
-def test_recorded_work_is_done_at_every_replay(gpu, tiny_target):
-    graphs = graphs_for(None, gpu.put(tiny_target().model))
-    x, done = torch.ones(2).to("cuda"), []
-    for _ in range(4):
-        assert graphs.run(("add",), (), lambda x: done.append(1) or x + 1, x).tolist() == [2.0, 2.0]
-    assert graphs.recording and len(done) == 4
-
-
-def test_afterwards_all_is_as_before(pretended_cuda):
-    before = backend.triton_kernels, torch.cuda.synchronize
-    with pretended_cuda.PretendedCuda():
-        assert isinstance(backend.triton_kernels("tree", "cuda"), SimpleNamespace)
-        x = torch.ones(2).to("cuda")
-    assert (backend.triton_kernels, torch.cuda.synchronize) == before
-    with pytest.raises(AssertionError, match="outside of"):
-        x + 1

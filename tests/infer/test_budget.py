@@ -254,15 +254,6 @@ def test_drafters_of_a_combination_run_as_many_stages_as_each_would_alone():
     assert policy.stages_run == 3
 
 
-def test_chances_are_those_of_the_levels():
-    policy = staged((0.75, 0.5, 0.25), 0.1)
-    for stage, chance in enumerate((0.75, 0.5, 0.25), 1):
-        assert abs(policy.chance(stage) - chance) < 0.12
-    fresh = Policy(4, (1, 2, 3, 4), stages=STAGES)
-    learn(fresh, tree([[7]]), [7, 1], times=20)
-    assert fresh.chance(3) == fresh.chance(1) > 0.9  # one never tried is as good as the one above it
-
-
 # The same with drafters, by a clock that counts passes.
 
 

@@ -88,18 +88,6 @@ def test_any_tree_gives_plain_decodings_tokens(target, name, sampling, prompts, 
     assert [generation.tokens for generation in picked] == plain
 
 
-def test_streaming_yields_the_same_tokens_in_order(target):
-    params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=20)
-    engine = Engine(target, "token_recycling")
-    whole = engine.generate(PROMPTS, params)
-    parts = {0: [], 1: [], 2: []}
-    for piece in engine.stream(PROMPTS, params):
-        parts[piece.index] += piece.tokens
-        if piece.generation:
-            assert piece.generation.tokens == parts[piece.index]
-    assert [parts[i] for i in range(3)] == [generation.tokens for generation in whole]
-
-
 def test_the_wait_for_a_request_is_no_time_of_its_decoding(target):
     """Also after a step that nobody read, as its only request was cancelled."""
     engine, turns = Engine(target, slots=1, max_length=20), iter(range(4))

@@ -333,16 +333,6 @@ def test_other_dtypes(tiny_target, dtype):
 
 
 @pytest.mark.usefixtures("way")
-def test_rope_that_depends_on_the_length(tiny_target, plain_tokens, seeded):
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    target = tiny_target(vocab_size=VOCAB, rope=rope, max_positions=24)
-    params = seeded(SamplingParams(), 2, 11)
-    drafter = Watched(target, drafted(target), (2, 2))
-    plain = plain_tokens(target, PROMPTS[:2], params)
-    assert [g.tokens for g in Engine(target, drafter).generate(PROMPTS[:2], params)] == plain
-
-
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_is_what_it_allocates(tiny_target, dtype):
     target = tiny_target(vocab_size=VOCAB, dtype=dtype)

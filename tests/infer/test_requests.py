@@ -227,12 +227,6 @@ def test_a_special_token_among_the_stop_strings_stops(target, alone, strings, en
     assert len(found.tokens) > 1
 
 
-def test_a_single_token_may_be_left(target):
-    only = SamplingParams(max_new_tokens=5, banned_token_ids=tuple(range(1, 280)))
-    assert Engine(target).generate([[4]], only)[0].tokens == [0], "the end token is all that is left"
-    assert Engine(target).generate([[4]], replace(only, ignore_eos=True))[0].tokens == [0] * 5
-
-
 def test_seeds_of_64_bits(target, alone):
     params = SamplingParams(temperature=1.5, max_new_tokens=NEW)
     texts = {}

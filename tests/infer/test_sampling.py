@@ -113,13 +113,6 @@ def test_choice_is_the_argmax_of_filtered_logits_and_noise():
     assert sampling.choose(logits, NONE, torch.tensor([30])) == by_hand and not kept.all()
 
 
-def test_greedy_is_the_argmax_and_asks_for_no_noise():
-    logits = torch.randn(3, 20)
-    sampling, positions = SlotSampling([SamplingParams()] * 3, CPU), torch.arange(3)
-    assert torch.equal(sampling.choose(logits, NONE, positions), logits.argmax(1))
-    assert not any(sampling._noise_rows)
-
-
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -119,12 +119,6 @@ def test_a_node_sees_its_own_prefix_and_nothing_else(forest):
 RATES = [[0.5, 0.2, 0.1], [0.4, 0.15, 0.05], [0.3, 0.1, 0.02]]
 
 
-def test_cartesian_three_by_three_has_39_nodes_below_the_root():
-    shape = TreeShape.cartesian((3, 3, 3))
-    assert (len(shape.nodes), shape.depth, shape.ranks) == (39, 3, 3)
-    assert TreeShape.cartesian((1, 3, 3, 3)).nodes[0] == (0,) and len(TreeShape.cartesian((1, 3, 3, 3)).nodes) == 40
-
-
 def test_ranked_tokens_come_to_their_nodes():
     shape = TreeShape(((0,), (2,), (0, 1), (2, 0)))
     ranked = torch.tensor([[[10, 11, 12], [20, 21, 22]], [[30, 31, 32], [40, 41, 42]]])
