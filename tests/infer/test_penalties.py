@@ -181,3 +181,12 @@ def test_history_writes_stay_inside():
     assert history.tokens.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
     assert history.read(torch.tensor([3, -1]), 3).tolist() == [[4, 5, 5], [6, 6, 7]]
     assert history.prompt_lengths.tolist() == [5, 1]
+
+
+def test_stop_tokens_are_banned_until_enough_are_new():
+    """After a prompt of 3 tokens, at each number of new ones."""
+    history = History(12, 30)
+    history.prompt_lengths.fill_(3)
+    params = [SamplingParams(min_new_tokens=7, stop_token_ids=(2,))] * 12
+    found = penalised(params, torch.zeros(12, VOCAB), history, torch.arange(12) + 2)
+    assert found[:, 2].isneginf().tolist() == [new < 7 for new in range(12)]

@@ -63,14 +63,6 @@ def test_prompts_of_every_kind(target, tokenizer, alone):
     assert engine.generate([], params) == [] and list(engine.stream([])) == []
 
 
-def test_a_chats_content_may_be_parts_of_text(target):
-    whole = [{"role": "system", "content": "the mat"}, {"role": "user", "content": "the cat sat"}]
-    parts = [{"type": "text", "text": "the cat"}, {"type": "text", "text": " sat"}]
-    pieces = [{"role": "system", "content": [{"type": "text", "text": "the mat"}]}, {"role": "user", "content": parts}]
-    found = Engine(target).generate([whole, pieces], SamplingParams(max_new_tokens=2))
-    assert found[0].prompt == found[1].prompt and pieces[1]["content"] is parts
-
-
 def said(content, **more):
     return {"role": "user", "content": content, **more}
 
