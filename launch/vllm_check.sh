@@ -4,7 +4,7 @@
 #   launch/vllm_check.sh [ENVIRONMENT] [--bench]
 #
 #   ENVIRONMENT  folder of the environment (default: .venv-vllm), made if it is missing; 3.5 GB, some minutes
-#   --bench      also measure vLLM against this runtime (benchmarks/checks/vllm_peer.py); needs a quiet machine
+#   --bench      also measure vLLM against this runtime (benchmarks/checks/peers.py); needs a quiet machine
 #
 #   PYTHON       the interpreter that makes it (default: python3)
 #   TORCH_INDEX  where pip finds a CPU build of torch, for example https://download.pytorch.org/whl/cpu
@@ -33,5 +33,5 @@ fi
 export PYTHONSAFEPATH=1  # keeps the checkout's folder kernels off the path
 "$bin/python" -m pytest -q -p no:cacheprovider --timeout 600 "$root/tests/vllm"
 if [ "$bench" = yes ]; then
-    "$bin/python" "$root/benchmarks/checks/vllm_peer.py"
+    "$bin/python" "$root/benchmarks/checks/peers.py" vllm --prompt-tokens 192
 fi

@@ -1,15 +1,12 @@
-"""Counts the size of the code and prints it as a table: `python benchmarks/checks/house.py [--json]`.
+"""Counts the size of the code and prints it as a table: `python benchmarks/checks/house.py [ROOT]`.
 
 Counted are the files that git tracks or would track. Generated files and results are not counted.
 """
 
-import argparse
 import ast
-import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,14 +35,10 @@ def counts(root: Path = ROOT) -> dict[str, dict]:
                 functions.append((node.end_lineno or node.lineno) - node.lineno + 1)
                 found["functions called check_*"] += node.name.lstrip("_").startswith("check_")
             found["raise"] += isinstance(node, ast.Raise) and node.exc is not None
-            named = isinstance(node, ast.Name | ast.Attribute) and "is_host" in (
-                getattr(node, "id", ""), getattr(node, "attr", ""),
-            )  # fmt: skip
-            found["is_host outside kernels"] += named and path.parts[0] != "kernels"
-            found["Not here:"] += (
-                isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-                and "Not here:" in (ast.get_docstring(node) or "")
-            )  # fmt: skip
+            name = getattr(node, "id", "") or getattr(node, "attr", "")
+            found["is_host outside kernels"] += name == "is_host" and path.parts[0] != "kernels"
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                found["Not here:"] += "Not here:" in (ast.get_docstring(node) or "")
     functions.sort()
     totals = {
         "lines of Python without tests": sum(lines[path] for path in code),
@@ -63,26 +56,19 @@ def counts(root: Path = ROOT) -> dict[str, dict]:
     for path in tests:
         of_tests[f"tests/{path.parts[1]}" if len(path.parts) > 2 else "tests"] += lines[path]
     longest = sorted(code, key=lines.__getitem__, reverse=True)[:5]
-    return {"totals": totals, "folders": {**folders, **dict(sorted(of_tests.items()))}} | {
-        "longest": {str(path): lines[path] for path in longest}
+    return {
+        "totals": totals,
+        "folders": folders | dict(sorted(of_tests.items())),
+        "longest": {str(path): lines[path] for path in longest},
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="How large the code is.")
-    parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="the checkout to count (default: this one)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args(argv)
-    found = counts(args.root)
-    if args.json:
-        print(json.dumps(found))
-        return 0
-    for title, figures in found.items():
+def main() -> None:
+    for title, figures in counts(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT).items():
         print(title)
         for name, value in figures.items():
             print(f"  {name:34}{value:8,}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,7 +12,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from functools import partial
 from itertools import pairwise
 from statistics import median
 
@@ -26,7 +27,7 @@ HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/js
 Stream = Callable[[list[int], int], Awaitable[list[float]]]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description="A server against its own engine.")
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafter", default="plain")
@@ -34,17 +35,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=192)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     command = [sys.executable, "-m", "longdraft.launch.cli", "serve", "--target", args.target, "--port", "0"]
     options = ["--drafter", args.drafter, "--slots", str(args.slots)]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         found = next(match for line in process.stderr if (match := re.search(r"http://([\d.]+):(\d+)", line)))
-
-        async def stream(prompt: list[int], new: int) -> list[float]:
-            return await stream_from(found[1], int(found[2]), prompt, new)
-
+        stream = partial(stream_from, found[1], int(found[2]))
         print(json.dumps(asyncio.run(measure(stream, Engine(load_target(args.target), args.drafter), args))))
     finally:
         process.terminate()

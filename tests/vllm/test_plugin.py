@@ -23,7 +23,7 @@ from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import load_target
 
 # The benchmark of vLLM is not installed, since it is for developers.
-PEER = run_path(str(Path(__file__).parents[2] / "benchmarks/checks/vllm_peer.py"))
+PEER = run_path(str(Path(__file__).parents[2] / "benchmarks/checks/peers.py"))
 TOKENS = 80
 CHAIN = {"shape": [1, 1, 1]}
 # method of vLLM, our drafter and its options for a chain of one token a level
