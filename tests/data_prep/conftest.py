@@ -1,7 +1,9 @@
-"""Small tokenizers, and a corpus in which all documents are different."""
+"""Small tokenizers, a corpus in which all documents are different, and readers of what was prepared."""
 
+import json
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,18 +13,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from longdraft.data_prep.shards import ShardSet
 
 WORDS = [
-    "ship",
-    "é",
-    "longer than the row",
-    "\r\n",
-    "\t",
-    "日本語",
-    "<|end|>",
-    "0",
-    "  ",
-    "🙂",
+    "ship", "é", "longer than the row", "\r\n", "\t", "日本語", "<|end|>", "0", "  ", "🙂",
     "def f(x):\n    return x\n",
-]
+]  # fmt: skip
+Joined = dict[str, list[tuple[int, bool]]]
 
 
 def byte_level_tokenizer(sets_bos: bool = False) -> PreTrainedTokenizerFast:
@@ -117,8 +111,6 @@ def make_corpus() -> Callable[..., dict[str, bytes]]:
     """make_corpus(folder, n, seed) writes n text files and a JSONL file of n lines; returns name -> text's bytes."""
 
     def make(folder: Path, n: int, seed: int = 0, words: tuple[int, int] = (1, 400)) -> dict[str, bytes]:
-        import json
-
         rng = random.Random(seed)
         texts = [f"document {i} " + " ".join(rng.choices(WORDS, k=rng.randint(*words))) for i in range(2 * n)]
         (folder / "deep").mkdir(parents=True, exist_ok=True)
@@ -136,31 +128,41 @@ def make_corpus() -> Callable[..., dict[str, bytes]]:
 
 
 @pytest.fixture(scope="session")
-def read_back() -> Callable[..., dict[str, bytes]]:
-    """read_back(shard set, tokenizer) joins the pieces of each document and decodes them: name -> bytes.
+def joined() -> Callable[..., Joined]:
+    """joined(folder) gives the documents of both splits, their pieces joined: name -> (token, whether the loss counts
+    it). Checks on the way that pieces are numbered 0.., that no document is in both splits, and that the loss counts no
+    filler."""
 
-    Checks on the way that pieces are numbered 0.. and that BOS and EOS stand at the ends alone.
-    """
-
-    def read(shards: ShardSet, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-        found: dict[str, dict[int, list[int]]] = {}
-        for i in range(len(shards)):
-            row = shards[i]
-            for (name, number), start, stop in zip(
-                shards.pieces(i), row["borders"][:-1], row["borders"][1:], strict=True
-            ):
-                assert number not in found.setdefault(name, {}), f"{name} piece {number} is there twice"
-                found[name][number] = row["tokens"][start:stop].tolist()
-        texts = {}
-        for name, pieces in found.items():
+    def read(folder: Path) -> Joined:
+        found: dict[str, dict[int, list[tuple[int, bool]]]] = {}
+        for split in ("train", "heldout"):
+            shards, of_others = ShardSet(folder / split), set(found)
+            for i in range(len(shards)):
+                row = shards[i]
+                assert not row["loss"][row["borders"][-1] :].any()
+                pairs = list(zip(row["tokens"].tolist(), row["loss"].tolist(), strict=True))
+                for (name, number), (start, stop) in zip(shards.pieces(i), pairwise(row["borders"]), strict=True):
+                    assert name not in of_others, f"{name} is in both splits"
+                    assert number not in found.setdefault(name, {}), f"{name} piece {number} is there twice"
+                    found[name][number] = pairs[start:stop]
+        for pieces in found.values():
             assert sorted(pieces) == list(range(len(pieces)))
-            ids = [token for number in sorted(pieces) for token in pieces[number]]
-            bos = shards.manifest["bos_token_ids"]
-            assert ids[: len(bos)] == bos
-            assert ids[-1] == shards.manifest["eos_token_id"]
-            ids = ids[len(bos) : -1]
-            assert tokenizer.eos_token_id not in ids
-            decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return {name: [pair for _, piece in sorted(pieces.items()) for pair in piece] for name, pieces in found.items()}
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def read_back(joined) -> Callable[..., dict[str, bytes]]:
+    """read_back(folder, tokenizer, bos) decodes the documents of both splits: name -> bytes. BOS and EOS stand at the
+    ends alone."""
+
+    def read(folder: Path, tokenizer: PreTrainedTokenizerBase, bos: Sequence[int] = ()) -> dict[str, bytes]:
+        texts = {}
+        for name, pairs in joined(folder).items():
+            *ids, end = [token for token, _ in pairs]
+            assert ids[: len(bos)] == list(bos) and end == tokenizer.eos_token_id not in ids
+            decoded = tokenizer.decode(ids[len(bos) :], skip_special_tokens=False, clean_up_tokenization_spaces=False)
             assert isinstance(decoded, str)
             texts[name] = decoded.encode()
         return texts

@@ -1,8 +1,5 @@
 """Which tokens of a conversation the loss counts: decoded and compared with the answers, for many templates."""
 
-import pickle
-import subprocess
-import sys
 from functools import cache
 
 import pytest
@@ -23,11 +20,6 @@ MARKED = """{%- for m in messages %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-# Like templates of models that think: only the last answer keeps its reasoning.
-FORGETS = (
-    "{% for m in messages %}{% set kept = m.content if loop.last else m.content.split('</think>')[-1].lstrip('\n') %}"
-    "{{ '<|im_start|>' + m.role + '\n' + kept + '<|im_end|>\n' }}{% endfor %}" + CHATML_PROMPT
-)
 ALTERNATES = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('user and assistant take turns') }}{% endif %}{% endfor %}"
@@ -84,28 +76,6 @@ def test_smollm2_learns_its_answers_and_their_end_alone(smollm2, system, turns):
 def test_a_template_with_marks_is_read_as_without(smollm2):
     assert encode(smollm2, TWO_TURNS, MARKED).tokens.tolist() == reference(smollm2, TWO_TURNS, MARKED)
     assert answers(smollm2, TWO_TURNS, MARKED) == answers(smollm2, TWO_TURNS, CHATML)
-
-
-def test_a_template_that_rewrites_history_gives_each_turn_its_own_context(smollm2):
-    messages = [
-        ("user", "one"),
-        ("assistant", "<think>\nfirst thought\n</think>\n\n1"),
-        ("user", "two"),
-        ("assistant", "<think>\nsecond\n</think>\n\n2"),
-    ]
-    assert answers(smollm2, messages, FORGETS) == {
-        "c#1": [messages[1][1] + "<|im_end|>"],
-        "c#2": [messages[3][1] + "<|im_end|>"],
-    }
-    first, second = encoder_of(smollm2, FORGETS).encode_document(Conversation("c", b"", tuple(messages)))
-    assert "first thought" in text(smollm2, first.tokens)
-    assert "first thought" not in text(smollm2, second.tokens)
-    assert second.tokens.tolist() == reference(smollm2, messages, FORGETS)
-    ((start, _),) = second.spans
-    prompt = reference(smollm2, messages[:3], FORGETS, add_generation_prompt=True)
-    assert second.tokens[:start].tolist() == prompt
-    # Without reasoning to forget, there is one sequence.
-    assert list(answers(smollm2, TWO_TURNS, FORGETS)) == ["c"]
 
 
 def test_other_ends_of_a_turn(smollm2):
@@ -324,20 +294,3 @@ def test_odd_added_tokens_keep_their_ids():
     counts = [(encoded.tokens == tokenizer.convert_tokens_to_ids(token)).sum() for token in ("<think>", "</think>")]
     assert counts == [2, 1]
     assert answers(tokenizer, messages, CHATML) == {"c": ["<think>a boat</think> a ship<|im_end|>"]}  # blanks taken
-
-
-def test_encoder_is_picklable_and_needs_no_torch(smollm2, tmp_path):
-    encoder = ChatEncoder(smollm2)
-    conversation = Conversation("c", b"", tuple(TWO_TURNS))
-    expected = encoder.encode_document(conversation)[0]
-    (tmp_path / "both").write_bytes(pickle.dumps((encoder, conversation)))
-    script = """
-import pickle, sys
-from longdraft.data_prep import prepare, shard_task
-encoder, conversation = pickle.load(open(sys.argv[1], "rb"))
-(encoded,) = encoder.encode_document(conversation)
-print(encoded.tokens.tolist(), list(encoded.spans), *{"torch", "transformers"} & set(sys.modules))
-"""
-    run = [sys.executable, "-c", script, str(tmp_path / "both")]
-    printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    assert printed == f"{expected.tokens.tolist()} {list(expected.spans)}\n"

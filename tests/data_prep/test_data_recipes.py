@@ -6,7 +6,6 @@ The sets themselves are on a hub; what each looks like is written here as its pa
 import json
 import re
 import shutil
-from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -37,19 +36,15 @@ def jsonl_zst(path, records):
         stream.write("".join(json.dumps(record) + "\n" for record in records).encode())
 
 
-def decoded(out, tokenizer, counted=False):
-    """The text of each document, or the part of it that the loss counts, sorted."""
-    pieces = {}
-    for rows in (ShardSet(out / split) for split in ("train", "heldout")):
-        for i in range(len(rows)):
-            row = rows[i]
-            for (name, number), (start, stop) in zip(rows.pieces(i), pairwise(row["borders"]), strict=True):
-                tokens = row["tokens"][start:stop]
-                pieces[name, number] = tokens[row["loss"][start:stop]] if counted else tokens
-    texts = {}
-    for name, number in sorted(pieces):
-        texts.setdefault(name, []).extend(pieces[name, number].tolist())
-    return sorted(tokenizer.decode(tokens) for tokens in texts.values())
+@pytest.fixture
+def decoded(joined, smollm2):
+    """decoded(folder) gives the text of each document, or the part of it that the loss counts, sorted."""
+
+    def read(out, counted=False):
+        documents = [[token for token, counts in pairs if counts or not counted] for pairs in joined(out).values()]
+        return sorted(map(smollm2.decode, documents))
+
+    return read
 
 
 def tokens_of(manifest, name):
@@ -66,7 +61,7 @@ def test_there_is_a_test_for_every_recipe():
     assert names == {"pg19", "slimpajama-6b", "prolong-64k", "long-sft", "qwq-longcot", "chat", "text", "smollm2-mixed"}
 
 
-def test_pg19(tmp_path, smollm2):
+def test_pg19(tmp_path, decoded):
     books = [PROSE * n for n in (2, 30, 60, 90)]
     fields = {"short_book_title": "A Book", "publication_date": 1859, "url": "http://www.gutenberg.org/ebooks/98"}
     records = [{**fields, "text": f"Book {i}. {book}"} for i, book in enumerate(books)]
@@ -75,14 +70,14 @@ def test_pg19(tmp_path, smollm2):
     given = (f"sources.pg19.path={tmp_path}/hub", "seq_len=512", "heldout_share=0")
     train = run("pg19", tmp_path / "a", *given)["splits"]["train"]
     assert train["dropped"] == {"shorter_than_seq_len": 2}
-    found = decoded(tmp_path / "a", smollm2)
+    found = decoded(tmp_path / "a")
     assert [text[:7] for text in found] == ["Book 2.", "Book 3."]
     assert all(books[int(text[5])].startswith(text[8:]) for text in found)
     train = run("pg19", tmp_path / "c", *given, "documents=pack")["splits"]["train"]
     assert train["documents"] == 4 and not train["dropped"]
 
 
-def test_slimpajama(tmp_path, smollm2):
+def test_slimpajama(tmp_path, decoded):
     names = ["RedPajamaCommonCrawl", "RedPajamaC4", "RedPajamaGithub"]
     meta = [{"redpajama_set_name": names[i % 3]} for i in range(60)]
     records = [{"text": f"{i} {PROSE * (i % 30)}", "meta": meta[i], "__index_level_0__": i} for i in range(60)]
@@ -93,10 +88,10 @@ def test_slimpajama(tmp_path, smollm2):
     files = "sources.slimpajama.files=[train/*.jsonl.zst]"
     run("slimpajama-6b", tmp_path / "b", f"sources.slimpajama.path={tmp_path}/627b", files, "heldout_share=0.2")
     texts = sorted(record["text"] + "<|im_end|>" for record in records)
-    assert decoded(tmp_path / "a", smollm2) == texts == decoded(tmp_path / "b", smollm2)
+    assert decoded(tmp_path / "a") == texts == decoded(tmp_path / "b")
 
 
-def test_prolong(tmp_path, smollm2):
+def test_prolong(tmp_path, smollm2, decoded):
     root, domains = tmp_path / "prolong-data-64K", ("thestackv1_concat_by_repo-65536", "book-65536", "arxiv", "tuluv2")
     for domain in domains:  # whose samples are those of mds/plain
         shutil.copytree(Path(__file__).parent / "mds" / "plain", root / domain)
@@ -108,7 +103,7 @@ def test_prolong(tmp_path, smollm2):
     sources = [f"sources.{name}.{field}" for name in ("code", "books", "arxiv") for field in
                (f"path={root}", "tokenizer=smollm2-135m", "streaming=false")]  # fmt: skip
     manifest = run("prolong-64k", tmp_path / "out", *sources, "seq_len=256", "max_tokens=2100", "heldout_share=0.2")
-    for found in decoded(tmp_path / "out", smollm2):  # the document that reaches a budget is cut
+    for found in decoded(tmp_path / "out"):  # the document that reaches a budget is cut
         assert any(text.startswith(found.rstrip("\ufffd")) for text in texts), "a document came back as another text"
     rows = ShardSet(tmp_path / "out" / "train")
     taken = {name.split("/")[1] for i in range(len(rows)) for name, _ in rows.pieces(i)}
@@ -132,16 +127,16 @@ def long_sft(root):
     return [f"sources.{name}.path={root / name}" for name in ("reports", "news", "meetings", "code")], answers
 
 
-def test_long_sft(tmp_path, smollm2):
+def test_long_sft(tmp_path, decoded):
     sources, answers = long_sft(tmp_path)
     manifest = run("long-sft", tmp_path / "out", *sources, "seq_len=2048", "heldout_share=0.2")
     assert all(tokens_of(manifest, name) for name in ("reports", "news", "meetings", "code"))
-    assert decoded(tmp_path / "out", smollm2, counted=True) == sorted(f"{answer}<|im_end|>" for answer in answers)
-    text = "".join(decoded(tmp_path / "out", smollm2))
+    assert decoded(tmp_path / "out", counted=True) == sorted(f"{answer}<|im_end|>" for answer in answers)
+    text = "".join(decoded(tmp_path / "out"))
     assert "Read the following report and summarise it.\n\nreport 3 It was" in text and "x = 7\ny = {}\n" in text
 
 
-def test_qwq_longcot(tmp_path, smollm2):
+def test_qwq_longcot(tmp_path, decoded):
     records = [
         {"problem": f"What is {i} + {i}?", "qwq": f"So {PROSE}It is {2 * i}.", "source": "made"} for i in range(20)
     ]
@@ -150,15 +145,15 @@ def test_qwq_longcot(tmp_path, smollm2):
     (tmp_path / "set/README.md").write_text("---\nlicense: mit\n---\n")
     run("qwq-longcot", tmp_path / "out", f"sources.longcot.path={tmp_path}/set", "seq_len=1024", "heldout_share=0.2")
     answers = sorted(record["qwq"] + "<|im_end|>" for record in records)
-    assert decoded(tmp_path / "out", smollm2, counted=True) == answers
+    assert decoded(tmp_path / "out", counted=True) == answers
 
 
-def test_chat_and_text(tmp_path, smollm2):
+def test_chat_and_text(tmp_path, decoded):
     chats = [[{"role": "user", "content": f"ask {i}"}, {"role": "assistant", "content": f"say {i}"}] for i in range(20)]
     records = [{"prompt": "ask", "prompt_id": str(i), "messages": chat} for i, chat in enumerate(chats)]
     parquet(tmp_path / "chat/data/train_sft-00000-of-00003.parquet", records)
     run("chat", tmp_path / "a", f"sources.chat.path={tmp_path}/chat", "seq_len=512", "heldout_share=0.2")
-    assert decoded(tmp_path / "a", smollm2, counted=True) == sorted(f"say {i}<|im_end|>" for i in range(20))
+    assert decoded(tmp_path / "a", counted=True) == sorted(f"say {i}<|im_end|>" for i in range(20))
     for name, end in (("books", "txt"), ("code", "py")):
         (tmp_path / name).mkdir()
         for i in range(40):
@@ -168,7 +163,7 @@ def test_chat_and_text(tmp_path, smollm2):
     assert 600 < tokens_of(manifest, "books") <= 900 and 100 < tokens_of(manifest, "code") <= 300
 
 
-def test_smollm2_mixed(tmp_path, smollm2):
+def test_smollm2_mixed(tmp_path):
     """It takes the files of each kind that `launch/fetch_texts.sh` leaves, by weight."""
     names = {"documentation": "intro.rst", "speeches": "1801.txt", "code": "module.py", "library": "queue.py"}
     for kind, name in names.items():

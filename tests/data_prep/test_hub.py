@@ -9,8 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from longdraft.data_prep.shards import ShardSet
-
 # Prepares or lists, as each call says, and prints a line.
 SCRIPT = """
 import json, sys
@@ -86,10 +84,7 @@ def test_fetched_and_streamed_sets_are_the_same_documents(root, run, tmp_path, r
         assert given(requests, "train-0.jsonl") > 0 and sorted((tmp_path / "cache").rglob("*")) == cached
     # Without a network, the cache is used.
     assert run("http://127.0.0.1:9", [offline], HF_HUB_OFFLINE="1")[0].startswith("Prepared")
-    texts = [
-        read_back(ShardSet(out / "train"), tiny_tokenizer) | read_back(ShardSet(out / "heldout"), tiny_tokenizer)
-        for out in outs
-    ]
+    texts = [read_back(out, tiny_tokenizer) for out in outs]
     assert texts[0] == texts[1] == texts[2] and {text.decode() for text in texts[0].values()} == TEXTS
     assert {name.partition(":")[0] for name in texts[0]} == {
         f"me/set/data/train-{part}" for part in ("0.jsonl", "1.jsonl.zst", "2.parquet", "3.parquet")

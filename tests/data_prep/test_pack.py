@@ -50,16 +50,6 @@ def test_what_is_left_of_long_documents_is_cut_only_to_save_a_row(lengths, seq_l
     assert all(len(p) >= min(seq_len // 32, lengths[p.document] % seq_len or seq_len) for p in pieces)
 
 
-def test_pack_by_hand():
-    assert pack([], 8) == []
-    assert pack([10, 3, 5, 8], 8) == [
-        [Piece(0, 0, 0, 8)],
-        [Piece(0, 1, 8, 10)],
-        [Piece(1, 0, 0, 3), Piece(2, 0, 0, 5)],
-        [Piece(3, 0, 0, 8)],
-    ]
-
-
 def documents_of_a_shard(rng, median: int, sigma: float, n_bytes: int, bytes_a_token: float) -> list[int]:
     """Lognormal lengths in tokens, as many as make up the text of a shard."""
     lengths: list[int] = []
@@ -83,14 +73,16 @@ def test_little_filler(median, sigma, seq_len, n_bytes, most):
     assert max(filler(lengths, seq_len) for lengths in shards) < most
 
 
-def test_a_rest_fills_what_others_leave():
+@pytest.mark.parametrize(("lengths", "seq_len", "rows"), [
+    ([], 8, []),
+    ([10, 3, 5, 8], 8, [[Piece(0, 0, 0, 8)], [Piece(0, 1, 8, 10)], [Piece(1, 0, 0, 3), Piece(2, 0, 0, 5)],
+                        [Piece(3, 0, 0, 8)]]),
     # Three rests of 60 in rows of 100: one is cut in two, and the third row is saved.
-    assert pack([160, 160, 160], 100) == [
-        [Piece(0, 0, 0, 100)],
-        [Piece(0, 1, 100, 160), Piece(2, 1, 100, 140)],
-        [Piece(1, 0, 0, 100)],
-        [Piece(1, 1, 100, 160), Piece(2, 2, 140, 160)],
-        [Piece(2, 0, 0, 100)],
-    ]
+    ([160, 160, 160], 100, [[Piece(0, 0, 0, 100)], [Piece(0, 1, 100, 160), Piece(2, 1, 100, 140)],
+                            [Piece(1, 0, 0, 100)], [Piece(1, 1, 100, 160), Piece(2, 2, 140, 160)],
+                            [Piece(2, 0, 0, 100)]]),
     # Documents of 60 tokens are not cut.
-    assert pack([60, 60, 60], 100) == [[Piece(0, 0, 0, 60)], [Piece(1, 0, 0, 60)], [Piece(2, 0, 0, 60)]]
+    ([60, 60, 60], 100, [[Piece(0, 0, 0, 60)], [Piece(1, 0, 0, 60)], [Piece(2, 0, 0, 60)]]),
+])  # fmt: skip
+def test_pack_by_hand(lengths, seq_len, rows):
+    assert pack(lengths, seq_len) == rows

@@ -43,10 +43,9 @@ def splits(config):
 def test_shards_give_the_sources_back_byte_for_byte(config, corpus, read_back, request, fixture):
     tokenizer = request.getfixturevalue(fixture)
     manifest = prepare(config, tokenizer, "hash")
-    train, heldout = (read_back(split, tokenizer) for split in splits(config))
-    assert not train.keys() & heldout.keys()
-    assert train | heldout == corpus[1]
-    assert 0.1 < len(heldout) / len(corpus[1]) < 0.3
+    bos = [tokenizer.bos_token_id] if fixture == "bos_tokenizer" else []
+    assert manifest["bos_token_ids"] == bos and read_back(config.out, tokenizer, bos) == corpus[1]
+    assert 0.1 < manifest["splits"]["heldout"]["documents"] / len(corpus[1]) < 0.3
     for name, shards in zip(("train", "heldout"), splits(config), strict=True):
         shards.verify()
         counted = manifest["splits"][name]
@@ -56,7 +55,6 @@ def test_shards_give_the_sources_back_byte_for_byte(config, corpus, read_back, r
         assert counted["pieces"] == sum(len(row["borders"]) - 1 for row in rows)
         assert (counted["bad"], counted["dropped"]) == ({}, {})
         assert all((row["tokens"][row["borders"][-1] :] == tokenizer.eos_token_id).all() for row in rows)
-    assert train.keys() > {name for name in train if name.endswith(".txt")} > set()
 
 
 def test_manifest_says_what_was_made(config, tiny_tokenizer, capsys):
@@ -118,16 +116,8 @@ def test_copies_of_a_document_are_on_one_side(tmp_path, tiny_tokenizer):
         assert [len(copies & side) for side in sides] in ([3, 0], [0, 3])
 
 
-def pieces_of(shards: ShardSet):
-    """(document, number, tokens) of each piece."""
-    for i in range(len(shards)):
-        row = shards[i]
-        for (name, n), start, stop in zip(shards.pieces(i), row["borders"], row["borders"][1:], strict=False):
-            yield name, n, row["tokens"][start:stop].tolist()
-
-
 @pytest.mark.parametrize(("mode", "max_tokens"), [("pack", 20_000), ("first", 5_000)])
-def test_max_tokens_bounds_both_splits_together(config, corpus, tiny_tokenizer, mode, max_tokens):
+def test_max_tokens_bounds_both_splits_together(config, corpus, tiny_tokenizer, joined, mode, max_tokens):
     limited = changed(config, max_tokens=max_tokens, documents=mode)
     manifest = prepare(limited, tiny_tokenizer, "hash")
     kept = sum(split["tokens"] for split in manifest["splits"].values())
@@ -135,10 +125,7 @@ def test_max_tokens_bounds_both_splits_together(config, corpus, tiny_tokenizer, 
     if mode == "pack":  # documents from both kinds of files, all whole but for those that reach a task's budget
         n_tasks = len([*config.out.rglob("*.arrow")])
         assert kept > max_tokens - n_tasks
-        ids: dict[str, list[int]] = {}
-        for shards in splits(limited):
-            for _, name, tokens in sorted((n, name, tokens) for name, n, tokens in pieces_of(shards)):
-                ids[name] = ids.get(name, []) + tokens
+        ids = {name: [token for token, _ in pairs] for name, pairs in joined(limited.out).items()}
         assert 5 < sum(".txt" in name for name in ids) < len(ids)
         cut = [name for name in ids if ids[name][-1] != tiny_tokenizer.eos_token_id]
         assert 0 < len(cut) <= n_tasks
@@ -184,11 +171,10 @@ def test_a_long_task_writes_several_shards(corpus, tmp_path, tiny_tokenizer, rea
     sources = same_way([str(tmp_path / "lines.jsonl.gz")])
     config = PrepareConfig(sources=sources, out=tmp_path / "out", seq_len=64, heldout_share=0)
     n_tokens = prepare(config, tiny_tokenizer, "hash")["splits"]["train"]["tokens"]
-    rows = ShardSet(config.out / "train")
-    names = [shard["file"] for shard in rows.manifest["shards"]]
+    names = [shard["file"] for shard in splits(config)[0].manifest["shards"]]
     assert names == ["shard-00000.arrow", *(f"shard-00000-{i:03d}.arrow" for i in range(1, len(names)))]
     assert n_tokens // 7000 < len(names) <= n_tokens // 5000 + 1
-    found = {name.rpartition(":")[2]: text for name, text in read_back(rows, tiny_tokenizer).items()}
+    found = {name.rpartition(":")[2]: text for name, text in read_back(config.out, tiny_tokenizer).items()}
     assert found == {name.rpartition(":")[2]: text for name, text in corpus[1].items() if ":" in name}
 
 
@@ -225,33 +211,6 @@ def test_wrong_settings_are_named(config, field, value):
 def test_wrong_settings_of_a_source_are_named(config, fields):
     with pytest.raises(ValueError, match=rf"^sources\.one.*{next(iter(fields))}"):
         validate(PrepareConfig, {**dict(config), "sources": {"one": {"path": "p", **fields}}})
-
-
-# The worst that a kill can leave: a shard without its record, and a half-written file.
-def test_shard_without_record_and_half_files_are_made_again(config, tiny_tokenizer, monkeypatch):
-    prepare(config, tiny_tokenizer, "hash")
-    expected = files_of(config.out)
-    killed = changed(config, out=config.out.with_name("killed"))
-    make_shards_of, made = prepare_module.make_shards_of, []
-
-    def stop_after_three(task, **given):
-        if len(made) == 3:
-            raise KeyboardInterrupt
-        make_shards_of(task, **given)
-        made.append(task)
-
-    monkeypatch.setattr(prepare_module, "make_shards_of", stop_after_three)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(killed, tiny_tokenizer, "hash")
-    monkeypatch.setattr(prepare_module, "make_shards_of", make_shards_of)
-    shard = killed.out / "train" / "shard-00001.arrow"
-    (killed.out / "progress" / "train-00001.json").unlink()
-    (killed.out / "train" / "shard-00002.arrow").unlink()
-    shard.write_bytes(b"from before the record")
-    (killed.out / "train" / ".shard-00004.arrow.123.tmp").write_bytes(b"half")
-    (killed.out / "progress" / ".train-00004.json.123.tmp").write_bytes(b"{")
-    prepare(killed, tiny_tokenizer, "hash")
-    assert files_of(killed.out) == expected
 
 
 SCRIPT = """
@@ -301,14 +260,17 @@ def test_kill_and_resume_loses_and_repeats_nothing(
     assert psutil.wait_procs(workers, timeout=20)[1] == [], "a worker outlived its parent"
     out = tmp_path / "out"
     assert not (out / "manifest.json").exists()
-    records = [json.loads(path.read_text()) for path in (out / "progress").glob("*.json")]
-    made = [out / name for record in records for name in record["outputs"]]
-    times = {path: path.stat().st_mtime_ns for path in made}
+    # The worst that a kill can leave: a shard without its record, and half-written files.
+    records = {path: json.loads(path.read_text())["outputs"] for path in sorted((out / "progress").glob("*.json"))}
+    unrecorded = next(path for path, outputs in records.items() if outputs)
+    (out / next(iter(records.pop(unrecorded)))).write_bytes(b"from before the record")
+    unrecorded.unlink()
+    (out / "train" / ".shard-00009.arrow.123.tmp").write_bytes(b"half")
+    (out / "progress" / ".train-00009.json.123.tmp").write_bytes(b"{")
+    times = {out / name: (out / name).stat().st_mtime_ns for outputs in records.values() for name in outputs}
     config = PrepareConfig(sources=same_way([str(tmp_path / "corpus")]), out=out, seq_len=64)
     prepare(config, tiny_tokenizer, "hash")
-    train, heldout = (read_back(split, tiny_tokenizer) for split in splits(config))
-    assert len(train) + len(heldout) == len(corpus)
-    assert train | heldout == corpus
+    assert read_back(out, tiny_tokenizer) == corpus
     assert 0 < len(times) < len(list(out.rglob("*.arrow")))
     assert {path: path.stat().st_mtime_ns for path in times} == times, "a finished shard was redone"
     expected = files_of(out)

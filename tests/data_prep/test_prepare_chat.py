@@ -51,23 +51,6 @@ def write(path: Path, conversations, field="messages") -> None:
     path.write_text("".join(json.dumps({field: messages, "id": 1}) + "\n" for messages in conversations))
 
 
-def sequences(out: Path) -> dict[str, list[tuple[int, bool]]]:
-    """(token, whether the loss counts it) of each sequence of both splits, with its pieces joined."""
-    pieces = {}
-    for split in ("train", "heldout"):
-        shards = ShardSet(out / split)
-        for i in range(len(shards)):
-            row = shards[i]
-            used = row["borders"][-1]
-            assert not row["loss"][used:].any()
-            for (name, number), start, stop in zip(
-                shards.pieces(i), row["borders"][:-1], row["borders"][1:], strict=True
-            ):
-                piece = list(zip(row["tokens"][start:stop].tolist(), row["loss"][start:stop].tolist(), strict=True))
-                assert pieces.setdefault(name, {}).setdefault(number, piece) is piece
-    return {name: [pair for number in sorted(found) for pair in found[number]] for name, found in pieces.items()}
-
-
 def learned(tokenizer, sequence, end: int) -> list[str]:
     """The texts that the loss counts, one for each `end` token. Checks that no `end` token is outside of them."""
     counted, texts = [], []
@@ -87,9 +70,9 @@ def said(messages, end="<|end|>"):
     return [message["content"] + end for message in messages if message["role"] == "assistant"]
 
 
-def test_rows_give_conversations_and_answers_back(config, chats, tiny_tokenizer, capsys):
+def test_rows_give_conversations_and_answers_back(config, chats, tiny_tokenizer, joined, capsys):
     manifest = prepare(config, tiny_tokenizer, "hash")
-    found = sequences(config.out)
+    found = joined(config.out)
     assert found.keys() == {f"chats.jsonl:{i}" for i in range(1, 91)}
     end = tiny_tokenizer.eos_token_id
     for i, messages in enumerate(chats, start=1):
@@ -108,10 +91,10 @@ def test_rows_give_conversations_and_answers_back(config, chats, tiny_tokenizer,
     assert f"tokens of 90 documents, {supervised:,} of them supervised, " in capsys.readouterr().out
 
 
-def test_conversations_by_turn_are_whole_and_on_one_side(config, chats, tiny_tokenizer):
+def test_conversations_by_turn_are_whole_and_on_one_side(config, chats, tiny_tokenizer, joined):
     config.chat_template.write_text(FORGETS)
     manifest = prepare(config, tiny_tokenizer, "hash")
-    found = sequences(config.out)
+    found = joined(config.out)
     several = [i for i, messages in enumerate(chats, start=1) if len(messages) > 2]
     assert len(several) > 30
     assert sum(split["documents"] for split in manifest["splits"].values()) == 90
@@ -125,34 +108,6 @@ def test_conversations_by_turn_are_whole_and_on_one_side(config, chats, tiny_tok
     sides = [ShardSet(config.out / split) for split in ("train", "heldout")]
     train, heldout = ({n.split("#")[0] for i in range(len(side)) for n, _ in side.pieces(i)} for side in sides)
     assert heldout and not train & heldout
-
-
-def test_bad_conversations_are_counted_and_named(config, chats, tiny_tokenizer, tmp_path):
-    user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
-    bad = {
-        "not_a_list": ["text", [user, "text"], []],
-        "unknown_role": [[{"role": "narrator", "content": "x"}, answer], [{"role": "tool", "content": "x"}, answer]],
-        "content_not_text": [[user, answer | {"content": [{"type": "image"}]}], [user | {"content": None}]],
-        "answer_beside_content": [[user, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]],
-        "no_assistant_turn": [[user], [user, user]],
-        "noncharacter": [[user, {"role": "assistant", "content": half}] for half in ("\ufdd1", "\ud800")],
-        "refused_by_template": [[user, answer, answer]],
-    }  # fmt: skip
-    good = [user, answer | {"tool_calls": None, "weight": 1}]
-    twice = "m.role == 'assistant' and loop.previtem.role != 'user'"
-    refuses = f"{{% for m in messages %}}{{% if {twice} %}}{{{{ raise_exception('') }}}}{{% endif %}}{{% endfor %}}"
-    config.chat_template.write_text(refuses + CHATML)
-    write(tmp_path / "chats.jsonl", [*chats, *(one for many in bad.values() for one in many), good])
-    with (tmp_path / "chats.jsonl").open("a") as stream:
-        stream.write('{"text": "no conversation"}\n{"messages": [\n')
-    bad |= {"missing_field": [1], "bad_json": [1]}
-    manifest = prepare(config, tiny_tokenizer, "hash")
-    splits = manifest["splits"].values()
-    counted = {why: sum(split["bad"].get(why, 0) for split in splits) for why in bad}
-    assert counted == {why: len(many) for why, many in bad.items()}
-    assert sum(split["documents"] for split in splits) == 91
-    named = {example.split()[0] for split in splits for example in split["examples"].values()}
-    assert {"chats.jsonl:106", "chats.jsonl:105"} <= named <= {f"chats.jsonl:{i}" for i in range(91, 107)}
 
 
 def test_another_template_or_field_is_named(config, tiny_tokenizer):

@@ -63,21 +63,6 @@ def test_a_full_disk_is_an_error_that_loses_nothing(
     assert files_of(config.out) == files_of(whole.out)
 
 
-def test_lines_of_many_megabytes(tmp_path, tiny_tokenizer):
-    """One sample holds mostly other fields, one holds a long text, and one is cut off."""
-    path, text = tmp_path / "long.jsonl", "ship " * 50_000
-    with path.open("w") as stream:
-        for record in ({"text": "a"}, {"raw": "x" * 30_000_000, "text": text}, {"text": "b"}):
-            stream.write(json.dumps(record) + "\n")
-        stream.write('{"text": "' + "y" * 30_000_000 + "\n")
-    settings = {"seq_len": 8192, "heldout_share": 0}
-    config = PrepareConfig(sources=same_way([str(path)]), out=tmp_path / "out", **settings)
-    split = prepare(config, tiny_tokenizer, "hash")["splits"]["train"]
-    assert (split["documents"], split["bad"]) == (3, {"bad_json": 1})
-    assert split["examples"]["bad_json"].startswith("long.jsonl:4 ")
-    assert split["tokens"] > len(text) / 6
-
-
 def test_a_damaged_file_is_named_before_anything_is_made(config, tmp_path, tiny_tokenizer):
     (tmp_path / "corpus" / "html.parquet").write_bytes(b"<html>not found</html>" * 9)
     with pytest.raises(ValueError, match=r"html\.parquet cannot be read"):
@@ -105,14 +90,6 @@ def test_a_file_that_the_system_does_not_give_is_named(config, tiny_tokenizer, m
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ValueError, match=r"Permission denied.*file003\.txt"):
         prepare(config, tiny_tokenizer, "hash")
-
-
-def test_inspecting_without_an_output_is_an_error(config, tiny_tokenizer):
-    prepare(config, tiny_tokenizer, "hash")
-    with Path("/dev/full").open("w") as full:
-        command = [*COMMAND, "--inspect", str(config.out)]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_ctrl_c_is_130_at_once_and_takes_the_workers_along(tmp_path):

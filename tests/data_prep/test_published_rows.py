@@ -78,6 +78,7 @@ CASES = {
     "a text": ("Why? So.", "not_a_list"),
     "JSON text of something else": ('{"role": "user"}', "not_a_list"),
     "numbers": ([1, 2], "not_a_list"),
+    "a noncharacter": (openai(USER, ("assistant", "\ufdd1")), "noncharacter"),
     "no message": ([], "not_a_list"),
     "a question alone": (openai(USER), "no_assistant_turn"),
 }
