@@ -168,13 +168,12 @@ def training(methods: Sequence[str]) -> int:
     """Train, stop, resume, export and decode with every method, and print the figures after each. All start together,
     because what a stopped run leaves does not depend on its speed; they are resumed one at a time, because that is
     timed."""
-    from longdraft.launch.prepare import main as prepare
-
     target = load_target(TARGET, torch.float32, device())
     with tempfile.TemporaryDirectory() as name:
         length = str(ROW_TOKENS[device()])
         given = ["--source", str(ROOT / "infer"), "--target", TARGET, "--seq-len", length, "--heldout-share", "0.2"]
-        prepare([*given, "--out", f"{name}/data"])
+        command = [sys.executable, "-m", "longdraft.launch.cli", "prepare", *given, "--out", f"{name}/data"]
+        subprocess.run(command, check=True)
         runs = [Run(method, Path(name)) for method in methods]
         try:
             with ThreadPoolExecutor(len(runs)) as together:
