@@ -54,7 +54,7 @@ def linear(
     arithmetic and run in fp32. All else is PyTorch's.
 
     Args:
-        x: [..., I] in the weight's dtype.
+        x: [..., T, I] in the weight's dtype.
         weight_NI, bias_N: frozen.
         norm: weight [I] and epsilon of an RMSNorm of x.
         gated: return silu(first half of the outputs) * second half.

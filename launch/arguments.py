@@ -181,6 +181,8 @@ def bench() -> ArgumentParser:
     help = "how it is shown: in fp32 (default); serving, in --dtype, counting tokens that differ at near-ties; or off"
     add("--exactness", choices=FORMS, default=FORMS[0], help=help)
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
+    help = "context lengths at which to time passes by their rows (default: the first prompt's; none of a suite)"
+    add("--contexts", nargs="+", type=at_least(1), metavar="N", help=help)
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, metavar="FOLDER", help="keep every answer here; a run that was stopped continues from it")
     add("--report", type=Path, metavar="FILE", help="with --out: also write an HTML page of it")

@@ -131,7 +131,7 @@ def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
         nodes=drafting.nodes,
         sampling={key: value for key, value in sampling.items() if key not in ("temperature", "ignore_eos")},
         ignore_eos=sampling.get("ignore_eos", suite is None or suite.ignore_eos),
-        passes=suite is None,
+        contexts=(() if suite else None) if args.contexts is None else tuple(args.contexts),
     )
     for temperature in temperatures:
         settings.params(temperature)  # raises ValueError for invalid values

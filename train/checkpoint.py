@@ -175,7 +175,9 @@ def save(engine: DraftEngine, run_dir: str | Path, state: Mapping[str, Any], kee
     Raises TrainingError, on all ranks, where a rank cannot write (a full disk). What was saved before is untouched.
     """
     own = {key: tensor.cpu() for key, tensor in engine.shares().items()}
+    threads = torch.get_num_threads() if engine.ranks.device.type == "cpu" else None
     state = {**state, "optimizer_steps": engine.optimizer_steps()}
+    state |= {"threads": threads, "world_size": engine.ranks.world_size}
     return write_folder(engine.ranks, checkpoint_folder(run_dir), state, engine.weights(), keep, own)
 
 
@@ -250,7 +252,8 @@ def _set_aside(folder: Path) -> None:
 
 def load(engine: DraftEngine, found: Found) -> None:
     """Put weights and optimizer back as they were; all ranks call it, and each reads its part, however many ranks saved
-    the checkpoint. Raises ValueError where a former version saved it."""
+    the checkpoint. With as many, a CPU run goes on with as many threads as it began with, since how a sum is split
+    decides its last bits. Raises ValueError where a former version saved it."""
     folder, state = found
     if state["format"] != FORMAT:
         raise ValueError(f"train.run_dir: {folder} was saved by a former version; export it, and begin another run")
@@ -260,3 +263,6 @@ def load(engine: DraftEngine, found: Found) -> None:
         kind, start, name = key.split(":", 2)
         own.copy_(saved.read(name, kind, int(start), len(own)))
     engine.set_optimizer_steps(state["optimizer_steps"])
+    same_ranks = state.get("world_size") == engine.ranks.world_size
+    if state.get("threads") and same_ranks and engine.ranks.device.type == "cpu":
+        torch.set_num_threads(state["threads"])

@@ -25,6 +25,14 @@ from longdraft.train.methods.base import MicroBatch
 from longdraft.train.ranks import TrainingError, log
 from longdraft.train.setup import Run, StepInput
 
+# By PyTorch's name of a GPU: the TFLOP/s of its products in bf16 without sparsity, from NVIDIA's data sheets.
+PEAKS = {
+    "NVIDIA A100-SXM4-40GB": 312.0, "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0, "NVIDIA H200": 989.4, "NVIDIA L40S": 362.0, "NVIDIA RTX A6000": 154.8,
+    "NVIDIA GeForce RTX 4090": 165.2,
+}  # fmt: skip
+
 
 @dataclass
 class StepResult:
@@ -177,7 +185,8 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     `top3`: the share of each part's labels that are the draft's first candidate, or among its first three; of a part
     without labels all are None. `over_target`: the step's time over that of its target's passes on the first rank;
     estimate.py says what it could be. `tflops_per_rank`: counted operations of a rank, which is a GPU or a process on a
-    CPU, in 10^12 a second. `peak_memory_gib`: of tensors, on the GPU that had most.
+    CPU, in 10^12 a second. `share_of_peak`: that over what the card can do in bf16, where PEAKS has it.
+    `peak_memory_gib`: of tensors, on the GPU that had most.
     """
     finish_step_sum(run)
     loss, n_parts, ranks, train = result.loss, len(run.method.part_names), run.ranks, run.config.train
@@ -209,5 +218,8 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
         operations_s = counted.of_step(tokens, sum(result.n_labels)) / result.seconds
         record["tflops_per_rank"] = operations_s / 1e12 / ranks.world_size
     if ranks.device.type == "cuda":
+        peak = PEAKS.get(torch.cuda.get_device_name(ranks.device))
+        if peak and "tflops_per_rank" in record and train.precision == "bf16":
+            record["share_of_peak"] = record["tflops_per_rank"] / peak
         record["peak_memory_gib"] = max(ranks.gather(torch.cuda.max_memory_allocated(ranks.device))) / 2**30
     return record

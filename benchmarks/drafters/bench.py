@@ -29,7 +29,7 @@ class BenchSettings:
         sampling: further keywords for the answers' SamplingParams. ignore_eos: whether answers continue after an end
             token.
         nodes: passed to the Engine.
-        passes: also measure the cost of a pass by its width, after a prompt of the first one's length.
+        contexts: also measure the cost of a pass by its width after so many tokens; None: after the first prompt.
     """
 
     new_tokens: int = 128
@@ -39,7 +39,7 @@ class BenchSettings:
     nodes: int | str | None = "auto"
     sampling: Mapping[str, Any] = field(default_factory=dict)
     ignore_eos: bool = True
-    passes: bool = True
+    contexts: tuple[int, ...] | None = None
 
     def params(self, temperature: float) -> SamplingParams:
         options = {**self.sampling, "temperature": temperature, "ignore_eos": self.ignore_eos}
@@ -83,10 +83,10 @@ def bench(
         with in_fp32(target.model) if settings.proof == "fp32" else nullcontext():
             record.add("proof", prove(target, builders, prompts, params, settings.proof, log))
     curves = {}
-    if settings.passes:
-        log(f"cost of a pass by its rows, after {lengths[0]} tokens")
-        curve = width_curve(target.model, lengths[0])
-        curves[str(lengths[0])] = {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
+    for context in lengths[:1] if settings.contexts is None else settings.contexts:
+        log(f"cost of a pass by its rows, after {context} tokens")
+        curve = width_curve(target.model, context)
+        curves[str(context)] = {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
     runs = []
     for temperature in settings.temperatures:
         # New drafters at each temperature: none may have learned from an earlier answer to the same question. Every

@@ -16,7 +16,7 @@ from longdraft.models.decoder import Decoder
 from longdraft.models.passes import Pass
 
 SPUN_OUT = 0.02  # seconds after which idle threads on a CPU have stopped spinning
-WIDTHS, REPEATS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40), 7  # of a width curve
+WIDTHS, REPEATS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40, 64), 7  # of a width curve
 Name = TypeVar("Name")
 Log = Callable[[str], object]  # is told what begins
 

@@ -96,7 +96,7 @@ def test_tokens_that_were_compared_are_counted(tiny_target, form):
 
 
 def test_on_a_gpu_memory_is_the_gpus_and_a_steps_time_is_its_wholes(tiny_target, pretended_cuda, monkeypatch):
-    target, settings = tiny_target(vocab_size=61), BenchSettings(new_tokens=4, passes=False)
+    target, settings = tiny_target(vocab_size=61), BenchSettings(new_tokens=4, contexts=())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     with pretended_cuda.PretendedCuda() as gpu, monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)

@@ -89,7 +89,7 @@ def test_bench_writes_table_page_and_json(folder, capsys):
     arguments = (
         f"--draft {folder}/run/draft --data {folder}/data --prompts 3 --prompt-tokens 24 --new-tokens 16 --dtype bf16 "
         f"--drafter tokenswift token_recycling+prompt_lookup --option tokenswift.ngrams=4 --temperature 0 1 "
-        f"--transformers --out {folder}/bench --report {folder}/report.html"
+        f"--contexts 8 24 --transformers --out {folder}/bench --report {folder}/report.html"
     )
     assert bench.main(arguments.split()) == 0
     out = capsys.readouterr().out
@@ -107,8 +107,8 @@ def test_bench_writes_table_page_and_json(folder, capsys):
             parts = one["draft_ms"] + one["target_ms"] + one["commit_ms"]
             assert 0 < parts <= 1.01 * 1e3 * one["tokens_per_step"] / one["tokens_per_second"]
             assert 0 < one["host_share"] < 1
-    assert set(result["width_curves_ms"]) == {"24"}
-    assert set(result["width_curves_ms"]["24"]) == {"1", "2", "3", "4", "6", "8", "12", "16", "24", "40"}
+    assert set(result["width_curves_ms"]) == {"8", "24"}
+    assert set(result["width_curves_ms"]["24"]) == {"1", "2", "3", "4", "6", "8", "12", "16", "24", "40", "64"}
     assert "Speed over plain decoding" in (folder / "report.html").read_text()
 
 
@@ -200,7 +200,7 @@ def test_options_of_train_may_stand_anywhere(monkeypatch, tmp_path):
     options = {"--stage": "long", "--num-gpus": "2", "--from-draft": "a/draft"}
     (stage, n_ranks, draft), overrides = options.items(), ("train.steps=3", "log.every=5")
     given = [config, *stage, overrides[0], *n_ranks, overrides[1], *draft]
-    assert train.start(given) == 7 and train.start([config]) == 7
+    assert cli.run("train", given) == 7 and cli.run("train", [config]) == 7
     command = [train.__file__, config, *overrides, "--stage=long", "--from-draft=a/draft"]
     assert started == [(command, ["-1", "-1"]), ([train.__file__, config], ["-1"])]
 

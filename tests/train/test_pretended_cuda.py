@@ -201,8 +201,10 @@ def test_rows_that_ranks_share(opened, pretended_cuda, name):
         step_without_a_wait(run, gpu, pretended_cuda)
 
 
-def test_a_logged_step_waits_before_and_after(opened, pretended_cuda):
+@pytest.mark.parametrize(("card", "peak"), [("NVIDIA H100 80GB HBM3", 989.4), ("a card of next year", None)])
+def test_a_logged_step_waits_before_and_after(opened, pretended_cuda, monkeypatch, card, peak):
     with pretended_cuda.PretendedCuda() as gpu:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
         run = opened([], gpu, "bf16")
         run.step = 2
         result = train_step(run)
@@ -211,6 +213,7 @@ def test_a_logged_step_waits_before_and_after(opened, pretended_cuda):
         assert sum(n for what, n in gpu.waits.items() if "synchronize" in what) == 2
     assert record["over_target"] > 0 and record["skipped"] == 0 and record["tflops_per_rank"] > 0
     assert record["peak_memory_gib"] == pretended_cuda.PEAK / 2**30
+    assert record.get("share_of_peak") == (None if peak is None else pytest.approx(record["tflops_per_rank"] / peak))
 
 
 @pytest.mark.parametrize("name", ["medusa", "longspec-anchored-restricted"])
