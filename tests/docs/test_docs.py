@@ -33,6 +33,7 @@ from longdraft.train.config import DRAFT_SECTIONS, Config, to_yaml
 from longdraft.train.config_file import load_config, load_stages, read_yaml, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("train", "data_prep", "models", "kernels", "infer", "launch", "benchmarks")
 # In the order in which their commands need each other.
 PAGES = (
     *("docs/data.md", "docs/training.md", "docs/decoding.md", "docs/serving.md", "docs/exactness.md", "docs/gpus.md"),
@@ -104,8 +105,18 @@ PARSED = [block for block in ALL if block.language == "bash"]
 # ---- what pages name
 
 
-def test_the_readme_fits_150_lines():
-    assert len(read("README.md").splitlines()) <= 150
+def test_the_readme_fits_150_lines_beside_a_line_for_each_file():
+    page, _, rest = read("README.md").partition("<details>")
+    tree, _, end = rest.partition("</details>")
+    assert len((page + end).splitlines()) <= 150
+    named, folder = set(), ""
+    for line in tree.splitlines():
+        folder = found[1] if (found := re.match(r"(\w+/) ", line)) else folder
+        if line.startswith("  "):
+            files = line.partition(": ")[0] if re.match(r"  [\w/]+, ", line) else line.split()[0]
+            named |= {f"{folder}{name.strip()}.py" for name in files.split(",")}
+    there = {path.relative_to(ROOT).as_posix() for name in FOLDERS for path in (ROOT / name).rglob("*.py")}
+    assert named == there
 
 
 def test_every_page_is_reached_from_the_readme():
