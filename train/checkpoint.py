@@ -26,7 +26,7 @@ from torch import Tensor
 from longdraft.models.files import file_digest, sync, write_tensors
 from longdraft.train.config import Config, saved_config_from_dict, to_flat_dict
 from longdraft.train.deepspeed_engine import DraftEngine
-from longdraft.train.ranks import Ranks
+from longdraft.train.ranks import Ranks, TrainingError
 
 STATE, DIGESTS = "state.json", "sha256"
 # Format 2 had pickled files of DeepSpeed: its weights can be read, the state of its optimizer cannot.
@@ -155,12 +155,14 @@ class SavedShares:
 
     def read(self, name: str, kind: str, start: int, size: int) -> Tensor:
         """These entries [size] of a flattened parameter's MASTER or moment."""
-        found, stop = torch.empty(size), start + size
+        found, n_read, stop = torch.empty(size), 0, start + size
         for begin, part in self._parts[name, kind]:
             (length,) = part.get_shape()
             first, last = max(start, begin), min(stop, begin + length)
             if first < last:
                 found[first - start : last - start] = part[first - begin : last - begin]
+                n_read += last - first
+        assert n_read == size, f"{name}: {n_read} of {size} entries were saved"
         return found
 
 
@@ -172,13 +174,20 @@ def save(engine: DraftEngine, run_dir: str | Path, state: Mapping[str, Any], kee
         state: JSON values for the state file, among them `step` and `config`; those of rank 0 are written.
         keep: how many checkpoints to keep; older ones are removed.
 
-    Raises TrainingError, on all ranks, where a rank cannot write (a full disk). What was saved before is untouched.
+    Raises TrainingError, on all ranks, where a weight is not a number or a rank cannot write (a full disk). What was
+    saved before is untouched.
     """
+    weights = engine.weights()
+    if not all(bool(weight.isfinite().all()) for weight in weights.values()):
+        raise TrainingError(
+            f"step {state['step']}: weights of the draft are no longer numbers and are not saved; the checkpoints "
+            "before it are good. Lower optimizer.peak_lr and start a new run: train.run_dir=another/folder"
+        )
     own = {key: tensor.cpu() for key, tensor in engine.shares().items()}
     threads = torch.get_num_threads() if engine.ranks.device.type == "cpu" else None
     state = {**state, "optimizer_steps": engine.optimizer_steps()}
     state |= {"threads": threads, "world_size": engine.ranks.world_size}
-    return write_folder(engine.ranks, checkpoint_folder(run_dir), state, engine.weights(), keep, own)
+    return write_folder(engine.ranks, checkpoint_folder(run_dir), state, weights, keep, own)
 
 
 def write_folder(

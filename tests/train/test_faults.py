@@ -22,7 +22,10 @@ from safetensors.torch import load_file
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_shard
 from longdraft.models.files import write_json
 from longdraft.train import checkpoint
+from longdraft.train.config_file import load_config
+from longdraft.train.loop import train
 from longdraft.train.ranks import TIMEOUT, TrainingError
+from longdraft.train.setup import open_run
 from longdraft.train.tracking import read_metrics
 
 STEPS, SAVE_EVERY = 30, 5
@@ -250,6 +253,16 @@ def test_a_damaged_shard_is_named_with_its_checksums_on_all_ranks(story):
         said = (story.folder / f"damaged-said-{rank}").read_text()
         assert "shard-00001.arrow is not as prepared: sha256 " in said and f", not {expected}" in said
         assert "shard-00000" not in said
+
+
+def test_weights_that_are_no_numbers_are_never_saved(config_file, alone, tmp_path):
+    config = load_config(config_file, [*SHORT, f"train.run_dir={tmp_path}", "train.save_every=2", "train.steps=2"])
+    train(config, alone)
+    opened = open_run(config, alone)
+    next(opened.engine.draft.parameters()).data.view(-1)[0] = torch.inf
+    with pytest.raises(TrainingError, match=r"^step 3: weights of the draft are no longer numbers"):
+        checkpoint.save(opened.engine, tmp_path, {"step": 3}, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
 
 
 def test_ranks_wait_for_one_another_as_long_as_it_may_take(alone):
