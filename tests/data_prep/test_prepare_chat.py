@@ -110,6 +110,20 @@ def test_conversations_by_turn_are_whole_and_on_one_side(config, chats, tiny_tok
     assert heldout and not train & heldout
 
 
+@pytest.mark.parametrize("max_tokens", [3000, 6000, 10000])
+def test_a_conversation_that_the_budget_cuts_in_its_question_is_skipped(
+    config, tiny_tokenizer, tmp_path, joined, max_tokens
+):
+    asked = [
+        [{"role": "user", "content": f"{i} " + "a boat " * 100}, {"role": "assistant", "content": "no"}]
+        for i in range(90)
+    ]
+    write(tmp_path / "chats.jsonl", asked)
+    prepare(changed(config, max_tokens=max_tokens, heldout_share=0.0), tiny_tokenizer, "hash")
+    found = joined(config.out)
+    assert found and all(any(counts for _, counts in sequence) for sequence in found.values())
+
+
 def test_another_template_or_field_is_named(config, tiny_tokenizer):
     prepare(config, tiny_tokenizer, "hash")
     config.chat_template.write_text(FORGETS)
