@@ -41,7 +41,7 @@ FEW = {
     "kernel tests": "noise or linear_and",
     "Triton tests": "gumbel",
     "runtime tests": "processor or rope or filled",
-    "benchmark": "--prompts 1 --prompt-tokens 64 --new-tokens 8",
+    "benchmark": "--prompt-tokens 64 --new-tokens 8",
     "kernel benchmarks": "--profile tiny --contexts 100 --nodes 1 5 --rows 50",
 }
 CPU_PATIENCE = 4  # factor of the limits then: the machine may be busy with other work

@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -62,7 +62,7 @@ FLAGS = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAK
 Decode = Callable[[list[list[int]], int], object]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("--folder", default="build/llama.cpp", help="where llama.cpp is, or is installed if it is not")
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     os.environ.update(ENVIRONMENT)
     target = load_target(TARGET, torch.bfloat16)
     assert target.tokenizer is not None

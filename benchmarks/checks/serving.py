@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -27,7 +27,7 @@ HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/js
 Stream = Callable[[list[int], int], Awaitable[list[float]]]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="A server against its own engine.")
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafter", default="plain")
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=192)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     command = [sys.executable, "-m", "longdraft.launch.cli", "serve", "--target", args.target, "--port", "0"]
     options = ["--drafter", args.drafter, "--slots", str(args.slots)]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)

@@ -61,4 +61,4 @@ def test_an_answer_ends_with_its_chats_end_token(tmp_path, capsys, eos, template
     asked = ["--source", str(tmp_path / "asked.jsonl"), "--out", str(tmp_path / "out")]
     assert regenerate([*target, *asked, "--max-new-tokens", "20"]) == 0
     (part,) = (tmp_path / "out").rglob("*.jsonl")
-    assert json.loads(part.read_text())["messages"][-1] == {"role": "assistant", "content": " so it is"}
+    assert json.loads(part.read_text())["messages"][-1] == {"role": "assistant", "content": "so it is"}
