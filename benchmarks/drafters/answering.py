@@ -61,10 +61,10 @@ def of_transformers(model, eos_token_ids: Sequence[int]) -> Answerer:
         whole, tokens = timed(prompt, params)
         count = len(tokens)
         seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # one token is the prefill's
-        parts = {"prefill_seconds": prefill, "first_token_seconds": prefill}
         return Answer(
-            len(prompt), tokens, None, "", [1] * count, [], decode_seconds=seconds, target_seconds=seconds, **parts
-        )
+            len(prompt), tokens, None, "", [1] * count, [], decode_seconds=seconds, target_seconds=seconds,
+            prefill_seconds=prefill, first_token_seconds=prefill,
+        )  # fmt: skip
 
     return answer
 

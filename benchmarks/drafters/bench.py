@@ -6,7 +6,7 @@ No speed is reported without the exactness of the same drafter in the same recor
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from longdraft.benchmarks.drafters.answering import ask, of_engine, of_transformers
 from longdraft.benchmarks.drafters.exactness import Builder, in_fp32, prove
@@ -36,7 +36,7 @@ class BenchSettings:
     proof: str = "fp32"
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
-    nodes: int | str | None = "auto"
+    nodes: int | Literal["auto"] | None = "auto"
     sampling: Mapping[str, Any] = field(default_factory=dict)
     ignore_eos: bool = True
     contexts: tuple[int, ...] | None = None
@@ -104,4 +104,4 @@ def bench(
     used |= {name: getattr(settings, name) for name in ("new_tokens", "seed", "nodes", "sampling", "ignore_eos")}
     peak = peak_memory_mib(target.model.embed_tokens.weight.device)
     found = {"width_curves_ms": curves, "runs": runs, "settings": used}
-    return found | record.proof | record.machine | {"peak_memory_mib": peak}
+    return found | (record.proof or {}) | record.machine | {"peak_memory_mib": peak}
