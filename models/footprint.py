@@ -5,7 +5,6 @@ the target's. Shapes: L layers, B slots, K key/value heads, d head width.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 
 import torch
@@ -109,16 +108,6 @@ def c_layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> 
     attention_heads = (heads + 2 * kv_heads) + (heads + kv_heads) + heads  # projected, rotated, attended
     per_layer = attention_heads * width + config.intermediate_size + 2 * config.hidden_size
     return n_tokens * config.n_layers * per_layer * dtype.itemsize
-
-
-def layer_weights(config: DecoderConfig) -> tuple[int, int]:
-    """The number of weights in one layer (one with experts if there are several kinds), and outside of the layers."""
-    experts = None if config.experts is None else replace(config.experts, dense_layers=())
-    one = replace(config, n_layers=1, sliding_windows=None, experts=experts)
-    with torch.device("meta"):
-        decoder = Decoder(one)
-    layer = sum(weight.numel() for weight in decoder.layers.parameters())
-    return layer, sum(weight.numel() for weight in decoder.parameters()) - layer
 
 
 def weight_count(config: DecoderConfig) -> int:

@@ -76,7 +76,8 @@ def unseal(text: bytes) -> dict[str, Any]:
 
 
 def _digest(state: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    # To text and back, because JSON changes keys: what is hashed is what will be read.
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(state)), sort_keys=True).encode()).hexdigest()
 
 
 def whole(folder: Path) -> Iterator[Found]:

@@ -43,7 +43,7 @@ class SmallModelDrafter(DeviceDrafter):
 
     @validated
     def __init__(self, target: Instance[Target], small: Instance[Target], gamma: Count = 2):
-        check_vocabularies(target, small)
+        check_small(target, small)
         if 2 * gamma > self.window:
             raise ValueError(f"gamma={gamma}: at most half of the small model's window of {self.window} tokens")
         self.small, self.gamma = small, gamma
@@ -137,11 +137,14 @@ class SmallModelDrafter(DeviceDrafter):
         self._cache = None
 
 
-def check_vocabularies(target: Target, small: Target) -> None:
-    """Raise ValueError if the small model differs from the target in its vocabulary or its tokenizer."""
+def check_small(target: Target, small: Target) -> None:
+    """Raise ValueError if the small model differs from the target in its vocabulary, its tokenizer or its device."""
     tokenizers = [model.fingerprint.get("tokenizer", "none") for model in (target, small)]
     differ = "none" not in tokenizers and tokenizers[0] != tokenizers[1]
     if differ or target.model.config.vocab_size != small.model.config.vocab_size:
         raise ValueError(
             f"small: {small.name} has another vocabulary than {target.name}; choose a small model of its family"
         )
+    devices = [model.model.embed_tokens.weight.device for model in (target, small)]
+    if devices[0] != devices[1]:
+        raise ValueError(f"small: {small.name} is on {devices[1]}, and {target.name} on {devices[0]}; load both there")

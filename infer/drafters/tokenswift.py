@@ -37,6 +37,7 @@ N = 4
 SEARCHED = 1024
 # A draft pass adds a level; it pays where it reads less than this fraction of what a pass of the target reads.
 PASS_SHARE = 0.5
+BUDGET = 4096
 
 
 @validated
@@ -46,7 +47,7 @@ def tokenswift(
     shape: Shape | None = None,
     *,
     draft_pass: Literal["auto", "always", "never"] = "auto",
-    budget: Count = 4096,
+    budget: Count = BUDGET,
     ngrams: CountOrZero = 20,
 ) -> Drafter:
     """TokenSwift as published: its heads, and in the same tree the text's most frequent n-grams.
@@ -56,7 +57,7 @@ def tokenswift(
             full Cartesian tree; None means 3 ranks for each head. A draft pass puts one more node, the target's own
             proposal, between the root and this tree.
         draft_pass: "always", "never", or "auto": where it reads less than half of what a pass of the target reads.
-        budget: rows of the draft pass's selected cache, for each layer and KV head.
+        budget: rows of the draft pass's selected cache, for each layer and KV head; not with "never".
         ngrams: how many 4-grams join the tree; 0 for none.
 
     Raises:
@@ -75,9 +76,11 @@ class TokenSwiftDrafter(HeadsDrafter):
         draft: TokenSwift,
         shape: Shape | None = None,
         draft_pass: str = "auto",
-        budget: int = 4096,
+        budget: int = BUDGET,
     ):
         super().__init__(target, draft, shape)
+        if draft_pass == "never" and budget != BUDGET:
+            raise ValueError(f"budget={budget}: is the draft pass's, and draft_pass is 'never'; omit one of them")
         self.target, self._draft_pass, self._selection = target, draft_pass, Selection(budget, fixed=SINKS)
         if draft_pass == "always":
             refuse_windows(target.model.config, "draft_pass='always'")

@@ -30,6 +30,7 @@ from longdraft.models.target import Target
 
 # Committed tokens after which the rows are retrieved again.
 STRIDE = 256
+GAMMA = 2
 
 
 class TriForceDrafter(Drafter):
@@ -38,7 +39,7 @@ class TriForceDrafter(Drafter):
     Args:
         target: the loaded target.
         small: a loaded model of the same vocabulary, which drafts for the inner level; None for none.
-        gamma: tokens that a small model drafts at a time; without one it has no effect.
+        gamma: tokens that a small model drafts at a time; for one alone.
         chain: tokens collected for the outer verification.
         budget: rows of the target's partial cache, for each layer and KV head.
         chunk: keys that are retrieved together.
@@ -54,11 +55,13 @@ class TriForceDrafter(Drafter):
         target: Instance[Target],
         small: Instance[Target] | None = None,
         *,
-        gamma: Count = 2,
+        gamma: Count = GAMMA,
         chain: Count = 6,
         budget: Count = 4096,
         chunk: Count = 8,
     ):
+        if small is None and gamma != GAMMA:
+            raise ValueError(f"gamma={gamma}: is for a small model, and there is none; give small, or omit it")
         self.target, self.chain, self._selection = target, chain, Selection(budget, fixed=chunk, chunk=chunk)
         refuse_windows(target.model.config, f"budget={budget}: a cache of selected rows")
         self.inner: Drafter = Plain() if small is None else SmallModelDrafter(target, small, gamma)

@@ -95,3 +95,14 @@ def test_a_draft_of_another_kind_is_named(target, name):
     for draft in (torch.nn.Linear(2, 2), 3, object()):
         with pytest.raises(ValueError, match=r"^draft: "):
             build_drafter(name, target, draft)
+
+
+def test_what_would_have_no_effect_is_refused(target, small):
+    small.model.to("meta")
+    for name, options, said in [
+        ("triforce", {"gamma": 3}, "gamma=3"),
+        ("tokenswift", {"draft_pass": "never", "budget": 64}, "budget=64"),
+        ("small_model", {"small": small}, "small: .* is on meta"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            build_drafter(name, target, draft_of(name, target), options)
