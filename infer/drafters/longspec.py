@@ -140,7 +140,12 @@ class LongSpecDrafter(DeviceDrafter):
 
 
 def _fit(widths: Sequence[int], max_nodes: int) -> list[int]:
-    """Narrow the widest levels until there are at most `max_nodes` nodes. If there are fewer nodes than levels, the
-    deepest levels are dropped."""
-    widest = max(widths) if sum(widths) <= max_nodes else max(1, max_nodes // len(widths))
-    return [min(width, widest) for width in widths][:max_nodes]
+    """Narrow all levels alike until they have at most `max_nodes` nodes, at least one each. If there are fewer nodes
+    than levels, the deepest levels are dropped."""
+    widths = list(widths)[:max_nodes]
+    narrow = [max(1, min(width, width * max_nodes // sum(widths))) for width in widths]
+    while sum(narrow) > max_nodes:
+        narrow[narrow.index(max(narrow))] -= 1
+    for level, width in enumerate(widths):  # what rounding left over widens the first levels
+        narrow[level] += min(width - narrow[level], max_nodes - sum(narrow))
+    return narrow
