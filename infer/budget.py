@@ -27,14 +27,14 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from longdraft.infer.costs import RECENT, STALE, Rates, Seconds
+from longdraft.infer.costs import EARLIER_FADING, RECENT, STALE, Rates, Seconds
 from longdraft.infer.tree import PAD, Lists, TokenTree
 from longdraft.kernels.transfer import HostCopy, from_host
 
 # Query tokens a slot that a pass may have, where the policy chooses; the widest is the drafter's own.
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 ALL_STAGES = 1000  # more than any drafter has
-# A wider pass must promise this much more speed; less is noise of the measurements.
+# A wider pass, or a stage after several nodes, must promise this much more speed; less is noise of the measurements.
 HURDLE = 1.05
 # While proposals do not pay, they come so seldom that they take this fraction of plain decoding's time.
 TRYING = 0.01
@@ -77,7 +77,7 @@ class Policy:
         self.stage_of_class, self.n_stages = tuple(stages), max((1, *stages))
         # After the rates of the nodes' classes, those of each stage where the one above is right.
         zeros, self._stages_from = [0.0] * (n_classes + 1 + self.n_stages), n_classes
-        self._earlier = Rates(zeros, zeros.copy())  # of all requests so far
+        self._earlier = Rates(zeros, zeros.copy(), EARLIER_FADING)  # of all requests so far
         self._seconds: dict[int, tuple[Seconds, Seconds]] = {}  # by the number of slots
         self._proposals, self._more_stages, self._working = 0, 0, list[int]()
         self.width, self.stages_run = self.widths[-1], self.n_stages
@@ -181,16 +181,19 @@ class Policy:
         """Whether one more stage pays after `tree`, which the draft has proposed so far. The stage is taken to add a
         child to every node of the last one, right as often as it was, whether it extends all of them or the best.
         first_class: the first of the draft's own classes among the policy's."""
-        proposal, now, then, stage = tree.lists, list[list[float]](), list[list[float]](), 1
+        proposal, now, then, stage, hurdle = tree.lists, list[list[float]](), list[list[float]](), 1, 1.0
         for slot in self._working:
             classes = [0, *(first_class + kind for kind in proposal.classes_of(slot)[1:])]
             worth = worth_of(proposal.parents[slot], classes, self._rates.values)
             stages = [self.stage_of_class[kind] for kind in classes]
             stage = max(stages)
             chance = self.chance(1 + stage)
+            children = [chance * worth[node] for node, its_stage in enumerate(stages) if its_stage == stage]
+            if len(children) > 1:  # the chance is that of all of them together, and is counted for each
+                hurdle = HURDLE
             now.append(worth)
-            then.append(worth + [chance * worth[node] for node, its_stage in enumerate(stages) if its_stage == stage])
-        pays = self._speed(then, 1 + stage) > self._speed(now, stage)
+            then.append(worth + children)
+        pays = self._speed(then, 1 + stage) > hurdle * self._speed(now, stage)
         if not pays and self._more_stages > 0:
             self._more_stages, pays = self._more_stages - 1, True
         # Another drafter of a combination may have run more.

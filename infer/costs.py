@@ -13,8 +13,8 @@ RECENT = 8
 STALE = 128
 # A class that was never seen is right this often, which counts as one trial.
 FIRST_RATE = 0.3
-# A request starts with the mean rates of all earlier ones, which count as EARLIER trials. Older trials fade.
-EARLIER, FADING = 12.0, 0.97
+# A request starts with the rates of earlier ones, which count as EARLIER trials. Its trials fade, and theirs.
+EARLIER, FADING, EARLIER_FADING = 12.0, 0.97, 0.999
 
 
 class Seconds:
@@ -56,7 +56,7 @@ class Seconds:
 class Rates:
     """How often events of each class happened. Attributes: values: the rates, never quite 0 or 1."""
 
-    def __init__(self, hits: list[float], trials: list[float], fading: float = 1.0):
+    def __init__(self, hits: list[float], trials: list[float], fading: float):
         self._hits, self._trials, self._fading = hits, trials, fading
         self.values = [self.rate(kind) for kind in range(len(hits))]
 
