@@ -20,9 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from typing_extensions import TypedDict
 
+from longdraft.models.drafts.heads import Medusa, MedusaConfig, TokenSwift, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
-from longdraft.models.drafts.medusa import Medusa, MedusaConfig
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.files import damage_named, file_digest, sync, write_atomically, write_tensors
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hub import hub_folder

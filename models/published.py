@@ -14,8 +14,8 @@ from torch import Tensor
 
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.draft_folder import CONFIG, Draft, DraftInfo, TargetEntry, check_out, read_config, save_draft
+from longdraft.models.drafts.heads import TokenSwift, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.files import damage_named
 from longdraft.models.fingerprint import fingerprint
 from longdraft.models.hf import METADATA, lasting_name, load_tokenizer, read_target_config

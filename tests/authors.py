@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from longdraft.models.drafts.heads import TokenSwift, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.target import Target
 
 LONGSPEC_NORMS = ("input_layernorm", "post_self_attention_layernorm", "post_cross_attention_layernorm")

@@ -12,9 +12,8 @@ from omegaconf import OmegaConf
 from pydantic import AfterValidator, Field, model_validator
 
 from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.drafts.heads import MedusaConfig, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpecConfig
-from longdraft.models.drafts.medusa import MedusaConfig
-from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.files import from_home
 from longdraft.models.schema import Bool, Float, Int, Schema, Str, validate
 

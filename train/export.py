@@ -10,8 +10,8 @@ from typing import Any
 from safetensors.torch import load_file
 
 from longdraft.models.draft_folder import Draft, DraftInfo, check_out, load_draft, save_draft, target_entry
+from longdraft.models.drafts.base import TOP_K
 from longdraft.models.drafts.longspec import LongSpec
-from longdraft.models.drafts.loss import TOP_K
 from longdraft.models.hf import lasting_name
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, model_card

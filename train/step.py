@@ -17,7 +17,7 @@ import torch
 
 from longdraft.kernels.linear_loss import LinearLoss
 from longdraft.kernels.transfer import HostCopy, Moment, from_host
-from longdraft.models.drafts.loss import TOP_K
+from longdraft.models.drafts.base import TOP_K
 from longdraft.train.batches import EpochRow, rank_rows, read_batch, step_rows
 from longdraft.train.deepspeed_engine import learning_rate
 from longdraft.train.estimate import operations

@@ -12,7 +12,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.kernels.distillation import Distillation
 from longdraft.kernels.linear_loss import IGNORED, LossPart
 from longdraft.kernels.transfer import from_host
-from longdraft.models.drafts.loss import TOP_K
+from longdraft.models.drafts.base import TOP_K
 from longdraft.train.batches import EpochRow, read_batch
 from longdraft.train.methods.base import Method, MicroBatch
 from longdraft.train.setup import Run

@@ -3,7 +3,7 @@
 Without a draft pass the heads read the state just before the root, at p - 1 for a root at p (infer/drafters/heads.py):
 head i proposes the token at p + i, and the levels are [3, 3, 3]. With a draft pass the target runs over the root on a
 selected cache (infer/caches/partial.py): its own logits propose the token at p + 1, head i that at p + 1 + i, and the
-levels are [1, 3, 3, 3]. The heads are in models/drafts/tokenswift.py.
+levels are [1, 3, 3, 3]. The heads are in models/drafts/heads.py.
 They are joined by the most frequent continuations of a token in the text so far (section 3.3): of the root, or after a
 draft pass of the token that the target itself proposed. Shapes: B slots, D hidden, I levels, K ranks.
 """
@@ -23,7 +23,7 @@ from longdraft.infer.drafters.heads import HeadsDrafter, Shape
 from longdraft.infer.drafters.host import HostDrafter, NgramIndex
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree, TreeShape, Trie
-from longdraft.models.drafts.tokenswift import TokenSwift
+from longdraft.models.drafts.heads import TokenSwift
 from longdraft.models.footprint import Allocations, cache_rows, size_of
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput

@@ -19,9 +19,8 @@ from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM  # py
 
 from longdraft.infer.vllm_plugin.attention import TargetAttention, WindowAttention
 from longdraft.models.draft_folder import Draft, load_draft, local_folder
+from longdraft.models.drafts.heads import Medusa, TokenSwift
 from longdraft.models.drafts.longspec import LongSpec
-from longdraft.models.drafts.medusa import Medusa
-from longdraft.models.drafts.tokenswift import TokenSwift
 
 # Targets that scale embeddings after the lookup, while a draft model shares only the table.
 SCALED = ("gemma", "cohere", "granite", "minicpm")

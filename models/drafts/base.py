@@ -15,6 +15,8 @@ from longdraft.kernels.linear import linear
 from longdraft.models.layer import Linear
 from longdraft.models.stream import RMSNorm
 
+TOP_K = 3  # ranks of a label that training counts
+
 
 class Projection(Linear):
     """The decoder's linear layer: our kernels if the weight is frozen, plain PyTorch if it trains.

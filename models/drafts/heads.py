@@ -1,18 +1,28 @@
-"""What all heads that guess the tokens after the next one share: their projections, and the training loss of all heads.
+"""TokenSwift's and Medusa's heads, which guess the tokens after the next one: configs, networks and training loss; one
+definition for training and serving.
 
-Methods differ in how a head transforms the target's state: the `step` of tokenswift.py and medusa.py.
+With the target's state from position t, head i proposes the token at t + 1 + i; methods differ in how a head transforms
+the state (`step`). infer/drafters/heads.py and infer/drafters/tokenswift.py decode with the heads.
 Shapes: N tokens, D hidden, V vocabulary; ... any leading shape.
 """
 
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import torch
+import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from longdraft.kernels.distillation import Distillation
 from longdraft.kernels.linear_loss import LinearLoss, LossPart, linear_loss
-from longdraft.models.drafts.base import DraftModule, Projection
-from longdraft.models.drafts.loss import TOP_K
+from longdraft.models.decoder_config import Size
+from longdraft.models.drafts.base import TOP_K, DraftModule, Projection
+from longdraft.models.schema import Float, validated_dataclass
+from longdraft.models.stream import RMSNorm
+
+# By kind: the field of TargetOutput that the heads read.
+NEEDS = {"linear_chain": frozenset({"pre_norm"}), "silu_chain": frozenset({"post_norm"})}
 
 
 class HeadsConfig:
@@ -80,10 +90,109 @@ class Heads(DraftModule):
 
         Args:
             hidden_ND: the target's state that `needs` names, without gradient.
-            parts: head i's part is `ahead` by i + 1 (models/drafts/loss.py).
+            parts: head i's part is `ahead` by i + 1 (train/methods/base.py).
             lm_head_VD: the target's frozen LM head.
             count_top_k: also count the labels among each head's TOP_K first candidates.
             distillation: the target's distributions; None trains on the labels' cross-entropy.
         """
         top_k = TOP_K if count_top_k else 0
         return linear_loss(self.states(hidden_ND), self.head(lm_head_VD), parts, top_k, distillation)
+
+
+@validated_dataclass
+class TokenSwiftConfig(HeadsConfig):
+    """Shape and initialisation of TokenSwift's heads.
+
+    Attributes:
+        hidden_size, rms_norm_eps: the target's.
+        kind: "linear_chain" or "silu_chain".
+        out_norm_init: whether RMSNorm_out_i starts at "ones" (the paper) or at the "target"'s final norm. `silu_chain`
+            has no norms and accepts only "ones".
+        init_std: standard deviation of W. 0 starts every head at the target's own next-token prediction.
+        draft_vocab_size: how many tokens the heads can propose (the buffer `token_ids` says which); None for all.
+    """
+
+    hidden_size: Size
+    rms_norm_eps: Float
+    n_heads: Size = 3
+    kind: Literal["linear_chain", "silu_chain"] = "linear_chain"
+    out_norm_init: Literal["ones", "target"] = "ones"
+    init_std: Annotated[Float, Field(ge=0)] = 0.02
+    draft_vocab_size: Size | None = None
+
+    def __post_init__(self):
+        if self.kind == "silu_chain" and self.out_norm_init != "ones":
+            raise ValueError("out_norm_init: silu_chain has no norms to start from the target's; set it to ones")
+
+
+class TokenSwift(Heads):
+    """TokenSwift's heads (arXiv 2502.18890, section 3), in a chain of one of two kinds.
+
+    `linear_chain` is the paper's: from the target's un-normed residual stream h_0, head i computes
+    h_i = h_{i-1} + W_i RMSNorm_in_i(h_{i-1}), and the target's LM head reads RMSNorm_out_i(h_i); it adds the parameters
+    `in_norm.{i}` and `out_norm.{i}` to those of `Heads`. `silu_chain` computes h_i = h_{i-1} + SiLU(W_i h_{i-1}) from
+    the target's post-norm state: Medusa's heads, but in a chain.
+
+    Args:
+        final_norm_D: the target's final norm weight, for `out_norm_init: target`. Other arguments as of `Heads`.
+    """
+
+    config: TokenSwiftConfig
+
+    def __init__(
+        self,
+        config: TokenSwiftConfig,
+        generator: torch.Generator | None = None,
+        final_norm_D: Tensor | None = None,
+        token_ids_E: Tensor | None = None,
+    ):
+        super().__init__(config, generator, token_ids_E)
+        heads, norm = range(config.n_heads), (config.hidden_size, config.rms_norm_eps)
+        if config.kind == "linear_chain":
+            self.in_norm = nn.ModuleList([RMSNorm(*norm) for _ in heads])
+            self.out_norm = nn.ModuleList([RMSNorm(*norm) for _ in heads])
+        if config.out_norm_init == "target" and final_norm_D is not None:
+            with torch.no_grad():
+                for weight in self.out_norm.parameters():
+                    weight.copy_(final_norm_D)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return NEEDS[self.config.kind]
+
+    def step(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if self.config.kind == "linear_chain":
+            return self.out_norm[i](hidden, self.proj[i](hidden, self.in_norm[i]))
+        hidden = hidden + F.silu(self.proj[i](hidden))
+        return hidden, hidden
+
+
+@validated_dataclass
+class MedusaConfig(HeadsConfig):
+    """Shape and initialisation of Medusa's heads; `hidden_size` is the target's.
+
+    `init_std` is the standard deviation of W; 0, the paper's, starts every head at the target's next-token prediction.
+    `draft_vocab_size`: how many tokens the heads can propose (the buffer `token_ids` says which); None for all.
+    """
+
+    hidden_size: Size
+    n_heads: Size = 3
+    init_std: Annotated[Float, Field(ge=0)] = 0.0
+    draft_vocab_size: Size | None = None
+
+
+class Medusa(Heads):
+    """Medusa-1's heads (arXiv 2401.10774), independent ones: h_i = h + SiLU(W_i h) on the target's post-norm state.
+
+    The target's own LM head reads h_i; the paper trains an LM head for each head instead. Labels and loss are
+    TokenSwift's.
+    """
+
+    config: MedusaConfig
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"post_norm"})
+
+    def step(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden + F.silu(self.proj[i](hidden)), hidden

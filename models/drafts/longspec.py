@@ -23,8 +23,7 @@ from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, Size
-from longdraft.models.drafts.base import DraftModule, Projection
-from longdraft.models.drafts.loss import TOP_K
+from longdraft.models.drafts.base import TOP_K, DraftModule, Projection
 from longdraft.models.layer import Experts, Layer
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.schema import Bool, Float, validated_dataclass

@@ -28,9 +28,8 @@ from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.tree import TreeShape, likeliest_nodes
 from longdraft.models.decoder_config import ExpertsConfig
+from longdraft.models.drafts.heads import Medusa, MedusaConfig, TokenSwift, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
-from longdraft.models.drafts.medusa import Medusa, MedusaConfig
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.models.target import Target
 from longdraft.models.transformers_model import TransformersModel, check_against

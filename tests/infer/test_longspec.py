@@ -20,8 +20,8 @@ from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.kernels.cpu import draft_block
+from longdraft.models.drafts.heads import Medusa, MedusaConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
-from longdraft.models.drafts.medusa import Medusa, MedusaConfig
 from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass
 

@@ -7,7 +7,7 @@ from longdraft.infer.drafters.heads import HeadsDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.choice import gumbel_noise
-from longdraft.models.drafts.medusa import Medusa, MedusaConfig
+from longdraft.models.drafts.heads import Medusa, MedusaConfig
 from longdraft.models.passes import Pass
 
 VOCAB = 61

@@ -7,9 +7,8 @@ import torch
 
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED, build_drafter
 from longdraft.infer.tree import TreeShape
+from longdraft.models.drafts.heads import Medusa, MedusaConfig, TokenSwift, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
-from longdraft.models.drafts.medusa import Medusa, MedusaConfig
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 
 VOCAB = 61
 NO_NUMBER = ("4x", "", 2.5, float("nan"), True, [], (3,), {}, object(), -1)

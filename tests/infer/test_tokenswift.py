@@ -12,7 +12,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.tree import PAD, ROOT
 from longdraft.kernels.choice import gumbel_noise
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.drafts.heads import TokenSwift, TokenSwiftConfig
 from longdraft.models.passes import Pass
 
 VOCAB = 61

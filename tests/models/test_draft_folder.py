@@ -22,9 +22,8 @@ from longdraft.models.draft_folder import (
     save_draft,
     target_entry,
 )
+from longdraft.models.drafts.heads import Medusa, MedusaConfig, TokenSwift, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
-from longdraft.models.drafts.medusa import Medusa, MedusaConfig
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 
 
 def tokenswift(target, generator):

@@ -4,10 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longdraft.models.drafts.heads import Heads
-from longdraft.models.drafts.loss import ahead
-from longdraft.models.drafts.medusa import Medusa, MedusaConfig
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.drafts.heads import Heads, Medusa, MedusaConfig, TokenSwift, TokenSwiftConfig
+from longdraft.train.methods.base import ahead
 
 D, V = 12, 31
 NEEDS = {"linear_chain": {"pre_norm"}, "silu_chain": {"post_norm"}, "medusa": {"post_norm"}}

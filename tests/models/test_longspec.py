@@ -12,9 +12,9 @@ from torch import Tensor
 
 from longdraft.kernels.linear_loss import LossPart
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, Queries, plan_queries
-from longdraft.models.drafts.loss import ahead
 from longdraft.models.hf import build_decoder
 from longdraft.models.passes import Pass
+from longdraft.train.methods.base import ahead
 
 SHAPES = {"mha": {"n_heads": 4, "n_kv_heads": 4}, "gqa": {"n_heads": 8, "n_kv_heads": 2, "head_dim": 16}}
 # Three pieces, each with its own noise shift, one of them shorter than it.

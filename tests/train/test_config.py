@@ -8,9 +8,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.draft_folder import read_info, shipped_drafts
+from longdraft.models.drafts.heads import MedusaConfig, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpecConfig
-from longdraft.models.drafts.medusa import MedusaConfig
-from longdraft.models.drafts.tokenswift import TokenSwiftConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.train.checkpoint import check_continues, saved_config
 from longdraft.train.config import (

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from longdraft.data_prep.shards import Row, ShardSet
 from longdraft.models.draft_folder import read_info
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
+from longdraft.models.drafts.heads import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 from longdraft.train import checkpoint

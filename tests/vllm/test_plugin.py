@@ -17,9 +17,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; launch/vllm_chec
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.draft_folder import SHIPPED, DraftInfo, save_draft, target_entry
+from longdraft.models.drafts.heads import Medusa, MedusaConfig, TokenSwift, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
-from longdraft.models.drafts.medusa import Medusa, MedusaConfig
-from longdraft.models.drafts.tokenswift import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import load_target
 
 # The benchmark of vLLM is not installed, since it is for developers.

@@ -19,7 +19,6 @@ from longdraft.kernels.segment_attention import send_segments
 from longdraft.kernels.transfer import from_host
 from longdraft.models.draft_folder import Draft
 from longdraft.models.drafts.longspec import Queries
-from longdraft.models.drafts.loss import ahead
 from longdraft.models.passes import Span, TargetOutput
 from longdraft.train.batches import Batch, draws
 from longdraft.train.config import DataSection, TrainSection
@@ -163,3 +162,19 @@ class Method(ABC):
 def plain_positions(borders: Sequence[int]) -> Tensor:
     """0, 1, 2, ... in each piece, int64 [N]."""
     return torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)])
+
+
+def ahead(tokens_N: Tensor, supervised_N: Tensor, borders: Sequence[int], distance: int) -> LossPart:
+    """The part in which token t proposes token t + `distance`: all such pairs within a piece whose second token is
+    supervised.
+
+    Args:
+        tokens_N: token ids. supervised_N: bool; tokens that may be a label.
+        borders: where each piece starts, then N.
+    """
+    device, sizes_P = tokens_N.device, torch.tensor(borders).diff()
+    piece_ends_N = torch.tensor(borders[1:]).repeat_interleave(sizes_P).to(device)
+    t_N = torch.arange(len(tokens_N), device=device)
+    rows = t_N[t_N + distance < piece_ends_N]
+    rows = rows[supervised_N[rows + distance]]
+    return LossPart(rows, tokens_N[rows + distance].long())

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from longdraft.models.decoder import Decoder
 from longdraft.models.draft_folder import DRAFTS, Draft
+from longdraft.models.drafts.heads import Medusa, TokenSwift
 from longdraft.models.drafts.longspec import LongSpec
-from longdraft.models.drafts.medusa import Medusa
-from longdraft.models.drafts.tokenswift import TokenSwift
 from longdraft.models.target import Target
 from longdraft.train.config import DataSection, DraftSection, TrainSection
 from longdraft.train.methods.base import Method

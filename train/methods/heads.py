@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels.linear_loss import LossPart
-from longdraft.models.drafts.medusa import Medusa
-from longdraft.models.drafts.tokenswift import TokenSwift
+from longdraft.models.drafts.heads import Medusa, TokenSwift
 from longdraft.models.passes import Span, TargetOutput
 from longdraft.train.batches import Batch
 from longdraft.train.config import DataSection, TrainSection

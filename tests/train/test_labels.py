@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from longdraft.models.drafts.loss import ahead
+from longdraft.train.methods.base import ahead
 
 
 @pytest.mark.parametrize("distance", [1, 2, 4, 7, 20])
