@@ -1,4 +1,4 @@
-"""What a drafter is: the one interface between the decoding loop and a method.
+"""What a drafter is: the one interface between the decoding loop and a method. Plain decoding is the simplest method.
 
 Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 """
@@ -119,6 +119,19 @@ class Drafter:
             for name, buffers in part.allocations(batch, capacity).items():
                 named.setdefault(name, []).extend(buffers)
         return named
+
+
+class Plain(Drafter):
+    """Plain decoding: proposes only the root, so that the baseline runs in the same loop as every method.
+
+    A step is one pass of the target over one token, and commits one token.
+    """
+
+    max_nodes = 0
+    max_depth = 0
+
+    def propose(self, state: SlotState, budget: Budget) -> TokenTree:
+        return TokenTree.roots(state.roots)
 
 
 class DeviceDrafter(Drafter):

@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from longdraft.infer.drafters.base import Drafter
+from longdraft.infer.drafters.base import Drafter, Plain
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.heads import HeadsDrafter
 from longdraft.infer.drafters.longspec import LongSpecDrafter
-from longdraft.infer.drafters.plain import Plain
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.token_recycling import TokenRecycling

@@ -15,8 +15,7 @@ import torch
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.caches.partial import SelectedCache, Selection, refuse_windows
-from longdraft.infer.drafters.base import Count, Drafter, Request
-from longdraft.infer.drafters.plain import Plain
+from longdraft.infer.drafters.base import Count, Drafter, Plain, Request
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.history import History
 from longdraft.infer.runner import Runner

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.infer.drafters.plain import Plain
+from longdraft.infer.drafters.base import Plain
 from longdraft.infer.engine import Engine
 
 GOLDEN = Path(__file__).with_name("golden_tokens.json")

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longdraft.benchmarks.drafters import timing as timing_module
 from longdraft.infer import graphs as graphs_module
 from longdraft.infer import runner as runner_module
-from longdraft.infer.drafters.plain import Plain
+from longdraft.infer.drafters.base import Plain
 from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.graphs import Graphs
