@@ -17,8 +17,7 @@ from longdraft.benchmarks.drafters.bench import BenchSettings, bench
 from longdraft.benchmarks.drafters.exactness import NotExact
 from longdraft.benchmarks.drafters.papers import PAPERS, PROMPT, beside
 from longdraft.benchmarks.drafters.prompts import Question, Reader, questions_of
-from longdraft.benchmarks.drafters.record import checkpoint_digest, digest, recorded
-from longdraft.benchmarks.drafters.spec_bench import write_spec_bench
+from longdraft.benchmarks.drafters.record import checkpoint_digest, digest, recorded, write_spec_bench
 from longdraft.benchmarks.drafters.suites import SUITES, Suite
 from longdraft.benchmarks.drafters.text_report import table
 from longdraft.infer.drafters.build import build_drafter

@@ -1,13 +1,15 @@
 """Answers, with what each of their steps committed, and the record that keeps them so that a killed run can resume."""
 
 import hashlib
+import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from longdraft.models.files import WorkFolder, read_plan
+from longdraft.models.files import WorkFolder, read_plan, write_atomically
 from longdraft.models.schema import validate
 
 FORMAT = "longdraft bench 3"
@@ -123,6 +125,42 @@ def read_record(folder: Path) -> Record:
     record = Record(plan["settings"], WorkFolder(folder, plan))
     record.work = None
     return record
+
+
+def write_spec_bench(record: Record, folder: Path) -> Path:
+    """Write the answers as Spec-Bench's `evaluation/speed.py` reads them, to compare them with other programs'.
+
+    Each drafter and temperature has a file in `folder/spec_bench`. Returns that folder.
+    """
+    runs, out = record.by_drafter(), folder / "spec_bench"
+    out.mkdir(exist_ok=True)
+    for temperature, drafters in runs.items():
+        for drafter, entries in drafters.items():
+            name = f"{drafter}-temperature-{temperature:g}" if len(runs) > 1 else drafter
+            model = f"{record.machine.get('target', 'target')}-{name}"
+            text = "".join(json.dumps(_spec_bench(entry, model)) + "\n" for entry in entries)
+            write_atomically(out / f"{name}.jsonl", lambda partial, text=text: partial.write_text(text))
+    return out
+
+
+def _spec_bench(entry: Entry, model: str) -> dict[str, Any]:
+    """A line of a model's answers (Spec-Bench, `evaluation/eval.py`)."""
+    choice = {
+        "index": 0,
+        "turns": [turn.text or "" for turn in entry.turns],
+        "decoding_steps": [turn.steps for turn in entry.turns],
+        "new_tokens": [len(turn.tokens) for turn in entry.turns],
+        "wall_time": [turn.prefill_seconds + turn.decode_seconds for turn in entry.turns],
+        "accept_lengths": [length for turn in entry.turns for length in turn.accept_lengths],
+    }
+    return {
+        "question_id": entry.id,
+        "category": entry.category,
+        "answer_id": f"{model}/{entry.id}",
+        "model_id": model,
+        "choices": [choice],
+        "tstamp": time.time(),
+    }
 
 
 def checkpoint_digest(path: str | Path) -> str | None:

@@ -3,8 +3,7 @@
 import re
 from html import unescape
 
-from longdraft.benchmarks.drafters.html_report import collect, page
-from longdraft.benchmarks.drafters.pictures import bars, line_chart
+from longdraft.benchmarks.drafters.html_report import bars, collect, line_chart, page
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record, recorded
 from longdraft.launch import report
 

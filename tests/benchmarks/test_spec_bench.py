@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.benchmarks.drafters.record import Answer, Entry, Record
-from longdraft.benchmarks.drafters.spec_bench import write_spec_bench
+from longdraft.benchmarks.drafters.record import Answer, Entry, Record, write_spec_bench
 
 # Spec-Bench, evaluation/eval.py: what an answer's line holds; evaluation/speed.py reads the last four of a choice.
 ANSWER = ["question_id", "category", "answer_id", "model_id", "choices", "tstamp"]
