@@ -24,7 +24,6 @@ from longdraft.infer.drafters.build import build_drafter
 from longdraft.launch import cli
 from longdraft.launch.arguments import NEW_TOKENS, PROMPTS, SAMPLING, TEXT_TOKENS, given_sampling
 from longdraft.launch.console import note, read_text, show
-from longdraft.launch.report import write_report
 from longdraft.launch.runtime import DTYPES, Drafting, heldout_rows, options_for, read_options, used_tokens
 from longdraft.models.device import on_device
 from longdraft.models.draft_folder import local_folder
@@ -81,6 +80,8 @@ def run_bench(args: argparse.Namespace) -> dict:
             compared = [name for name in builders if paper.drafter in name.split("+")]
             result["paper"] = beside(paper, record, compared, settings.temperatures)
     if args.report is not None and args.out is not None:
+        from longdraft.benchmarks.drafters.html_report import write_report  # matplotlib
+
         write_report([args.out], args.report, "--report")
         note(f"Written to {args.report}")
     return result

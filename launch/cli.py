@@ -1,7 +1,13 @@
-"""The `longdraft` command: reads the arguments of a command, and only then imports and runs its file."""
+"""The `longdraft` command: reads the arguments of a command, and only then imports and runs its work.
 
+A command whose work is one call is a function here; each other one has a file of its name.
+"""
+
+import argparse
 import importlib
+import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -35,6 +41,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(argv[0], argv[1:])
 
 
+def export(args: argparse.Namespace) -> None:
+    from longdraft.train.export import export
+
+    export(**vars(args))
+
+
+def convert(args: argparse.Namespace) -> None:
+    from longdraft.models.published import convert
+
+    warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
+    draft, info = convert(args.source, args.out, args.target)
+    size = sum(parameter.numel() for parameter in draft.parameters()) / 1e6
+    method, target = type(draft).__name__.lower(), info.train_config["target"]["path"]
+    show(
+        f"Converted {args.source} to {args.out}: {method} ({size:.1f} M parameters) for {target}; next: longdraft "
+        f"bench --draft {shlex.quote(str(args.out))} --data DATA\n"
+    )
+
+
+def report(args: argparse.Namespace) -> None:
+    from longdraft.benchmarks.drafters.html_report import write_report
+
+    write_report(args.runs, args.out, "--out")
+    show(f"Written to {args.out}\n")
+
+
+HERE = {command.__name__: command for command in (export, convert, report)}
+
+
 def run(command: str, argv: Sequence[str] | None = None) -> int:
     """Run a command with its arguments, those of this process if they are None.
 
@@ -46,7 +81,7 @@ def run(command: str, argv: Sequence[str] | None = None) -> int:
 
     def work() -> int | None:
         args = PARSERS[command]().parse_intermixed_args(argv)
-        return load().run(args)
+        return HERE[command](args) if command in HERE else load().run(args)
 
     needs_output, by_force = command not in WORK_WITHOUT_OUTPUT, command in LEAVE_NOTHING_HALF_DONE
     return run_command(f"longdraft {command}", work, needs_output=needs_output, by_force=by_force)

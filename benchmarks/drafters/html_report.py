@@ -3,14 +3,16 @@
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from longdraft.benchmarks.drafters.metrics import lay_out, run_figures
-from longdraft.benchmarks.drafters.record import Record
+from longdraft.benchmarks.drafters.record import Record, read_record
 from longdraft.benchmarks.drafters.text_report import Figures, exactness, rows
+from longdraft.models.files import write_atomically
 
 STYLE = """
 body { margin: 0 auto; padding: 1.2rem; max-width: 80rem; font: 15px/1.5 system-ui, sans-serif; }
@@ -19,6 +21,17 @@ section { border: 1px solid #d6dce2; border-radius: 6px; padding: .2rem 1rem; ma
 pre { overflow-x: auto; font-size: .85em; } section pre { white-space: pre-wrap; }
 svg { max-width: 100%; height: auto; }
 """
+
+
+def write_report(runs: Sequence[Path], path: Path, option: str) -> None:
+    """Write the page of these records. Raises ValueError, which names `option` if `path` cannot be written."""
+    names = [run.resolve().name for run in runs]
+    titles = [name if names.count(name) == 1 else str(run) for name, run in zip(names, runs, strict=True)]
+    text = page({title: read_record(run) for title, run in zip(titles, runs, strict=True)})
+    try:
+        write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{option}: {path} cannot be written: {error.strerror}; give another path") from error
 
 
 def collect(records: Mapping[str, Record]) -> dict[str, Figures]:

@@ -5,7 +5,7 @@ from html import unescape
 
 from longdraft.benchmarks.drafters.html_report import bars, collect, line_chart, page
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record, recorded
-from longdraft.launch import report
+from longdraft.launch import cli
 
 
 def made(drafters: dict[str, int], every: int = 5120, temperatures=(0.0,)) -> Record:
@@ -66,9 +66,9 @@ def test_numbers_stand_at_their_marks():
 
 
 def test_the_command_names_what_is_wrong(tmp_path, capsys):
-    assert report.main([str(tmp_path)]) == 2
+    assert cli.main(["report", str(tmp_path)]) == 2
     assert "plan.json" in capsys.readouterr().err
     with recorded(tmp_path, {"suite": None}):
         pass
-    assert report.main([str(tmp_path), "--out", str(tmp_path / "r.html")]) == 2
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "r.html")]) == 2
     assert "no question has been answered" in capsys.readouterr().err

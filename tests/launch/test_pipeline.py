@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longdraft.benchmarks.drafters.exactness import NotExact
-from longdraft.launch import arguments, bench, cli, export, prepare, quickstart, runtime, train
+from longdraft.launch import arguments, bench, cli, prepare, quickstart, runtime, train
 from longdraft.launch.generate import main as generate_main
 from longdraft.models import hf
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory, shared, train_command) -> Path:
     )
     status, printed = train_command(folder / "config.yaml")
     assert status == 0, printed
-    assert export.main([str(folder / "run")]) == 0
+    assert cli.main(["export", str(folder / "run")]) == 0
     return folder
 
 

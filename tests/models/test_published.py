@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch import convert as command
-from longdraft.launch import generate
+from longdraft.launch import cli, generate
 from longdraft.models import hub
 from longdraft.models.draft_folder import load_draft, read_info
 from longdraft.models.hf import load_target
@@ -84,7 +83,7 @@ def test_converted_folders_decode_without_further_words(tmp_path, block, merged,
     """`generate` with the folder alone: the target is found, the tree is the folder's and nothing is warned of."""
     for source, words in ((block[0], ["--target", str(folder)]), (merged[0], [])):
         out = tmp_path / source.name
-        assert command.main([str(source), "--out", str(out), *words]) == 0
+        assert cli.main(["convert", str(source), "--out", str(out), *words]) == 0
         assert f"to {out}" in capsys.readouterr().out
         given = ["--draft", str(out), "--dtype", "fp32", "--prompt", "the cat sat", "--max-new-tokens", "8"]
         assert generate.main(given) == 0
@@ -156,12 +155,12 @@ def test_what_does_not_fit_is_named_and_nothing_is_left(tmp_path, folder, block,
         ([torn], r"torn/model-00001-of-00003\.safetensors: .*again"),
     ]
     for words, message in cases:
-        assert command.main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
+        assert cli.main(["convert", *map(str, words), "--out", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
         assert pytest.RaisesExc(ValueError, match=message).matches(ValueError(error)), error
         assert not (tmp_path / "out").exists()
     full = tmp_path / "full"
     full.mkdir()
     (full / "thesis.txt").write_text("mine")
-    assert command.main([str(merged[0]), "--out", str(full)]) == 2
+    assert cli.main(["convert", str(merged[0]), "--out", str(full)]) == 2
     assert "out:" in capsys.readouterr().err and (full / "thesis.txt").read_text() == "mine"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from longdraft.launch.export import main as export_main
+from longdraft.launch import cli
 from longdraft.models.draft_folder import load_draft
 from longdraft.models.files import locked
 from longdraft.train import checkpoint
@@ -83,7 +83,7 @@ def test_a_run_without_a_sound_checkpoint_says_so(run, go_on):
 
 def test_export_goes_back_behind_a_flipped_bit(run, capsys, tmp_path):
     flip(folder(run, 20) / checkpoint.WEIGHTS, 0.9)
-    assert export_main([str(run), "--out", str(tmp_path / "former")]) == 0
+    assert cli.main(["export", str(run), "--out", str(tmp_path / "former")]) == 0
     printed = capsys.readouterr().out
     assert f"{folder(run, 20)} is damaged (draft.safetensors is not as it was saved) and is passed over" in printed
     assert f"Exported step 10 of {run}" in printed
@@ -91,7 +91,7 @@ def test_export_goes_back_behind_a_flipped_bit(run, capsys, tmp_path):
     for name, weight in load_file(folder(run, 10) / checkpoint.WEIGHTS).items():
         assert weights[name].equal(weight), name
     flip(folder(run, 10) / checkpoint.WEIGHTS, 0.9)
-    assert export_main([str(run), "--out", str(tmp_path / "none")]) == 2
+    assert cli.main(["export", str(run), "--out", str(tmp_path / "none")]) == 2
     assert f"every checkpoint in {run} is damaged" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch.export import main
+from longdraft.launch import cli
 from longdraft.models import draft_folder
 from longdraft.models.draft_folder import DRAFTS, WEIGHTS, load_draft, read_info
 from longdraft.models.files import file_digest
@@ -111,7 +111,7 @@ def test_best_weights_are_exported_when_asked(made_run, capsys):
     """The run's newest checkpoint is step 7; the best that decoding found is step 4."""
     run, target, _ = made_run("medusa")
     for missing in ([str(run), "--best"], [str(run / "checkpoints")]):
-        assert main(missing) == 2 and "error: run_dir: " in capsys.readouterr().err
+        assert cli.main(["export", *missing]) == 2 and "error: run_dir: " in capsys.readouterr().err
     newest = checkpoint.checkpoint_folder(run) / "step_000007"
     best = checkpoint.best_folder(run) / "step_000004"
     shutil.copytree(newest, best)
@@ -160,7 +160,7 @@ def test_every_method(made_run, capsys, name, precision):
 def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_folder, capsys, restrict):
     """Exactly, with the folder's tree, for the whole vocabulary or the most frequent tokens of the training data."""
     run, target, trained = made_run("longspec")
-    assert main([str(run), *(["--draft-vocab-size", "30"] if restrict else [])]) == 0
+    assert cli.main(["export", str(run), *(["--draft-vocab-size", "30"] if restrict else [])]) == 0
     draft = load_draft(run / "draft", target)
     if restrict:
         assert ", for 30 of 97 tokens: reloaded" in capsys.readouterr().out
@@ -188,7 +188,7 @@ def test_the_runtime_decodes_with_an_exported_longspec_draft(made_run, data_fold
 def test_a_restricted_draft_is_restricted_further(made_run, data_folder, capsys):
     """To the most frequent of the tokens it was trained with, which need not be those of the training data."""
     run, target, trained = made_run("longspec-narrow")
-    assert main([str(run), "--draft-vocab-size", "10"]) == 0
+    assert cli.main(["export", str(run), "--draft-vocab-size", "10"]) == 0
     assert ", for 10 of 97 tokens: reloaded" in capsys.readouterr().out
     draft = load_draft(run / "draft", target)
     kept, most = set(draft.token_ids.tolist()), frequent_tokens(ShardSet(data_folder / "train"), 97, 10)
@@ -205,6 +205,6 @@ def test_a_restricted_draft_is_restricted_further(made_run, data_folder, capsys)
 @pytest.mark.parametrize(("name", "n"), [("longspec-narrow", 22), ("longspec", 98)])
 def test_a_vocabulary_that_cannot_be_is_an_error_of_the_command(made_run, capsys, name, n):
     run, _, _ = made_run(name)
-    assert main([str(run), "--draft-vocab-size", str(n)]) == 2
+    assert cli.main(["export", str(run), "--draft-vocab-size", str(n)]) == 2
     assert f"longdraft export: error: draft_vocab_size: {n};" in capsys.readouterr().err
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from longdraft.launch.export import main as export_main
+from longdraft.launch import cli
 from longdraft.models.draft_folder import load_draft
 from longdraft.train import checkpoint
 
@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_finished_run_is_exported_and_starts_another(folder, train_command):
-    assert export_main(["finished"]) == 0
+    assert cli.main(["export", "finished"]) == 0
     saved = folder / "finished" / "checkpoints" / "step_000004"
     exported = load_draft(folder / "finished" / "draft").state_dict()
     for name, weight in load_file(saved / checkpoint.WEIGHTS).items():

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch import arguments, export
+from longdraft.launch import arguments, cli
 from longdraft.launch.runtime import Drafting
 from longdraft.models.hf import load_transformers, read_target_config
 from longdraft.train.config_file import load_stages
@@ -109,7 +109,7 @@ def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, t
         run, draft = tmp_path / "run" / "3-sft", tmp_path / "run" / "3-sft" / "draft"
     else:
         run, draft = tmp_path / "run", tmp_path / "draft"
-        assert export.main([str(run), "--out", str(draft)]) == 0
+        assert cli.main(["export", str(run), "--out", str(draft)]) == 0
     assert (draft / "model.safetensors").is_file()
 
     # Serving needs no further options.
