@@ -15,13 +15,14 @@ import torch
 
 from longdraft.benchmarks.drafters.metrics import lay_out
 from longdraft.benchmarks.drafters.provenance import hardware, provenance
-from longdraft.benchmarks.kernels import attention, loss
+from longdraft.benchmarks.kernels import attention, loss, product
 from longdraft.benchmarks.kernels.race import DTYPES, OURS, PROFILES, Bench
 from longdraft.kernels.linear import emulates_bf16
 from longdraft.models.device import check_device, default_device
 
 TITLES = {
     "attention": "Tree attention of one layer, one sequence",
+    "linear": "Linear layers of a pass",
     "loss": "Loss and hidden gradients of heads that share one LM head",
 }
 PACKAGES = ("torch", "triton", "liger_kernel")
@@ -34,8 +35,8 @@ QUICK = {"cuda": {"contexts": [8192, 65536], "nodes": [64]}, "cpu": {"contexts":
 TURNS, QUICK_TURNS = 9, 3
 # Key of a row: title and format of its column. A table has the columns of which one of its rows has a figure.
 COLUMNS = {
-    "profile": ("profile", ""), "context": ("context", ""), "nodes": ("rows", ""), "rows": ("rows", ""),
-    "heads": ("heads", ""), "implementation": ("implementation", ""), "ms": ("ms", ".3f"),
+    "profile": ("profile", ""), "context": ("context", ""), "outputs": ("outputs", ""), "nodes": ("rows", ""),
+    "rows": ("rows", ""), "heads": ("heads", ""), "implementation": ("implementation", ""), "ms": ("ms", ".3f"),
     "share_of_copy": ("of copy", ".0%"), "share_of_products": ("of products", ".0%"),
     "peak_mib": ("peak MiB", ",.0f"), "over_longdraft": ("over ours", ".2f"),
 }  # fmt: skip
@@ -48,7 +49,7 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     add("what", nargs="?", choices=(*TITLES, "ceilings"), help="only this (default: all)")
     add("--profile", nargs="+", choices=PROFILES, help="whose shapes (default: llama3.1-8b, on a CPU smollm2-135m)")
     add("--contexts", nargs="+", type=int, help="committed rows, of attention")
-    add("--nodes", nargs="+", type=int, help="rows of a pass, of attention")
+    add("--nodes", nargs="+", type=int, help="rows of a pass, of attention and linear")
     add("--rows", type=int, help="of each head's loss")
     add("--dtype", choices=DTYPES, help="default: bf16, or fp32 on a CPU that emulates it")
     add("--device", help="default: cuda if there is a GPU, else cpu")
@@ -77,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for profile in args.profile:
         if args.what in (None, "attention"):
             result["results"] += attention.measure(bench, profile, args.contexts, args.nodes)
+        if args.what in (None, "linear"):
+            result["results"] += product.measure(bench, profile, args.nodes)
         if args.what in (None, "loss"):
             result["results"] += loss.measure(bench, profile, args.rows)
     print("\n" + table(result))

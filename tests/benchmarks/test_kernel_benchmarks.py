@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longdraft.benchmarks.drafters.timing import peak_bytes
-from longdraft.benchmarks.kernels import attention, loss, race, run
+from longdraft.benchmarks.kernels import attention, loss, product, race, run
 from longdraft.benchmarks.kernels.attention import attention_work, make_case, random_tree
 from longdraft.benchmarks.kernels.loss import loss_work
 from longdraft.benchmarks.kernels.race import OURS, PROFILES, Bench, Profile, Wrong, check_error
@@ -60,6 +60,13 @@ def test_every_peer_of_attention_is_right(bench, nodes):
     assert set(found) == set(attention.IMPLEMENTATIONS)
     assert not any("problem" in row for row in found.values())
     assert found[OURS]["over_longdraft"] == 1.0
+
+
+def test_a_wrong_product_has_no_time(bench):
+    ours, half = product.IMPLEMENTATIONS[OURS], lambda case: lambda: product.linear(case.x_MI / 2, case.weight_NI)
+    rows = product.measure(bench, TINY, [1, 9], {OURS: ours, "half": half})
+    assert [(row["outputs"], row["nodes"]) for row in rows[::2]] == [(64, 1), (64, 9), (512, 1), (512, 9)]
+    assert all("ms" in row for row in rows[::2]) and all("max error" in row["problem"] for row in rows[1::2])
 
 
 def test_folding_heads_and_back(bench):

@@ -1,0 +1,117 @@
+"""y = x W^T + b in Triton for few rows: a row's bits do not depend on the other rows or on how many there are.
+
+A program multiplies BLOCK_N rows of the weight with up to 128 rows of x, so that the weight is read once. It takes the
+rows in tiles of 16, whatever their number: each tile is a product of the same shape, in the same instruction, over the
+same blocks of K in the same order. How K is split depends on the weight's shape and the device alone.
+
+Shapes: M rows, K inputs, N outputs, S splits of K. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_TILES, TILE = 8, 16
+BLOCK_N, BLOCK_K = 64, 128
+SUMMED = 1024  # outputs that a program of `_sum` adds up
+
+
+# Do not specialize on what changes from pass to pass: each special value would be another compilation.
+@triton.jit(do_not_specialize=["n_rows"])
+def _products(
+    p_x, p_w, p_sums, n_rows, n_outputs, n_inputs, x_m, w_n, inputs_of_split,
+    TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One split's products of BLOCK_N outputs with TILES * TILE rows, into fp32 [S, M, N]."""
+    i_n, i_split, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * (TILES * TILE)
+    o_n, o_k, o_m = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), first + tl.arange(0, TILE)
+    m_n = o_n < n_outputs
+    p_wn = p_w + o_n.to(tl.int64)[:, None] * w_n
+    sums = ()
+    for _ in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
+        sums += (tl.zeros([BLOCK_N, TILE], tl.float32),)
+    start = i_split * inputs_of_split
+    for k in range(start, tl.minimum(start + inputs_of_split, n_inputs), BLOCK_K):
+        m_k = k + o_k < n_inputs
+        b_w = tl.load(p_wn + (k + o_k)[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
+        added = ()
+        for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
+            o_row = i * TILE + o_m
+            m_x = m_k[:, None] & (o_row < n_rows)[None, :]
+            b_x = tl.load(p_x + o_row.to(tl.int64)[None, :] * x_m + (k + o_k)[:, None], mask=m_x, other=0.0)
+            added += (tl.dot(b_w, b_x, sums[i]),)
+        sums = added
+    for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
+        o_row = i * TILE + o_m
+        p_out = p_sums + (i_split * n_rows + o_row).to(tl.int64)[None, :] * n_outputs + o_n[:, None]
+        tl.store(p_out, sums[i], mask=m_n[:, None] & (o_row < n_rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["n_numbers", "n_splits"])
+def _sum(p_sums, p_bias, p_out, n_numbers, n_outputs, n_splits, BIAS: tl.constexpr, SUMMED: tl.constexpr):
+    """Add the splits up in their order, and the bias, and round once."""
+    o = tl.program_id(0).to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
+    m = o < n_numbers
+    b_sum = tl.load(p_sums + o, mask=m, other=0.0)
+    for i in range(1, n_splits):
+        b_sum += tl.load(p_sums + i * n_numbers + o, mask=m, other=0.0)
+    if BIAS:
+        b_sum += tl.load(p_bias + o % n_outputs, mask=m, other=0.0).to(tl.float32)
+    tl.store(p_out + o, b_sum.to(p_out.dtype.element_ty), mask=m)
+
+
+def linear(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """[M, N] in x's dtype: sums in fp32, rounded once.
+
+    Args:
+        x_MI: bf16 or fp16; the numbers of a row lie together, as do those of the weight's rows.
+        weight_NI, bias_N: in x's dtype.
+    """
+    (n_rows, n_inputs), n_outputs = x_MI.shape, len(weight_NI)
+    assert x_MI.stride(1) == weight_NI.stride(1) == 1, "the numbers of a row must lie together"
+    out_MN = torch.empty((n_rows, n_outputs), dtype=x_MI.dtype, device=x_MI.device)
+    if n_rows == 0:
+        return out_MN
+    n_processors, n_stages = _device(x_MI.device)
+    inputs_of_split = split_inputs(n_outputs, n_inputs, n_processors)
+    n_splits = -(-n_inputs // inputs_of_split)
+    sums_SMN = torch.empty((n_splits, n_rows, n_outputs), dtype=torch.float32, device=x_MI.device)
+    tiles = min(MOST_TILES, triton.next_power_of_2(-(-n_rows // TILE)))
+    products: Any = _products[(-(-n_outputs // BLOCK_N), n_splits, -(-n_rows // (tiles * TILE)))]
+    products(
+        x_MI, weight_NI, sums_SMN, n_rows, n_outputs, n_inputs, x_MI.stride(0), weight_NI.stride(0), inputs_of_split,
+        TILES=tiles, TILE=TILE, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, num_stages=n_stages,
+    )  # fmt: skip
+    added: Any = _sum[(-(-out_MN.numel() // SUMMED),)]
+    added(
+        sums_SMN, out_MN if bias_N is None else bias_N, out_MN, out_MN.numel(), n_outputs, n_splits,
+        BIAS=bias_N is not None, SUMMED=SUMMED, num_warps=4,
+    )  # fmt: skip
+    return out_MN
+
+
+def split_inputs(n_outputs: int, n_inputs: int, n_processors: int) -> int:
+    """How many inputs a split has, a multiple of BLOCK_K: K is halved until there are two programs for each processor,
+    at least four blocks long."""
+    n_programs, n_blocks, n_splits = -(-n_outputs // BLOCK_N), -(-n_inputs // BLOCK_K), 1
+    while n_programs * n_splits < 2 * n_processors and n_blocks >= 8 * n_splits:
+        n_splits *= 2
+    return -(-n_blocks // n_splits) * BLOCK_K
+
+
+def stages(fast_memory: int) -> int:
+    """How many blocks of K a program of the most rows holds at a time. fast_memory: bytes of shared memory."""
+    return max(2, min(4, fast_memory // (2 * (BLOCK_N + MOST_TILES * TILE) * BLOCK_K)))
+
+
+@cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """How many processors the device has, and `stages`; constants for the interpreter."""
+    if device.type != "cuda":
+        return 8, 2
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, stages(properties.shared_memory_per_block_optin)
