@@ -26,8 +26,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longdraft.data_prep.chat_template import ANSWER_END, EDGE, GUARD, PLACEHOLDER, ChatTemplate, placeholder
-from longdraft.data_prep.chat_tokenizer import BORDER, ChatTokenizer, Encoding
+from longdraft.data_prep.chat_template import (
+    ANSWER_END,
+    BORDER,
+    EDGE,
+    GUARD,
+    PLACEHOLDER,
+    ChatTemplate,
+    ChatTokenizer,
+    Encoding,
+    placeholder,
+)
 from longdraft.data_prep.documents import Conversation, Document, Unusable
 from longdraft.data_prep.tokenize import Encoded, make_encoder
 
