@@ -4,6 +4,7 @@ Only a package that is not installed counts as absent; one that is installed but
 """
 
 import inspect
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -69,6 +70,13 @@ def triton_kernels(name: str, device_type: str) -> Any | None:
     if device_type != "cuda" or find_spec("triton") is None:
         return None
     return import_module(f"longdraft.kernels.triton.{name}")
+
+
+def exact_kernels(name: str, x: Tensor) -> Any | None:
+    """`triton_kernels` in which a row has plain decoding's bits, if LONGDRAFT_EXACT=1 asks for them and x is in half
+    precision, else None."""
+    is_asked = os.environ.get("LONGDRAFT_EXACT") == "1" and x.dtype in HALF
+    return triton_kernels(name, x.device.type) if is_asked else None
 
 
 def has_flash_attn() -> bool:

@@ -3,7 +3,6 @@
 Not for layers that train, although x may have a gradient. Shapes: M rows, I inputs, N outputs.
 """
 
-import os
 from functools import cache
 from typing import Any
 
@@ -55,8 +54,8 @@ def linear(
 
     On a CPU, few rows (in bf16, and while decoding in fp32) go through one call of C, whose result for a row does not
     depend on the other rows (cpu/rows.py). Many bf16 rows on a CPU without bf16 instructions are bound by
-    arithmetic and run in fp32. On a GPU, LONGDRAFT_ROW_INVARIANT=1 gives up to 128 rows of a slot in half precision to
-    Triton, where too a row's result does not depend on the others. All else is PyTorch's.
+    arithmetic and run in fp32. On a GPU, LONGDRAFT_EXACT=1 gives up to 128 rows of a slot in half precision to Triton,
+    where too a row's result does not depend on the others. All else is PyTorch's.
 
     Args:
         x: [..., T, I] in the weight's dtype.
@@ -76,7 +75,7 @@ def linear(
         x = rms_norm(x, *norm)
     if x.dtype == torch.bfloat16 and _frozen_on_cpu(x) and n_rows >= FP32_FROM and emulates_bf16():
         y = _through_fp32(x.reshape(n_rows, n_inputs), weight_NI, bias_N).view(*x.shape[:-1], -1)
-    elif (triton := _row_invariant(x)) is not None:
+    elif (triton := _exact(x)) is not None:
         y = triton.linear(x.reshape(n_rows, n_inputs), weight_NI, bias_N).view(*x.shape[:-1], -1)
     else:
         y = F.linear(x, weight_NI, bias_N)
@@ -93,12 +92,11 @@ def _in_c(x: Tensor, weight_NI: Tensor, gated: bool) -> bool:
     return rows.serves(x.dtype) and _frozen_on_cpu(x) and rows.can_multiply(weight_NI, gated)
 
 
-def _row_invariant(x: Tensor) -> Any | None:
+def _exact(x: Tensor) -> Any | None:
     """The module triton/linear.py if it is asked for and serves these rows, else None."""
-    needs_gradient = torch.is_grad_enabled() and x.requires_grad
-    if os.environ.get("LONGDRAFT_ROW_INVARIANT") != "1" or x.dtype not in backend.HALF or needs_gradient:
+    if x.shape[-2] > MOST_ROWS or (torch.is_grad_enabled() and x.requires_grad):
         return None
-    return backend.triton_kernels("linear", x.device.type) if x.shape[-2] <= MOST_ROWS else None
+    return backend.exact_kernels("linear", x)
 
 
 def _through_fp32(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:

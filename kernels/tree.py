@@ -66,6 +66,17 @@ class PassPlan:
         return pack_tree(self.tree_mask_BTT, len(self.lengths_B), self.n_rows, self.lengths_B.device)
 
     @cached_property
+    def path_BTT(self) -> Tensor | None:
+        """int32, each row's ancestors and itself in the order of their depths, then zeros; None for a chain."""
+        mask_BTT = self.tree_mask_BTT
+        if mask_BTT is None:
+            return None
+        depth_BTT = self.tree[1].long()[:, None].expand(mask_BTT.shape)
+        row_BTT = torch.arange(self.n_rows, dtype=torch.int32, device=mask_BTT.device).expand(mask_BTT.shape)
+        place_BTT = torch.where(mask_BTT, depth_BTT, self.n_rows)  # the place behind the last is cut
+        return pad(torch.zeros_like(row_BTT), (0, 1)).scatter(2, place_BTT, row_BTT)[..., :-1].contiguous()
+
+    @cached_property
     def borders(self) -> tuple[Tensor, Tensor]:
         """The borders of each slot's queries and keys for `backend.varlen_attention`, int32 [2] and [B, 2]: 0 and the
         number of rows; 0 and the number of keys. Made without waiting for the device."""

@@ -30,8 +30,9 @@ def tree_attention(
 ) -> Tensor:
     """Attention in which a row reads all committed rows of its slot and the pass's own rows that the tree opens to it.
 
-    Up to 128 rows go through the C kernels on a CPU and through Triton on a GPU. Else a chain goes to
-    `chain_attention` and a tree to the reference.
+    Up to 128 rows go through the C kernels on a CPU and through Triton on a GPU (in half precision with
+    LONGDRAFT_EXACT=1 through triton/exact_attention.py). Else a chain goes to `chain_attention` and a tree to the
+    reference.
 
     Args:
         q_BTHd: queries after RoPE.
@@ -49,6 +50,9 @@ def tree_attention(
     if n_rows <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
         return rows.rows_with_sinks(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window, sinks_H)
     plan = plan or PassPlan(lengths_B, n_rows, tree_mask_BTT)
+    if n_rows <= MOST_ROWS and (exact := backend.exact_kernels("exact_attention", q_BTHd)) is not None:
+        inputs = q_BTHd, keys_BSKd, values_BSKd, lengths_B, plan.path_BTT, plan.tree[1]
+        return with_sinks(*exact.tree_attention(*inputs, window), sinks_H)
     if (triton := triton_for(q_BTHd)) is not None:
         inputs = q_BTHd, keys_BSKd, values_BSKd, lengths_B, *plan.tree
         out_BTHd, lse_BTH = triton.tree_attention(*inputs, tree_mask_BTT is not None, window)

@@ -56,6 +56,12 @@ def call(v: Variant, module: ModuleType) -> None:
         else:
             tree = empty(1, v.rows, 2, dtype=int64), empty(1, v.rows, dtype=int32)
             module.tree_attention(q, kv, kv, one, *tree, "tree" in v.what, 4096 if "window" in v.what else None)
+    elif v.file == "exact_attention":
+        depth = empty(1, v.rows, dtype=int32)
+        path = empty(1, v.rows, v.rows, dtype=int32) if "tree" in v.what else None
+        module.tree_attention(
+            empty(1, v.rows, HEADS, v.width), kv, kv, one, path, depth, 4096 if "window" in v.what else None
+        )
     elif v.file == "linear":
         vars(module)["_device"] = lambda _: (PROCESSORS, module.stages(SHARED_MEMORY[v.arch]))
         module.linear(empty(v.rows, 4096), empty(4096, 4096), empty(4096))
@@ -84,6 +90,9 @@ def variants() -> Iterator[Variant]:
         (89, "fp32", 128), (100, "bf16", 128), (120, "bf16", 128), (120, "bf16", 256), (120, "fp32", 256),
     ):  # fmt: skip
         yield Variant("tree_attention", "tree, window", arch, dtype, 64, width)
+    for arch, what in product((80, 89, 90, 100, 120), ("tree", "tree, window")):
+        yield Variant("exact_attention", what, arch)
+    yield from (Variant("exact_attention", width=width) for width in (64, 256))
     for arch, rows in product((80, 89, 90, 100, 120), (1, 17, 128)):
         yield Variant("linear", arch=arch, rows=rows)
     for file in ("choice", "rotate", "linear_cross_entropy"):

@@ -1,0 +1,209 @@
+"""Tree attention in Triton in which a row has the bits that plain decoding would give it.
+
+Plain decoding reads a token's predecessors as committed keys; a tree has the last of them among its own rows, in
+another order. So everything depends on a row's position p alone: its keys are added in the order of their positions,
+and where one way of adding them ends and the other begins is a function of p.
+
+1. Keys before `_tail(p)` are committed, however deep the row is, as a pass has at most 128 rows. Programs take tiles of
+   64 queries and runs of RUN keys, in blocks of 64. A block that a row does not read changes nothing of the row's.
+2. The up to 191 keys from there to p are gathered in their order for each row: committed ones, then its ancestors.
+3. The runs of 1 are added to 2 in their order.
+
+Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/value heads, G = H / K, M = G * T, d head
+width. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longdraft.kernels.triton.tree_attention import LOG2E, NO_WINDOW
+
+BLOCK = tl.constexpr(64)  # keys at a time
+MOST_ROWS = tl.constexpr(128)  # of a pass
+QUERIES, RUN = 64, 1024
+
+
+@triton.jit
+def _tail(position):
+    """Position of the first key that is gathered, a multiple of BLOCK."""
+    return tl.maximum(position - MOST_ROWS + 1, 0) // BLOCK * BLOCK
+
+
+@triton.jit
+def _add(b_most, b_sum, b_out, b_q, b_k, b_v, m_open, scale):
+    """Update the maximum of the products (unscaled), the sum and the output with a block of keys."""
+    b_s = tl.where(m_open, tl.dot(b_q, tl.trans(b_k)), float("-inf"))
+    b_next = tl.maximum(b_most, tl.max(b_s, 1))
+    b_base = tl.where(b_next == float("-inf"), 0.0, b_next * scale)  # nothing read yet: avoid inf - inf
+    b_p = tl.exp2(b_s * scale - b_base[:, None])
+    b_keep = tl.exp2(b_most * scale - b_base)
+    b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out * b_keep[:, None])
+    return b_next, b_sum * b_keep + tl.sum(b_p, 1), b_out
+
+
+@triton.jit
+def _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_m, scale, WIDTH: tl.constexpr):
+    """Write a run's mean of the values and its log-sum-exp, base 2; -inf where nothing was read."""
+    b_some = tl.where(b_sum == 0.0, 1.0, b_sum)
+    m_md = m_m[:, None] & (o_d < WIDTH)[None, :]
+    tl.store(p_out + o_run[:, None] * WIDTH + o_d[None, :], b_out / b_some[:, None], mask=m_md)
+    tl.store(p_lse + o_run, tl.where(b_sum == 0.0, float("-inf"), b_most * scale + tl.log2(b_some)), mask=m_m)
+
+
+# Do not specialize on numbers that change from pass to pass: each special value would be another compilation.
+@triton.jit(do_not_specialize=["n_rows", "group", "n_kv", "n_runs", "window"])
+def _runs(
+    p_q, p_k, p_v, p_depth, p_length, p_out, p_lse, scale,
+    q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, group, n_kv, n_runs, window,
+    WINDOW: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, RUN: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Attention of QUERIES queries of one key head over one run of keys before their tails."""
+    i_m, i_run, i_bk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_b, i_k, n_m = (i_bk // n_kv).to(tl.int64), i_bk % n_kv, n_rows * group
+    o_m, o_j, o_d = i_m * QUERIES + tl.arange(0, QUERIES), tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    m_m, m_d = o_m < n_m, o_d < WIDTH
+    o_t, o_h = o_m % n_rows, i_k * group + o_m // n_rows
+    length = tl.load(p_length + i_b).to(tl.int32)
+    b_position = length + tl.load(p_depth + i_b * n_rows + o_t, mask=m_m, other=0)
+    b_tail = tl.where(m_m, _tail(b_position), 0)
+    begin = i_run * RUN
+    end = tl.minimum(begin + RUN, tl.max(b_tail, 0))
+    if WINDOW:
+        begin = tl.maximum(begin, tl.maximum(length - window + 1, 0) // BLOCK * BLOCK)
+    if begin < end:  # the merge reads no other run
+        p_row = p_q + i_b * q_b + o_t[:, None] * q_t + o_h[:, None] * q_h
+        b_q = tl.load(p_row + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
+        p_kj = p_k + i_b * k_b + i_k * k_h + o_j.to(tl.int64)[:, None] * k_s + o_d[None, :]
+        p_vj = p_v + i_b * v_b + i_k * v_h + o_j.to(tl.int64)[:, None] * v_s + o_d[None, :]
+        b_most = tl.full([QUERIES], float("-inf"), tl.float32)
+        b_sum = tl.zeros([QUERIES], tl.float32)
+        b_out = tl.zeros([QUERIES, BLOCK_D], tl.float32)
+        for start in range(begin, end, BLOCK):
+            b_k = tl.load(p_kj + tl.cast(start, tl.int64) * k_s, mask=m_d[None, :], other=0.0)
+            b_v = tl.load(p_vj + tl.cast(start, tl.int64) * v_s, mask=m_d[None, :], other=0.0)
+            m_open = (start < b_tail)[:, None]
+            if WINDOW:
+                m_open = m_open & ((start + o_j)[None, :] > (b_position - window)[:, None])
+            b_most, b_sum, b_out = _add(b_most, b_sum, b_out, b_q, b_k, b_v, m_open, scale)
+        o_run = ((i_bk * (n_runs + 1) + i_run) * n_m + o_m).to(tl.int64)
+        _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_m, scale, WIDTH)
+
+
+@triton.jit(do_not_specialize=["n_rows", "group", "n_kv", "n_runs", "window"])
+def _tails(
+    p_q, p_k, p_v, p_path, p_depth, p_length, p_out, p_lse, scale,
+    q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, group, n_kv, n_runs, window,
+    TREE: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Attention of one row's queries of one key head over the row's tail, stored as the last run."""
+    i_t, i_bk = tl.program_id(0), tl.program_id(1)
+    i_b, i_k = (i_bk // n_kv).to(tl.int64), i_bk % n_kv
+    o_g, o_j, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    m_g, m_d = o_g < group, o_d < WIDTH
+    length = tl.load(p_length + i_b).to(tl.int32)
+    position = length + tl.load(p_depth + i_b * n_rows + i_t)
+    p_row = p_q + i_b * q_b + i_t * q_t + (i_k * group + o_g)[:, None] * q_h
+    b_q = tl.load(p_row + o_d[None, :], mask=m_g[:, None] & m_d[None, :], other=0.0)
+    b_most = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_G], tl.float32)
+    b_out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(_tail(position), position + 1, BLOCK):
+        b_row = start + o_j  # a key's position, then its row in the cache
+        m_open = b_row <= position
+        if WINDOW:
+            m_open = m_open & (b_row > position - window)
+        if TREE:
+            b_own = b_row - length
+            m_own = m_open & (b_own >= 0)
+            p_ancestors = p_path + (i_b * n_rows + i_t) * n_rows
+            b_row = tl.where(m_own, length + tl.load(p_ancestors + b_own, mask=m_own, other=0), b_row)
+        m_jd, b_row = m_open[:, None] & m_d[None, :], b_row.to(tl.int64)[:, None]
+        b_k = tl.load(p_k + i_b * k_b + i_k * k_h + b_row * k_s + o_d[None, :], mask=m_jd, other=0.0)
+        b_v = tl.load(p_v + i_b * v_b + i_k * v_h + b_row * v_s + o_d[None, :], mask=m_jd, other=0.0)
+        b_most, b_sum, b_out = _add(b_most, b_sum, b_out, b_q, b_k, b_v, m_open[None, :], scale)
+    o_run = ((i_bk * (n_runs + 1) + n_runs) * (n_rows * group) + o_g * n_rows + i_t).to(tl.int64)
+    _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_g, scale, WIDTH)
+
+
+@triton.jit(do_not_specialize=["n_rows", "group", "n_kv", "n_runs", "window"])
+def _merge(
+    p_runs, p_lses, p_depth, p_length, p_out, p_lse, n_rows, group, n_kv, n_runs, window,
+    WINDOW: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add the runs of one row of one head to its tail, in their order."""
+    i_m, i_bk, n_m = tl.program_id(0), tl.program_id(1), n_rows * group
+    i_b, i_k, i_t, i_h = i_bk // n_kv, i_bk % n_kv, i_m % n_rows, i_m // n_rows
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < WIDTH
+    length = tl.load(p_length + i_b).to(tl.int32)
+    position = length + tl.load(p_depth + i_b * n_rows + i_t)
+    i_first = i_bk.to(tl.int64) * (n_runs + 1) * n_m + i_m
+    i_run = i_first + n_runs.to(tl.int64) * n_m
+    most = tl.load(p_lses + i_run)
+    total = tl.where(most == float("-inf"), 0.0, 1.0)
+    b_out = tl.load(p_runs + i_run * WIDTH + o_d, mask=m_d, other=0.0) * total
+    begin = tl.maximum(length - window + 1, 0) // BLOCK * BLOCK // RUN if WINDOW else 0
+    for i in range(begin, tl.cdiv(_tail(position), RUN)):
+        i_run = i_first + tl.cast(i, tl.int64) * n_m
+        lse = tl.load(p_lses + i_run)
+        b_run = tl.load(p_runs + i_run * WIDTH + o_d, mask=m_d, other=0.0)
+        next_most = tl.maximum(most, lse)
+        base = tl.where(next_most == float("-inf"), 0.0, next_most)
+        keep, share = tl.exp2(most - base), tl.exp2(lse - base)
+        most, total, b_out = next_most, total * keep + share, b_out * keep + b_run * share
+    some = tl.where(total == 0.0, 1.0, total)
+    i_row = (i_b * n_rows + i_t) * (n_kv * group) + i_k * group + i_h
+    tl.store(p_out + i_row.to(tl.int64) * WIDTH + o_d, b_out / some, mask=m_d)
+    tl.store(p_lse + i_row, tl.where(total == 0.0, float("-inf"), (most + tl.log2(some)) / LOG2E))
+
+
+def tree_attention(
+    q_BTHd: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    path_BTT: Tensor | None,
+    depth_BT: Tensor,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `longdraft.kernels.tree_attention.tree_attention`. Lengths are read on the device alone.
+
+    Args:
+        q_BTHd, keys_BSKd, values_BSKd: in half precision, of any strides but the last, which is 1.
+        path_BTT: int32, of each row the rows of the pass that it reads, in the order of their depths, itself last;
+            None for a chain. A row of padding reads its first.
+        depth_BT: int32, how many ancestors each row has in the pass.
+    Returns: output [B, T, H, d] in q's dtype, natural log-sum-exps fp32 [B, T, H].
+    """
+    n_slots, n_rows, n_heads, width = q_BTHd.shape
+    n_kv, capacity = keys_BSKd.shape[2], keys_BSKd.shape[1]
+    group, n_runs = n_heads // n_kv, -(-capacity // RUN)
+    rows, block_d = group * n_rows, max(16, triton.next_power_of_2(width))
+    runs = torch.empty((n_slots * n_kv, n_runs + 1, rows, width), dtype=torch.float32, device=q_BTHd.device)
+    lses = torch.empty(runs.shape[:3], dtype=torch.float32, device=q_BTHd.device)
+    out_BTHd = torch.empty((n_slots, n_rows, n_heads, width), dtype=q_BTHd.dtype, device=q_BTHd.device)
+    lse_BTH = torch.empty((n_slots, n_rows, n_heads), dtype=torch.float32, device=q_BTHd.device)
+    strides = *q_BTHd.stride()[:3], *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3]
+    numbers = n_rows, group, n_kv, n_runs, NO_WINDOW if window is None else window
+    shapes = {"WINDOW": window is not None, "WIDTH": width, "BLOCK_D": block_d}
+    scale = width**-0.5 * LOG2E.value
+    runs_kernel: Any = _runs[(-(-rows // QUERIES), n_runs, n_slots * n_kv)]
+    runs_kernel(
+        q_BTHd, keys_BSKd, values_BSKd, depth_BT, lengths_B, runs, lses, scale, *strides, *numbers,
+        **shapes, QUERIES=QUERIES, RUN=RUN, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    tails_kernel: Any = _tails[(n_rows, n_slots * n_kv)]
+    tails_kernel(
+        q_BTHd, keys_BSKd, values_BSKd, depth_BT if path_BTT is None else path_BTT, depth_BT, lengths_B, runs, lses,
+        scale, *strides, *numbers, **shapes, TREE=path_BTT is not None,
+        BLOCK_G=max(16, triton.next_power_of_2(group)), num_warps=4, num_stages=2,
+    )  # fmt: skip
+    merge_kernel: Any = _merge[(rows, n_slots * n_kv)]
+    merge_kernel(
+        runs, lses, depth_BT, lengths_B, out_BTHd, lse_BTH, *numbers, **shapes, RUN=RUN, num_warps=4
+    )  # fmt: skip
+    return out_BTHd, lse_BTH

@@ -1,0 +1,88 @@
+"""triton/exact_attention.py in Triton's interpreter or on a GPU: its error, and the bits of plain decoding."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor
+
+from longdraft.kernels import backend
+from longdraft.kernels.tree import PassPlan
+from longdraft.kernels.tree_attention import tree_attention_reference as reference
+from longdraft.kernels.triton import exact_attention as module
+from longdraft.models.passes import Pass
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+# The interpreter reads bf16 as integers.
+DTYPE, ROUNDING = (torch.bfloat16, 2**-8) if ON_GPU else (torch.float16, 2**-10)
+
+
+def run(q: Tensor, keys: Tensor, values: Tensor, lengths_B: Tensor, masks: Tensor | None, window: int | None):
+    """(Output, log-sum-exp) of the kernel on its device, from and to tensors on the CPU."""
+    plan = PassPlan(lengths_B, q.shape[1], masks)
+    inputs = q, keys, values, lengths_B, plan.path_BTT, plan.tree[1]
+    out, lse = module.tree_attention(*(None if x is None else x.to(DEVICE) for x in inputs), window)
+    return out.cpu(), lse.cpu()
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "heads, width, lengths, n_rows, window",
+    [
+        ((4, 2), 16, [0], 1, None),
+        ((6, 2), 24, [180, 5], 5, None),
+        ((2, 1), 16, [300], 40, None),  # rows with other tails, and more than one tile of queries
+        ((2, 2), 16, [230, 129], 6, 100),
+    ],
+)
+def test_a_row_has_plain_decodings_bits(monkeypatch, shared, heads, width, lengths, n_rows, window, tree):
+    """The same keys at their positions, all committed but the row's own, in a cache of another size."""
+    monkeypatch.setattr(module, "RUN", 128)
+    made = shared("kernels/test_tree_attention.py")
+    (n_heads, n_kv), capacity = heads, max(lengths) + n_rows + 7
+    keys, values = (x.to(DTYPE) for x in made.poisoned(lengths, n_rows, capacity, n_kv, width))
+    q, lengths_B = made.draw(len(lengths), n_rows, n_heads, width, seed=7).to(DTYPE), torch.tensor(lengths)
+    masks = torch.stack([made.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
+    out, lse = run(q, keys, values, lengths_B, masks, window)
+    plain, plain_lse = reference(q.float(), keys.float(), values.float(), lengths_B, masks, window)
+    assert bool(out.isfinite().all())
+    is_read = torch.ones(out.shape[:2], dtype=torch.bool) if masks is None else masks.any(-1)
+    torch.testing.assert_close(out.float()[is_read], plain[is_read], rtol=ROUNDING, atol=ROUNDING)
+    torch.testing.assert_close(lse[is_read], plain_lse[is_read], rtol=1e-5, atol=1e-5)
+    for slot, row in is_read.nonzero()[:: max(1, n_rows // 3)].tolist():
+        history = made.history_of(row, lengths[slot], None if masks is None else masks[slot], None)
+        alone = [torch.full((1, capacity + 150, n_kv, width), torch.nan, dtype=DTYPE) for _ in range(2)]
+        for one, many in zip(alone, (keys, values), strict=True):
+            one[0, : len(history)] = many[slot, history]
+        found = run(q[slot : slot + 1, row : row + 1], *alone, torch.tensor([len(history) - 1]), None, window)
+        assert torch.equal(found[0][0, 0], out[slot, row]) and torch.equal(found[1][0, 0], lse[slot, row])
+
+
+@torch.no_grad()
+def test_a_models_logits_have_plain_decodings_bits(monkeypatch, shared, tiny_target):
+    """Through linear layers, attention and LM head: 8 rows of a chain and of a tree, and each path token by token."""
+    exact = {"linear", "exact_attention"}
+    monkeypatch.setenv("LONGDRAFT_EXACT", "1")
+    if not ON_GPU:
+        kernels = lambda name, _: import_module(f"longdraft.kernels.triton.{name}") if name in exact else None  # noqa: E731
+        monkeypatch.setattr(backend, "triton_kernels", kernels)
+    model = tiny_target(vocab_size=61, n_layers=2, dtype=DTYPE).model.to(DEVICE)
+    mask = shared("kernels/test_tree_attention.py").random_tree(9, 3)[:8, :8]
+    tokens = torch.randint(61, (1, 26), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def filled():
+        cache = model.new_cache(1, 60)
+        model(Pass(tokens[:, :18], cache=cache))
+        cache.commit(None, torch.tensor([18], device=DEVICE))
+        return cache
+
+    positions = (18 + mask.sum(-1) - 1)[None].to(DEVICE)
+    in_tree = Pass(tokens[:, 18:], cache=filled(), positions_BT=positions, tree_mask_BTT=mask[None].to(DEVICE))
+    wide = {"chain": model(Pass(tokens[:, 18:], cache=filled())).logits[0], "tree": model(in_tree).logits[0]}
+    for kind, last in (("chain", 7), ("tree", int(mask.sum(-1).argmax())), ("tree", 7)):
+        path, cache = mask[last].nonzero()[:, 0].tolist() if kind == "tree" else range(8), filled()
+        for row in path:
+            logits = model(Pass(tokens[:, 18 + row : 19 + row], cache=cache)).logits[0, 0]
+            cache.commit(None, torch.tensor([1], device=DEVICE))
+            assert torch.equal(logits, wide[kind][row]), f"row {row} of the {kind}"
