@@ -5,11 +5,12 @@ import gc
 import math
 import os
 import random
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -99,15 +100,57 @@ def tiny_target(shared) -> Callable:
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory, shared) -> Path:
+    """A random model that chats, in Hugging Face's form, whose tokenizer splits many characters into bytes."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    text = "the cat sat on the mat and the dog sat on the log. " * 40 + "naïve 世界 🙂 "
+    return shared("tiny_checkpoint.py").save(tmp_path_factory.mktemp("tiny"), text, 290, seed=3, chat_template=template)
+
+
+@pytest.fixture(scope="session")
 def shared() -> Callable[[str], ModuleType]:
     """(file of tests/) -> the builders in it, as a module of its own."""
     return load
 
 
 @pytest.fixture(scope="session")
+def files_of() -> Callable[[Path], dict[str, bytes]]:
+    """(folder) -> its files by their paths in it, without locks."""
+
+    def read(folder: Path) -> dict[str, bytes]:
+        files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def no_file_above() -> Callable:
+    """(bytes) -> context in which a larger file cannot be written by this process and its children, as on a full
+    disk."""
+
+    @contextmanager
+    def limited(n_bytes: int):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited
+
+
+@pytest.fixture(scope="session")
 def plain(shared) -> ModuleType:
     """plain.py: what a kernel's error is measured by."""
     return shared("plain.py")
+
+
+@pytest.fixture(scope="session")
+def trees(shared) -> ModuleType:
+    """Builders of kernels/test_tree_attention.py: `draw`, `random_tree`, `poisoned`, `row_by_row`."""
+    return shared("kernels/test_tree_attention.py")
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,10 @@ def save(
     *,
     seed: int = 0,
     chat_template: str | None = None,
+    ends: float = 1.0,
 ) -> Path:
-    """A random model of two layers and a tokenizer of bytes and what it learns from the text; token 0 ends a text."""
+    """A random model of two layers and a tokenizer of bytes and what it learns from the text; token 0 ends a text,
+    the more often the larger `ends` is."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -29,5 +31,7 @@ def save(
     torch.manual_seed(seed)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=len(fast), num_key_value_heads=2, eos_token_id=0, initializer_range=0.3, **shape)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    model.lm_head.weight.data[0] *= ends
+    model.save_pretrained(folder)
     return folder

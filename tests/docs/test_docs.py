@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from longdraft.data_prep.recipe import PrepareConfig
 from longdraft.launch import cli, quickstart
@@ -323,10 +322,7 @@ def world(tmp_path_factory, shared) -> Iterator[Path]:
     text = "\n".join(library)[:400_000]
     parts = [text[start : start + 1500] for start in range(0, len(text), 1500)]
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}assistant: "
-    shared("tiny_checkpoint.py").save(world / "tiny", text, 600, chat_template=template)
-    weights = load_file(world / "tiny/model.safetensors")
-    weights["lm_head.weight"][0] *= 3  # the end token's: some answers end
-    save_file(weights, world / "tiny/model.safetensors", metadata={"format": "pt"})
+    shared("tiny_checkpoint.py").save(world / "tiny", text, 600, chat_template=template, ends=3.0)
     for number, part in enumerate(parts):
         for file in (f"my/code/{number}.py", f"my/books/{number}.txt"):
             (world / file).parent.mkdir(parents=True, exist_ok=True)

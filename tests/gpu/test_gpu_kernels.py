@@ -38,12 +38,6 @@ LENGTHS = ([0], [1], [0, 7, 100], [1030, 3])
 BORDERS = ([0, 15, 16, 17], [63, 64, 65], [1023, 1024, 1025])
 
 
-@pytest.fixture
-def trees(shared):
-    """Builders of tests/kernels/test_tree_attention.py: `draw`, `random_tree`, `poisoned`."""
-    return shared("kernels/test_tree_attention.py")
-
-
 def place(x: Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """A copy on the device, as a slice of rows twice as wide, with NaN in the rest."""
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"), device=device, dtype=dtype)
@@ -112,10 +106,10 @@ def test_tree_attention(device, trees, plain, dtype, heads, lengths, n_rows, tre
 @pytest.mark.parametrize("lengths", [*LENGTHS, [1030, 3, 0]], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_cross_attention(device, shared, plain, dtype, heads, lengths, n_rows):
-    builders, (n_heads, n_kv_heads, width) = shared("kernels/test_cross_attention.py"), heads
-    keys, values = builders.poisoned(lengths, n_kv_heads, width)
-    q, lengths_B = builders.draw(len(lengths), n_rows, n_heads, width, seed=7), torch.tensor(lengths)
+def test_cross_attention(device, trees, plain, dtype, heads, lengths, n_rows):
+    n_heads, n_kv_heads, width = heads
+    keys, values = trees.poisoned(lengths, 0, max(lengths) + 9, n_kv_heads, width)
+    q, lengths_B = trees.draw(len(lengths), n_rows, n_heads, width, seed=7), torch.tensor(lengths)
     q, keys, values = (x.to(dtype).float() for x in (q, keys, values))
     want = cross_reference(q, keys, values, lengths_B)[0]
     low = q.to(device, dtype), keys.to(device, dtype), place(values, device, dtype)

@@ -15,12 +15,6 @@ LENGTHS = ([0], [40], [300], [0, 7, 300])
 WINDOWS = (None, 1, 5, 64, 250, 1000)
 
 
-@pytest.fixture
-def trees(shared):
-    """Builders of test_tree_attention.py: `draw`, `random_tree`, `poisoned`."""
-    return shared("kernels/test_tree_attention.py")
-
-
 def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window):
     """Stands in for flash-attention's kernel."""
     pieces = [(q_borders[i : i + 2].tolist(), k_borders[i : i + 2].tolist()) for i in range(len(q_borders) - 1)]

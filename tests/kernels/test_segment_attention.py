@@ -12,13 +12,11 @@ from longdraft.kernels import chain_attention as causal
 from longdraft.kernels.segment_attention import (
     Segment,
     in_one_call,
-    lay_end_to_end,
     read_keys,
     segment_attention,
     segment_attention_reference,
 )
 
-CPU = torch.device("cpu")
 # (query rows, key rows, segments): those of training, and awkward ones.
 CASES = {
     "pieces": (40, 40, [(0, 17, 0, 17), (17, 18, 17, 18), (18, 40, 18, 40)]),
@@ -140,24 +138,9 @@ def test_error_is_that_of_plain_arithmetic_in_the_same_precision(plain, dtype):
 LAID = [case for case, (_, _, segments) in CASES.items() if any(s[1] > s[0] for s in segments)]
 
 
-@pytest.mark.parametrize("case", LAID)
-def test_layout_says_which_rows_lie_where(case):
-    """Cutting the rows of the layout at its borders gives each segment's rows."""
-    n_queries, n_keys, segments = CASES[case]
-    segments = tuple(Segment(*s) for s in segments if s[1] > s[0])
-    layout = lay_end_to_end(segments, CPU)
-    assert layout.q_borders.dtype == layout.k_borders.dtype == torch.int32
-    for rows, borders, most, spans, count in (
-        (layout.q_rows, layout.q_borders, layout.most_queries, [s[:2] for s in segments], n_queries),
-        (layout.k_rows, layout.k_borders, layout.most_keys, [s[2:] for s in segments], n_keys),
-    ):
-        laid, edges = torch.arange(count)[rows].tolist(), borders.tolist()
-        assert [laid[a:b] for a, b in pairwise(edges)] == [list(range(*span)) for span in spans]
-        assert edges[0] == 0 and edges[-1] == len(laid) and most == max(b - a for a, b in spans)
-
-
 def looped(q, k, v, q_borders, k_borders, most_queries, most_keys, window) -> Tensor:
     """Stands in for a GPU's kernel for sequences of several lengths."""
+    assert q_borders.dtype == k_borders.dtype == torch.int32
     spans = [pairwise(borders.tolist()) for borders in (q_borders, k_borders)]
     segments = [Segment(*q_span, *k_span) for q_span, k_span in zip(*spans, strict=True)]
     assert most_queries == max(segment.q_stop - segment.q_start for segment in segments)

@@ -18,11 +18,6 @@ WINDOWS = (None, 5, 64)
 IMPLEMENTATIONS = ("c", "pytorch", "flash", "triton")
 
 
-@pytest.fixture
-def trees(shared):
-    return shared("kernels/test_tree_attention.py")
-
-
 def expected(q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor, open_NM: Tensor) -> Tensor:
     """Attention in fp64, with the sink as one more key whose value is zero."""
     keys, values = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k_MKd, v_MKd))

@@ -24,12 +24,6 @@ def small_blocks():
     """Makes the test use the blocks of fp32."""
 
 
-@pytest.fixture
-def made(shared):
-    """Builders of test_tree_attention.py: `draw`, `random_tree`, `poisoned`."""
-    return shared("kernels/test_tree_attention.py")
-
-
 def run(q, keys, values, lengths, masks, window=None, n_splits=None):
     """(Output, log-sum-exp) of the kernel on its device, from and to tensors on the CPU."""
     bits, depth = pack_tree(masks, len(lengths), q.shape[1], lengths.device)
@@ -63,11 +57,11 @@ CASES = [
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_the_reference(made, case, tree, window):
+def test_against_the_reference(trees, case, tree, window):
     n_heads, n_kv, width, lengths, n_rows = case
-    keys, values = made.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, n_kv, width)
-    q = made.draw(len(lengths), n_rows, n_heads, width, seed=7)
-    masks = torch.stack([made.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
+    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, n_kv, width)
+    q = trees.draw(len(lengths), n_rows, n_heads, width, seed=7)
+    masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
     lengths_B = torch.tensor(lengths)
     wanted = reference(q, keys, values, lengths_B, masks, window)[0]
     lse = expected_lse(q, keys, lengths_B, masks, window)
@@ -83,13 +77,13 @@ def at_borders(block: int) -> list[int]:
 
 @pytest.mark.parametrize("window", [None, 160])
 @pytest.mark.parametrize("tree", [False, True])
-def test_lengths_at_the_borders_of_blocks(made, small_blocks, tree, window):
+def test_lengths_at_the_borders_of_blocks(trees, small_blocks, tree, window):
     """A window of 160 leaves whole blocks between the keys that only some rows read and the pass's own rows."""
     n_rows, width = 7, 32
     lengths = at_borders(blocks(2 * n_rows, width, 4, 99 * 1024)[1])
-    keys, values = made.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, width)
-    q, lengths_B = made.draw(len(lengths), n_rows, 2, width, seed=7), torch.tensor(lengths)
-    masks = torch.stack([made.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
+    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, width)
+    q, lengths_B = trees.draw(len(lengths), n_rows, 2, width, seed=7), torch.tensor(lengths)
+    masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
     wanted = reference(q, keys, values, lengths_B, masks, window)[0]
     lse = expected_lse(q, keys, lengths_B, masks, window)
     for n_splits in (1, 3):
@@ -102,22 +96,22 @@ def test_lengths_at_the_borders_of_blocks(made, small_blocks, tree, window):
 
 
 @pytest.mark.parametrize("n_rows", [1, 16, 65, 128])
-def test_passes_of_all_widths(made, n_rows):
+def test_passes_of_all_widths(trees, n_rows):
     """Trees, whose ancestors are two words, and chains under a window."""
     lengths = [29, 260]
-    keys, values = made.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, 16)
-    q, lengths_B = made.draw(2, n_rows, 1, 16, seed=7), torch.tensor(lengths)
-    trees = torch.stack([made.random_tree(n_rows, seed) for seed in range(2)])
+    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, 16)
+    q, lengths_B = trees.draw(2, n_rows, 1, 16, seed=7), torch.tensor(lengths)
+    trees = torch.stack([trees.random_tree(n_rows, seed) for seed in range(2)])
     for masks, window in ((trees, None), (None, 200)):
         out, _ = run(q, keys, values, lengths_B, masks, window, 1)
         assert (out - reference(q, keys, values, lengths_B, masks, window)[0]).abs().max() < 2e-6
 
 
-def test_a_row_does_not_depend_on_the_depth_of_those_beside_it(made):
+def test_a_row_does_not_depend_on_the_depth_of_those_beside_it(trees):
     """Bit for bit: the order in which a row reads its keys depends on shapes and lengths alone."""
     n_rows, length = 20, torch.tensor([300])
-    keys, values = made.poisoned([300], n_rows, 320, 1, 16)
-    q, chain = made.draw(1, n_rows, 2, 16, seed=7), torch.ones(n_rows, n_rows, dtype=torch.bool).tril()[None]
+    keys, values = trees.poisoned([300], n_rows, 320, 1, 16)
+    q, chain = trees.draw(1, n_rows, 2, 16, seed=7), torch.ones(n_rows, n_rows, dtype=torch.bool).tril()[None]
     flat = torch.eye(n_rows, dtype=torch.bool)[None]
     for window in (None, 180):
         deep, shallow = (run(q, keys, values, length, mask, window, 1) for mask in (chain, flat))
@@ -138,20 +132,20 @@ def test_blocks_fit_the_fast_memory():
 
 
 @pytest.mark.parametrize("window", [None, 1])
-def test_any_number_of_runs_gives_the_same(made, window):
+def test_any_number_of_runs_gives_the_same(trees, window):
     """Runs that are empty, of one key, or longer than a slot merge to the same result."""
-    keys, values = made.poisoned([0, 130], 5, 140, 1, 16)
-    q, lengths = made.draw(2, 5, 2, 16, seed=7), torch.tensor([0, 130])
-    masks = torch.stack([made.random_tree(5, seed) for seed in range(2)])
+    keys, values = trees.poisoned([0, 130], 5, 140, 1, 16)
+    q, lengths = trees.draw(2, 5, 2, 16, seed=7), torch.tensor([0, 130])
+    masks = torch.stack([trees.random_tree(5, seed) for seed in range(2)])
     wanted = reference(q, keys, values, lengths, masks, window)[0]
     for n_splits in (1, 7):
         out, _ = run(q, keys, values, lengths, masks, window, n_splits)
         assert (out - wanted).abs().max() < 2e-6
 
 
-def test_a_row_that_may_read_nothing_is_zero(made):
-    keys, values = made.poisoned([0, 0], 4, 9, 2, 16)
-    q, mask = made.draw(2, 4, 4, 16, seed=1), torch.eye(4, dtype=torch.bool).repeat(2, 1, 1)
+def test_a_row_that_may_read_nothing_is_zero(trees):
+    keys, values = trees.poisoned([0, 0], 4, 9, 2, 16)
+    q, mask = trees.draw(2, 4, 4, 16, seed=1), torch.eye(4, dtype=torch.bool).repeat(2, 1, 1)
     mask[0, 2] = mask[1, :] = False
     out, lse = run(q, keys, values, torch.tensor([0, 0]), mask, None, 2)
     empty = ~mask.any(-1)
@@ -162,10 +156,10 @@ def test_a_row_that_may_read_nothing_is_zero(made):
 # Triton's interpreter cannot multiply bf16; tests/gpu tests it on a GPU.
 @pytest.mark.parametrize("length", [63, 65, 300])
 @pytest.mark.parametrize("dtype", [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16])
-def test_error_in_low_precision_is_that_of_plain_arithmetic(made, plain, dtype, length):
+def test_error_in_low_precision_is_that_of_plain_arithmetic(trees, plain, dtype, length):
     """At most twice the error of plain.py's attention in the same precision, both against fp32."""
-    keys, values = made.poisoned([length], 9, length + 9, 2, 64)
-    q, mask, lengths = made.draw(1, 9, 6, 64, seed=3), made.random_tree(9, 1)[None], torch.tensor([length])
+    keys, values = trees.poisoned([length], 9, length + 9, 2, 64)
+    q, mask, lengths = trees.draw(1, 9, 6, 64, seed=3), trees.random_tree(9, 1)[None], torch.tensor([length])
     mask[:, -1, -1] = True
     exact = reference(q, keys, values, lengths, mask)[0]
     low = [x.to(dtype) for x in (q, keys, values)]
@@ -175,9 +169,9 @@ def test_error_in_low_precision_is_that_of_plain_arithmetic(made, plain, dtype, 
         assert (run(*low, lengths, mask, None, n_splits)[0].float() - exact).abs().max() <= allowed
 
 
-def test_bits_are_the_mask(made):
+def test_bits_are_the_mask(trees):
     for n_rows in (1, 63, 64, 65, MOST_ROWS):
-        mask = torch.stack([made.random_tree(n_rows, seed) for seed in range(3)])
+        mask = torch.stack([trees.random_tree(n_rows, seed) for seed in range(3)])
         bits, depth = pack_tree(mask, 3, n_rows, mask.device)
         places = torch.arange(n_rows)
         assert torch.equal((bits[:, :, places // 64] >> (places % 64) & 1).bool(), mask)
@@ -195,15 +189,11 @@ def test_runs_follow_the_shapes_alone():
 
 @pytest.mark.parametrize("n_splits", [None, 4])
 @pytest.mark.parametrize("case", [(4, 4, 16, [0], 1), (6, 2, 64, [1, 0, 130], 9), (8, 1, 80, [64, 63], 16)], ids=str)
-def test_cross_attention_reads_no_row_of_the_pass(case, n_splits):
+def test_cross_attention_reads_no_row_of_the_pass(trees, case, n_splits):
     """The cache ends at the longest slot's length, without room for the pass, and has NaN behind each length."""
     n_heads, n_kv, width, lengths, n_rows = case
-    generator = torch.Generator().manual_seed(3)
-    keys, values = torch.full((2, len(lengths), max(max(lengths), 1), n_kv, 2 * width), float("nan"))[..., :width]
-    for slot, length in enumerate(lengths):
-        keys[slot, :length] = torch.randn(length, n_kv, width, generator=generator)
-        values[slot, :length] = torch.randn(length, n_kv, width, generator=generator)
-    q, lengths_B = torch.randn(len(lengths), n_rows, n_heads, width, generator=generator), torch.tensor(lengths)
+    keys, values = trees.poisoned(lengths, 0, max(*lengths, 1), n_kv, width)
+    q, lengths_B = trees.draw(len(lengths), n_rows, n_heads, width, seed=3), torch.tensor(lengths)
     out, lse = cross_attention(*(x.to(DEVICE) for x in (q, keys, values, lengths_B)), n_splits)
     torch.testing.assert_close(out.cpu(), cross_reference(q, keys, values, lengths_B)[0], rtol=0, atol=2e-5)
     assert [bool(x.isneginf().all()) for x in lse.cpu()] == [length == 0 for length in lengths]
