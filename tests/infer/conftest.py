@@ -16,7 +16,9 @@ from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.tree import TokenTree
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.passes import Pass
+from longdraft.models.target import Target
 
 
 class Proposer(Drafter):
@@ -144,3 +146,31 @@ def plain_tokens(monkeypatch) -> Callable[..., list[list[int]]]:
         return [generation.tokens for generation in result]
 
     return decode
+
+
+@pytest.fixture
+def memoryless(tiny_target) -> tuple[Target, LongSpec]:
+    """A target whose next token depends on the last one alone, and LongSpec's block that computes the same."""
+    target = tiny_target(vocab_size=61, std=0.5)
+    block = LongSpec(LongSpecConfig.for_target(target.model.config, window=8, final_norm=True)).requires_grad_(False)
+    for name, parameter in [*target.model.named_parameters(), *block.named_parameters()]:
+        if any(part in name for part in ("o_proj", "down", "self_o", "cross_o")):
+            parameter.data.zero_()
+    block.final_norm.weight.data.copy_(target.model.norm.weight)
+    return target, block
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=61)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> Callable[..., list[list[int]]]:
+    """(lengths) -> so many tokens of that target each."""
+
+    def drawn(*lengths):
+        generator = torch.Generator().manual_seed(11)
+        return [torch.randint(61, (length,), generator=generator).tolist() for length in lengths]
+
+    return drawn

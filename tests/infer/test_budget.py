@@ -13,8 +13,6 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, Lists, TokenTree
-from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
-from longdraft.models.target import Target
 
 ACTIVE = torch.tensor([True])
 WIDTHS, STAGES = (1, 2, 4, 8), (0, 1, 2, 3)
@@ -223,13 +221,10 @@ def staged(chances, stage_seconds):
 
 def stages_run(policy, n_drafters=1):
     budget = policy.budget(3, [0])
-    return [stages_of_drafter(budget) for _ in range(n_drafters)][-1]
-
-
-def stages_of_drafter(budget):
-    tokens = [7]
-    while len(tokens) < min(budget.stages, 3) and budget.goes_on(tree([tokens])):
-        tokens.append(7 + len(tokens))
+    for _ in range(n_drafters):
+        tokens = [7]
+        while len(tokens) < min(budget.stages, 3) and budget.goes_on(tree([tokens])):
+            tokens.append(7 + len(tokens))
     return len(tokens)
 
 
@@ -270,17 +265,6 @@ def counted(monkeypatch):
     return levels
 
 
-def memoryless(tiny_target) -> tuple[Target, LongSpec]:
-    """A target whose next token depends only on the last one, and a block that computes the same."""
-    target = tiny_target(vocab_size=61, std=0.5)
-    block = LongSpec(LongSpecConfig.for_target(target.model.config, window=8, final_norm=True))
-    for name, parameter in target.model.named_parameters():
-        if any(part in name for part in ("o_proj", "down")):
-            parameter.data.zero_()
-    block.final_norm.weight.data.copy_(target.model.norm.weight)
-    return target, block.requires_grad_(False)
-
-
 def timed(engine: Engine, passes: list) -> Engine:
     """Let the engine measure with a clock by which a pass of the target takes 1 and one of the draft 0.1."""
     target_passes = []
@@ -289,8 +273,8 @@ def timed(engine: Engine, passes: list) -> Engine:
     return engine
 
 
-def test_of_a_block_that_is_never_right_nearly_no_level_is_run(tiny_target, counted, plain_tokens):
-    target, block = memoryless(tiny_target)
+def test_of_a_block_that_is_never_right_nearly_no_level_is_run(memoryless, counted, plain_tokens):
+    target, block = memoryless
     block.final_norm.weight.data.mul_(-1)  # the worst token of all
     engine = timed(Engine(target, LongSpecDrafter(target, block, (1,) * 5)), counted)
     params = SamplingParams(max_new_tokens=200)
@@ -303,8 +287,8 @@ def test_of_a_block_that_is_never_right_nearly_no_level_is_run(tiny_target, coun
 
 
 @pytest.mark.parametrize("combined", [False, True])
-def test_of_a_block_that_is_always_right_nearly_all_levels_are_run(tiny_target, counted, plain_tokens, combined):
-    target, block = memoryless(tiny_target)
+def test_of_a_block_that_is_always_right_nearly_all_levels_are_run(memoryless, counted, plain_tokens, combined):
+    target, block = memoryless
     drafter = LongSpecDrafter(target, block, (1,) * 5)
     drafter = Combined([drafter, PromptLookup(length=2)]) if combined else drafter
     engine, params = timed(Engine(target, drafter), counted), SamplingParams(max_new_tokens=200)

@@ -193,9 +193,8 @@ def test_what_is_kept_takes_the_memory_of_the_estimate(made, as_on_a_gpu):
         memory_parts(target.model, one, 2, 100, sorted(widths), 8, recording=True)["recorded steps"]
         for one in (Plain(), drafter)
     )
-    assert (
-        own - plain == sum(x.nbytes for x in kept) == 2 * 2 * sum(widths) * VOCAB * 4
-    )  # as outputs, and to learn from
+    # As outputs, and to learn from.
+    assert own - plain == sum(x.nbytes for x in kept) == 2 * 2 * sum(widths) * VOCAB * 4
     for kind in SAMPLINGS.values():
         engine.generate(prompts, replace(kind, seed=3, max_new_tokens=12, ignore_eos=True))
     recorded = len(RECORDED)

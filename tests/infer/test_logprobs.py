@@ -26,20 +26,15 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def folder(shared, tmp_path_factory):
-    return shared("tiny_checkpoint.py").save(tmp_path_factory.mktemp("logprobs") / "tiny", TEXT * 40, 290, seed=3)
-
-
-@pytest.fixture(scope="module")
-def prompts(folder):
-    target = load_target(folder, torch.float32)
+def prompts(tiny):
+    target = load_target(tiny, torch.float32)
     return [target.tokenizer(text).input_ids for text in (TEXT * 4, "the dog", TEXT, "on the mat the cat" * 3)]
 
 
 @pytest.fixture(scope="module")
-def references(folder, prompts):
+def references(tiny, prompts):
     """(prompt, its new tokens) -> transformers' log-probabilities of every next token, [tokens, V]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
 
     def of(index, tokens):
         with torch.no_grad():
@@ -61,8 +56,8 @@ def check(entries, tokens, rows, k):
 @pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("drafter", ["plain", "token_recycling+prompt_lookup"])
-def test_they_are_those_of_transformers(folder, prompts, references, drafter, slots, chunk):
-    engine = Engine(load_target(folder, torch.float32), drafter, slots=slots, prefill_chunk=chunk, nodes=None)
+def test_they_are_those_of_transformers(tiny, prompts, references, drafter, slots, chunk):
+    engine = Engine(load_target(tiny, torch.float32), drafter, slots=slots, prefill_chunk=chunk, nodes=None)
     for _ in range(2):  # the second time, prompts of several passes could reuse their keys and values
         for index, one in enumerate(engine.generate(prompts, PARAMS)):
             asked, prompt = PARAMS[index], prompts[index]
@@ -73,9 +68,9 @@ def test_they_are_those_of_transformers(folder, prompts, references, drafter, sl
                 check(one.logprobs, one.tokens, rows[len(prompt) - 1 : -1], asked.logprobs)
 
 
-def test_a_stream_has_them_with_its_tokens(folder, prompts):
+def test_a_stream_has_them_with_its_tokens(tiny, prompts):
     """Also where a stop string cuts a step's tokens."""
-    engine = Engine(load_target(folder, torch.float32), "prompt_lookup", nodes=None)
+    engine = Engine(load_target(tiny, torch.float32), "prompt_lookup", nodes=None)
     whole = engine.generate(prompts, PARAMS)[0]
     for params in (PARAMS[0], replace(PARAMS[0], stop_token_ids=(whole.tokens[NEW // 2],))):
         pieces = list(engine.stream([prompts[0]], params))
@@ -104,9 +99,9 @@ def test_every_drafter_has_the_same(shared, tiny_target, dtype, c_kernels):
                 assert found == pytest.approx(expected, abs=1e-4), name
 
 
-def test_what_one_asks_for_does_not_change_anothers(folder, prompts):
+def test_what_one_asks_for_does_not_change_anothers(tiny, prompts):
     """In bf16 many tokens are equally probable: the lowest id comes first, however many are asked for beside."""
-    engine = Engine(load_target(folder, torch.bfloat16), slots=2)
+    engine = Engine(load_target(tiny, torch.bfloat16), slots=2)
     for k in (1, 2, 5):
         asked = SamplingParams(logprobs=k, max_new_tokens=NEW)
         (alone,) = engine.generate([prompts[0]], asked)

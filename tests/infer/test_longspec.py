@@ -147,13 +147,6 @@ def assert_logits_are_the_networks(bench, tree):
                 node += 1
 
 
-def own_rows(passes, slot, position):
-    """The block's own key and value of the token at this position."""
-    keys, values = passes.kept
-    row = position % passes._n_positions
-    return keys[slot, row], values[slot, row]
-
-
 def assert_window_is_a_fresh_one(bench):
     """Keys and values of the window before each root, by position."""
     passes, draft = bench.drafter._passes, bench.drafter.draft
@@ -161,8 +154,9 @@ def assert_window_is_a_fresh_one(bench):
         tokens, positions = torch.tensor([text]), torch.arange(len(text))[None]
         k, v = draft.self_kv(bench.target.model.embed_tokens(tokens), draft.tables(positions))
         for position in range(max(0, len(text) - 1 - WINDOW), len(text) - 1):
-            for found, fresh in zip(own_rows(passes, slot, position), (k[0, position], v[0, position]), strict=True):
-                torch.testing.assert_close(found, fresh, rtol=1e-5, atol=1e-5)
+            for kept, fresh in zip(passes.kept, (k[0, position], v[0, position]), strict=True):
+                row = position % passes._n_positions
+                torch.testing.assert_close(kept[slot, row], fresh, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(params=["bounded", "rounded"])
@@ -262,12 +256,6 @@ def test_less_room_makes_all_levels_narrower(widths):
     assert _fit(WIDTHS, 15) == [3, 3, 3, 3, 3] and _fit(WIDTHS, 34) == [6, 7, 7, 7, 7]
 
 
-def test_room_is_kept(target):
-    bench = Bench(target, LongSpecDrafter(target, drafted(target)), PROMPTS)
-    for max_nodes in (0, 1, 5, 20, 71, 72, 200):
-        assert bench.propose(max_nodes).width == 1 + min(max_nodes, 72)
-
-
 def test_slots_without_a_request_propose_nothing(target):
     bench = Bench(target, LongSpecDrafter(target, drafted(target), (2, 2)), PROMPTS)
     bench.state.active[1] = False
@@ -286,18 +274,6 @@ def test_banned_tokens_are_not_proposed(target, restricted):
     first, second = tree.paths()
     assert sorted(map(tuple, first)) == sorted([(9,), (50,), *itertools.product((9, 50), repeat=2)])
     assert all(not set(path) & {4, 9, 33, 50} for path in second) and (second == []) is restricted
-
-
-@pytest.fixture
-def memoryless(tiny_target):
-    """A target whose next token depends on the last one alone, and a draft that computes the same."""
-    target = tiny_target(vocab_size=VOCAB, std=0.5)
-    draft = drafted(target, final_norm=True)
-    for name, parameter in [*target.model.named_parameters(), *draft.named_parameters()]:
-        if any(part in name for part in ("o_proj", "down", "self_o", "cross_o")):
-            parameter.data.zero_()
-    draft.final_norm.weight.data.copy_(target.model.norm.weight)
-    return target, draft
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -14,11 +14,6 @@ VOCAB = 61
 PROMPTS = [[5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1], [3], [8, 8, 21, 0, 6]]
 
 
-@pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
-
-
 def heads(target, n_heads=3, std=0.3):
     config = MedusaConfig(target.model.config.hidden_size, n_heads, std)
     draft = Medusa(config, torch.Generator().manual_seed(7))
@@ -52,17 +47,12 @@ class Watched(HeadsDrafter):
         return tree
 
 
-def watched(target, draft, shape=None):
-    drafter = Watched(target, draft, shape)
-    drafter._target = target
-    return drafter
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("nodes", [None, 5])
 def test_levels_are_the_heads_top_ranks(target, temperature, nodes):
     """Of the state before the root, with the noise of the positions proposed; with fewer nodes, the first ones."""
-    drafter = watched(target, heads(target))
+    drafter = Watched(target, heads(target))
+    drafter._target = target
     params = [SamplingParams(temperature=temperature, seed=seed, max_new_tokens=15) for seed in range(3)]
     Engine(target, drafter, slots=2, nodes=nodes, prefill_chunk=4).generate(PROMPTS, params)
     assert drafter.compared > 20 and drafter.max_nodes == 39 and drafter.max_depth == 3

@@ -46,11 +46,6 @@ CASES = {
 
 
 @pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
-
-
-@pytest.fixture
 def small(tiny_target):
     return tiny_target(vocab_size=VOCAB, n_layers=1, seed=5)
 

@@ -166,14 +166,6 @@ def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name,
         assert rows_of(cache, slot) == rows_of(fresh, slot)
 
 
-def test_the_estimate_is_what_is_allocated():
-    selection = SELECTIONS["chunks"]
-    cache = SelectedCache(random_full(), selection, Shape, tail=8)
-    parts = sizes(selection.allocations(Shape, torch.float32, SLOTS, CAPACITY, tail=8))
-    assert parts["selected cache"] == sum(part.numel() * 4 for part in (cache.keys, cache.values))
-    assert parts["chunk means"] == cache.full.keys[:, 0, ::4].numel() * 4
-
-
 def test_wrong_sizes_and_models_are_named(tiny_target):
     windowed = tiny_target(sliding_windows=(None, 8)).model
     for make in (
@@ -229,14 +221,9 @@ def holding(tiny_target, shared, monkeypatch):
     return make
 
 
-def prompts(*lengths):
-    generator = torch.Generator().manual_seed(11)
-    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
-
-
 @pytest.mark.parametrize("heads_of_keys", [2, 4])
 @pytest.mark.parametrize("name", ["tokenswift", "triforce"])
-def test_it_holds_the_rows_of_a_fresh_prefill(tiny_target, holding, monkeypatch, name, heads_of_keys):
+def test_it_holds_the_rows_of_a_fresh_prefill(tiny_target, holding, monkeypatch, name, heads_of_keys, prompts):
     """Exact rows, in all layers, after steps with rejections, for slots of unequal lengths, one of them restarted."""
     target = tiny_target(vocab_size=VOCAB, n_kv_heads=heads_of_keys, n_layers=3)
     monkeypatch.setattr(triforce, "STRIDE", 12)
@@ -267,7 +254,7 @@ def test_it_holds_the_rows_of_a_fresh_prefill(tiny_target, holding, monkeypatch,
     [("tokenswift", 30, 10**6, 4, 11), ("triforce_self", 48, 15, 5, 13), ("triforce_self", 48, 10**6, 3, 7)],
 )
 def test_queries_are_asked_for_only_where_a_rebuild_is_due(
-    tiny_target, holding, monkeypatch, name, budget, stride, least, most
+    tiny_target, holding, monkeypatch, name, budget, stride, least, most, prompts
 ):
     """By stride and by room: one pass with queries for each rebuild, the prefill's among them."""
     monkeypatch.setattr(triforce, "STRIDE", stride)
@@ -280,7 +267,7 @@ def test_queries_are_asked_for_only_where_a_rebuild_is_due(
 
 
 @pytest.mark.parametrize("name", ["tokenswift", "triforce"])
-def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(tiny_target, holding, name):
+def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(tiny_target, holding, name, prompts):
     """And nothing of a cache is left after a release."""
     target = tiny_target(vocab_size=VOCAB)
     drafter, selected = holding(name, 4096, target)

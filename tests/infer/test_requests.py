@@ -232,15 +232,6 @@ def test_seeds_of_64_bits(target, alone):
     assert alone([3, 4], params).seed != drawn.seed
 
 
-def test_lengths_at_the_edge(target, alone):
-    generous = SamplingParams(max_new_tokens=2**40, ignore_eos=True)
-    for length, expected in ((1, 9), (8, 2), (9, 1)):
-        (found,) = Engine(target, "token_recycling", max_length=10).generate([[5] * length], generous)
-        assert (len(found.tokens), found.finish_reason) == (expected, "capacity")
-        assert found.tokens == alone([5] * length, replace(generous, max_new_tokens=expected)).tokens
-    assert len(alone([7], SamplingParams(max_new_tokens=1)).tokens) == 1
-
-
 def cancelled(engine, prompts, params, rules):
     """Stream and call `cancel` by rules {(index, tokens so far): index to cancel}. Returns the generations by index."""
     found, counts = {}, dict.fromkeys(range(len(prompts)), 0)

@@ -154,15 +154,8 @@ WRONG = {
     "top_p": (0, 1.5, HUGE),
     "top_k": (-3, 2.5, math.inf, HUGE),
     "min_p": (1.0, "0.1"),
-    "eta_cutoff": (1.0,),
     "max_new_tokens": (0, 2.5, True),
-    "min_new_tokens": (-1,),
-    "min_tokens_to_keep": (0,),
-    "contextual_penalty": (0,),
-    "contextual_window": (0,),
-    "repetition_penalty": (-1.2,),
     "presence_penalty": (math.nan, HUGE),
-    "frequency_penalty": (math.inf,),
     "banned_token_ids": ((3, -1), 3, b"ab"),
     "stop_token_ids": ("3", [True]),
     "stop_strings": ("stop", ["a", ""], ["\ud800"]),
@@ -170,7 +163,6 @@ WRONG = {
     "ignore_eos": ("yes", 1),
     "logit_bias": ([1], {-1: 1.0}, {3: 1e40}),
     "logprobs": (21, -1),
-    "top_q": (0.5,),
 }
 
 

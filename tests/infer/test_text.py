@@ -138,11 +138,8 @@ FACE = "😀".encode()
 )
 def test_bytes_that_are_no_character_become_marks(tokenizer, data, text):
     letters = {byte: letter for letter, byte in zip(*byte_letters(), strict=True)}
-    tokens, shown, streamed = (
-        tokenizer.convert_tokens_to_ids([letters[byte] for byte in data]),
-        ShownText(tokenizer),
-        "",
-    )
+    tokens = tokenizer.convert_tokens_to_ids([letters[byte] for byte in data])
+    shown, streamed = ShownText(tokenizer), ""
     for token in tokens:
         streamed += shown.push(token)
     final, rest = shown.finish()

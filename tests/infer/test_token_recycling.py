@@ -14,7 +14,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
-from longdraft.infer.tree import TokenTree, TreeShape
+from longdraft.infer.tree import TokenTree
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.passes import Pass, TargetOutput
 
@@ -35,12 +35,6 @@ def test_the_tree_is_the_published_one():
         parents = levels[depth] or [()]
         children = [[node[-1] for node in levels[depth + 1] if node[:-1] == parent] for parent in parents]
         assert children == [list(range(count)) for count in counts]
-
-
-def test_every_prefix_of_its_order_is_a_tree():
-    for count in (1, 5, 16, 80):
-        assert len(TreeShape(tuple(static_tree()[:count])).nodes) == count
-    assert static_tree()[:5] == [(0,), (1,), (0, 0), (2,), (3,)]
 
 
 @settings(max_examples=30, deadline=None)

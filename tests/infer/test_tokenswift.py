@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.tokenswift import tokenswift
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -29,21 +28,6 @@ def heads(target, kind="linear_chain"):
 
 def drafter_for(target, *args, kind="linear_chain", **options):
     return tokenswift(target, heads(target, kind), *args, **options)
-
-
-def heads_of(drafter):
-    """Of the heads and the n-grams in one tree, the heads' drafter."""
-    return drafter.parts[0] if isinstance(drafter, Combined) else drafter
-
-
-def prompts(*lengths):
-    generator = torch.Generator().manual_seed(11)
-    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
-
-
-@pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +65,9 @@ def most_frequent(tokens: list[int], first: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("max_nodes", [1, 6, 25, 200])
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_ngrams_and_heads_are_one_trie(target, watched, mode, max_nodes):
-    drafter = drafter_for(target, draft_pass=mode, **({} if mode == "never" else {"budget": 32}))
+@pytest.mark.parametrize("options", [{"draft_pass": "never"}, {"draft_pass": "always", "budget": 32}], ids=str)
+def test_ngrams_and_heads_are_one_trie(target, watched, options, max_nodes, prompts):
+    drafter = drafter_for(target, **options)
     seen = watched(drafter)
     text = prompts(9)[0] * 6  # repeats: many n-grams
     Engine(target, drafter, nodes=max_nodes, slots=2).generate(
@@ -102,7 +86,9 @@ def test_ngrams_and_heads_are_one_trie(target, watched, mode, max_nodes):
             real = [i for i in range(1, len(nodes)) if parents[i] != PAD]
             assert len(real) <= max_nodes and all(0 <= parents[i] < i for i in real)
             assert len({(parents[i], nodes[i]) for i in real}) == len(real), "siblings carry different tokens"
-            own = heads_of(drafter).n_classes  # then the n-grams' classes, and then all again for what both propose
+            own = drafter.parts[
+                0
+            ].n_classes  # the heads', then the n-grams' classes, and then all again for what both propose
             ngram_nodes += sum(kinds[i] >= own for i in real)
             if max_nodes < 200 or not tokens:
                 continue
@@ -111,14 +97,14 @@ def test_ngrams_and_heads_are_one_trie(target, watched, mode, max_nodes):
             for i in real:
                 known[i] = [*known[parents[i]], nodes[i]]
             paths = [tuple(path) for path in known.values()]
-            start = (nodes[1],) if mode == "always" else ()
+            start = (nodes[1],) if "budget" in options else ()
             for gram in most_frequent(tokens, start[0] if start else tokens[-1]):
                 assert (*start, *gram) in paths
     assert max_nodes == 1 or ngram_nodes > 20
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_draft_pass_proposes_the_next_token_and_its_heads_the_ones_behind(target, watched, temperature):
+def test_the_draft_pass_proposes_the_next_token_and_its_heads_the_ones_behind(target, watched, temperature, prompts):
     """With everything in the selected cache: the first node is the target's own choice, and head i's candidates are its
     ranks on the root's state, with the noise of the position 1 + i behind the root."""
     drafter = drafter_for(target, draft_pass="always", budget=200, ngrams=0)
@@ -139,7 +125,7 @@ def test_the_draft_pass_proposes_the_next_token_and_its_heads_the_ones_behind(ta
             assert tree.tokens[0, first : first + count].tolist() == row.topk(count).indices.tolist()
 
 
-def test_auto_takes_the_pass_where_it_reads_less_than_half(target, plain_tokens, seeded):
+def test_auto_takes_the_pass_where_it_reads_less_than_half(target, plain_tokens, seeded, prompts):
     """By the contexts of the slots at work: once the long text is done, the short one's counts."""
     drafter, taken = drafter_for(target, budget=20, ngrams=0), []
     assert "selected cache" not in drafter.allocations(2, 100)  # beside these weights that is no long context
@@ -161,7 +147,7 @@ def test_auto_takes_the_pass_where_it_reads_less_than_half(target, plain_tokens,
     assert {(working, takes_pass) for _, working, takes_pass in taken} == {(2, True), (1, False), (1, True)}
 
 
-def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, seeded):
+def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, seeded, prompts):
     target = tiny_target(vocab_size=VOCAB, sliding_windows=(None, 8))
     with pytest.raises(ValueError, match="draft_pass='always' does not go with this model's sliding windows"):
         drafter_for(target, draft_pass="always")

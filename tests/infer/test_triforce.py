@@ -22,16 +22,6 @@ SAMPLINGS = {
 }
 
 
-def prompts(*lengths):
-    generator = torch.Generator().manual_seed(11)
-    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
-
-
-@pytest.fixture
-def target(tiny_target):
-    return tiny_target(vocab_size=VOCAB)
-
-
 @pytest.fixture
 def small(tiny_target):
     return tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5)
@@ -39,7 +29,7 @@ def small(tiny_target):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", ["small_model", "self", "hierarchy"])
-def test_what_knows_everything_is_always_right(target, sampling, name):
+def test_what_knows_everything_is_always_right(target, sampling, name, prompts):
     """The target as its own small model with a window for all, and a budget for all: every node is accepted."""
     drafter, depth = {
         "small_model": lambda: (SmallModelDrafter(target, target, gamma=3), 3),
@@ -56,7 +46,7 @@ def test_what_knows_everything_is_always_right(target, sampling, name):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("inside", [True, False], ids=["triforce", "alone"])
-def test_a_small_model_proposes_what_a_fresh_one_proposes(target, small, inside, sampling):
+def test_a_small_model_proposes_what_a_fresh_one_proposes(target, small, inside, sampling, prompts):
     """After rejections by the middle level, by the outer one, and none: nothing of a void token is left, and no
     committed one is missing. Its window holds everything here."""
     outer = SmallModelDrafter(target, small, gamma=3)
@@ -91,7 +81,7 @@ def test_a_small_model_proposes_what_a_fresh_one_proposes(target, small, inside,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rope_that_depends_on_the_length_and_half_precision(request, tiny_target, dtype):
+def test_rope_that_depends_on_the_length_and_half_precision(request, tiny_target, dtype, prompts):
     """Rows are copied as they were rotated, and the query is rotated as the full cache's would be."""
     if dtype == torch.bfloat16:
         request.getfixturevalue("c_kernels")
@@ -104,7 +94,7 @@ def test_rope_that_depends_on_the_length_and_half_precision(request, tiny_target
         assert result.acceptance == 1.0 and result.tokens == Engine(target).generate([prompt], params)[0].tokens
 
 
-def test_a_small_model_reads_the_end_of_a_text_and_each_token_of_it_about_twice(target, small, monkeypatch):
+def test_a_small_model_reads_the_end_of_a_text_and_each_token_of_it_about_twice(target, small, monkeypatch, prompts):
     """A new request and a full cache begin half a window before the root; between them a pass has what is missing."""
     rows = []
     small.model.register_forward_pre_hook(lambda module, args: rows.append(args[0].tokens_BT.shape[1]))
@@ -119,7 +109,7 @@ def test_a_small_model_reads_the_end_of_a_text_and_each_token_of_it_about_twice(
 
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_a_full_cache_begins_anew_and_proposes_what_the_model_chooses_after_those_tokens(
-    target, small, monkeypatch, gamma
+    target, small, monkeypatch, gamma, prompts
 ):
     """The first tokens of the text and the last ones, at positions inside the cache. Of several slots, at whatever
     places they are."""
