@@ -1,6 +1,9 @@
 """What the tests of loading share."""
 
+from collections.abc import Callable
+
 import pytest
+from torch import Tensor
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +18,14 @@ def sizes() -> dict[str, int]:
         "num_key_value_heads": 1,
         "max_position_embeddings": 64,
     }
+
+
+@pytest.fixture(scope="session")
+def error() -> Callable[[Tensor, Tensor], float]:
+    """The largest difference of two tensors, as a share of the largest magnitude."""
+
+    def of(ours: Tensor, other: Tensor) -> float:
+        assert ours.shape == other.shape
+        return float((ours - other).abs().max() / other.abs().max())
+
+    return of

@@ -25,11 +25,6 @@ KINDS = {name: {"rope": rope, "max_positions": 24} for name, rope in ROPES.items
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 7, -2, -2]
 
 
-def error(ours: Tensor, other: Tensor) -> float:
-    assert ours.shape == other.shape
-    return float((ours - other).abs().max() / other.abs().max())
-
-
 def tokens(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 97, (rows, columns), generator=torch.Generator().manual_seed(seed))
 
@@ -67,20 +62,13 @@ def prefilled(model, prompt: Tensor, room: int = 16, poison: bool = False):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [0, 3, 21, 30])  # 21: the tree crosses the original length (24)
-def test_tree_pass_equals_each_path(tiny_target, kind, length):
+def test_tree_pass_equals_each_path(tiny_target, kind, length, error):
     model = tiny_target(**KINDS[kind]).model
     prompt, nodes = tokens(1, length), tokens(1, len(PARENTS), 1)
     mask, depths = tree_parts()
     cache = prefilled(model, prompt, poison=True)
-    out = model(
-        Pass(
-            nodes,
-            cache=cache,
-            positions_BT=length + depths[None],
-            tree_mask_BTT=mask[None],
-            needs={"logits", "pre_norm"},
-        )
-    )
+    positions, needs = length + depths[None], {"logits", "pre_norm"}
+    out = model(Pass(nodes, cache=cache, positions_BT=positions, tree_mask_BTT=mask[None], needs=needs))
     assert bool(out.logits.isfinite().all())
     for node, parent in enumerate(PARENTS):
         if parent == -2:
@@ -89,14 +77,14 @@ def test_tree_pass_equals_each_path(tiny_target, kind, length):
         # Plain decoding of the path, one token per pass.
         single = prefilled(model, prompt)
         for step in path:
-            expected = model(Pass(nodes[:, [step]], cache=single, needs={"logits", "pre_norm"}))
+            expected = model(Pass(nodes[:, [step]], cache=single, needs=needs))
             single.commit(None, torch.tensor([1]))
         assert error(out.logits[:, node], expected.logits[:, 0]) < 1e-5, f"node {node}"
         assert error(out.pre_norm[:, node], expected.pre_norm[:, 0]) < 1e-5, f"node {node}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kept_path_equals_a_fresh_prefill(tiny_target, kind):
+def test_kept_path_equals_a_fresh_prefill(tiny_target, kind, error):
     model = tiny_target(**KINDS[kind]).model
     prompt, nodes = tokens(1, 20), tokens(1, len(PARENTS), 1)
     mask, depths = tree_parts()
@@ -128,7 +116,7 @@ def test_kept_path_equals_a_fresh_prefill(tiny_target, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ragged_batch_equals_single_runs(tiny_target, kind):
+def test_ragged_batch_equals_single_runs(tiny_target, kind, error):
     model = tiny_target(**KINDS[kind]).model
     lengths = [3, 30, 0]
     prompts = [tokens(1, length, seed) for seed, length in enumerate(lengths)]
@@ -191,7 +179,7 @@ def test_nothing_unneeded_is_computed(tiny_target):
     assert stopped.logits is stopped.pre_norm is stopped.post_norm is stopped.queries is None
 
 
-def test_rows_of_logits_and_queries(tiny_target):
+def test_rows_of_logits_and_queries(tiny_target, error):
     model = tiny_target().model
     ids = tokens(2, 6)
     everything = model(Pass(ids, needs={"logits", "queries", "post_norm"}))

@@ -32,11 +32,6 @@ BORDERS = [0, 7, 8, 41, 60]
 EVERYTHING = frozenset({"logits", "pre_norm", "post_norm", "last_kv"})
 
 
-def error(ours: Tensor, other: Tensor) -> float:
-    assert ours.shape == other.shape
-    return float((ours - other).abs().max() / other.abs().max())
-
-
 def tokens(count: int = BORDERS[-1], seed: int = 0) -> Tensor:
     return torch.randint(0, 97, (1, count), generator=torch.Generator().manual_seed(seed))
 
@@ -54,7 +49,7 @@ def parts_of(output) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("jump", [False, True], ids=["plain", "anchor_offset"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_are_each_alone(tiny_target, kind, jump):
+def test_pieces_are_each_alone(tiny_target, kind, jump, error):
     model, ids = tiny_target(**KINDS[kind]).model, tokens()
     positions = anchor_offset() if jump else None
     packed = parts_of(model(Pass(ids, positions_BT=positions, borders=BORDERS, needs=EVERYTHING)))
@@ -67,7 +62,7 @@ def test_pieces_are_each_alone(tiny_target, kind, jump):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1, 25, 60])
-def test_chunks_of_rows_change_nothing(tiny_target, kind, chunk):
+def test_chunks_of_rows_change_nothing(tiny_target, kind, chunk, error):
     model, ids = tiny_target(**KINDS[kind]).model, tokens()
     for borders in (None, BORDERS):
         whole, chunked = (

@@ -2,11 +2,8 @@
 together is refused."""
 
 import json
-import resource
 import warnings
-from contextlib import contextmanager
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,18 +23,6 @@ from longdraft.models.drafts.heads import Medusa, MedusaConfig, TokenSwift, Toke
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 
 
-def tokenswift(target, generator):
-    return TokenSwift(TokenSwiftConfig(32, 1e-6), generator)
-
-
-def silu_chain(target, generator):
-    return TokenSwift(TokenSwiftConfig(32, 1e-6, kind="silu_chain"), generator)
-
-
-def medusa(target, generator):
-    return Medusa(MedusaConfig(32, init_std=0.1), generator)
-
-
 def longspec(target, generator):
     """With RoPE of many fields, a restricted vocabulary and every option."""
     config = LongSpecConfig.for_target(
@@ -46,7 +31,12 @@ def longspec(target, generator):
     return LongSpec(config, generator, target.model, torch.tensor([90, 4, 17, 3, 66]))
 
 
-MAKE = {"tokenswift": tokenswift, "silu_chain": silu_chain, "medusa": medusa, "longspec": longspec}
+MAKE = {
+    "tokenswift": lambda _, generator: TokenSwift(TokenSwiftConfig(32, 1e-6), generator),
+    "silu_chain": lambda _, generator: TokenSwift(TokenSwiftConfig(32, 1e-6, kind="silu_chain"), generator),
+    "medusa": lambda _, generator: Medusa(MedusaConfig(32, init_std=0.1), generator),
+    "longspec": longspec,
+}
 METHODS = {"silu_chain": "tokenswift"}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -99,10 +89,6 @@ def put_weights(folder, weights):
     """As an export would write them."""
     save_file(weights, folder / WEIGHTS)
     change(folder, weights_sha256=sha256((folder / WEIGHTS).read_bytes()).hexdigest())
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def refused(folder, target, *names):
@@ -236,17 +222,6 @@ def test_damaged_weights_are_named(folder, draft, target):
     refused(folder, target, WEIGHTS)
 
 
-@contextmanager
-def no_file_above(n_bytes: int):
-    """What a full disk does to a file that grows beyond this."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.fixture
 def small():
     """A draft of some 4 KB."""
@@ -255,7 +230,7 @@ def small():
 
 @pytest.mark.parametrize("kind", ["medusa"], indirect=True)
 class TestWriting:
-    def test_a_pair_replaces_a_pair_and_nothing_else(self, tmp_path, folder, small, info):
+    def test_a_pair_replaces_a_pair_and_nothing_else(self, tmp_path, folder, small, info, files_of):
         (folder / "notes.txt").write_text("kept")
         (folder / f".{WEIGHTS}.77.tmp").write_text("half")  # as a kill leaves it
         (tmp_path / "link").symlink_to(folder)
@@ -263,16 +238,16 @@ class TestWriting:
             check_out(out)
             save_draft(out, small, info)
             assert torch.equal(load_draft(out).proj[0].weight, small.proj[0].weight)
-        assert sorted(files(folder)) == [f".{WEIGHTS}.77.tmp", CONFIG, WEIGHTS, "notes.txt"]
+        assert sorted(files_of(folder)) == [f".{WEIGHTS}.77.tmp", CONFIG, WEIGHTS, "notes.txt"]
 
     # The weights take 4.2 KB: one limit meets them, the other the long config.json that is written after them.
     @pytest.mark.parametrize("limit", [3000, 6000])
-    def test_a_full_disk_changes_nothing(self, folder, small, info, limit):
-        before = files(folder)
+    def test_a_full_disk_changes_nothing(self, folder, small, info, limit, files_of, no_file_above):
+        before = files_of(folder)
         info.train_config["padding"] = "x" * 9000
         with no_file_above(limit), pytest.raises(ValueError, match=r"^out: .*File too"):
             save_draft(folder, small, info)
-        assert files(folder) == before
+        assert files_of(folder) == before
 
     @pytest.mark.parametrize(
         ("name", "held"),
@@ -284,14 +259,14 @@ class TestWriting:
             ("/proc/nothing/draft", {}),
         ],
     )
-    def test_nothing_that_is_not_ours_is_touched(self, tmp_path, small, info, name, held, kind):
+    def test_nothing_that_is_not_ours_is_touched(self, tmp_path, small, info, name, held, kind, files_of):
         (tmp_path / "model").mkdir()
         for file, text in held.items():
             (tmp_path / "model" / file).write_text(text)
-        before = files(tmp_path)
+        before = files_of(tmp_path)
         with pytest.raises(ValueError, match=r"^out: ") as error:
             save_draft(tmp_path / name, small, info)
-        assert "\n" not in str(error.value) and files(tmp_path) == before
+        assert "\n" not in str(error.value) and files_of(tmp_path) == before
 
     @pytest.mark.parametrize(
         ("dtype", "wrong"), [(torch.float32, torch.nan), (torch.bfloat16, torch.inf), (torch.float16, -torch.inf)]

@@ -123,11 +123,6 @@ def saved(model, folder: Path, **options) -> Path:
     return folder
 
 
-def error(ours: Tensor, theirs: Tensor) -> float:
-    assert ours.shape == theirs.shape, f"{ours.shape} against {theirs.shape}"
-    return float((ours - theirs).abs().max() / theirs.abs().max())
-
-
 def tokens(rows: int, columns: int) -> Tensor:
     return torch.randint(0, SHAPE["vocab_size"], (rows, columns), generator=torch.Generator().manual_seed(1))
 
@@ -147,7 +142,7 @@ def capture_pre_norm(theirs) -> list[Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("length", [13, 100])  # 100 is beyond every original length here
-def test_one_forward(pair, length):
+def test_one_forward(pair, length, error):
     _, theirs, ours = pair
     pre_norm = capture_pre_norm(theirs)
     ids = tokens(2, length)
@@ -177,7 +172,7 @@ def load_cache(ours, ids: Tensor):
 
 
 @torch.no_grad()
-def test_token_by_token(pair):
+def test_token_by_token(pair, error):
     """A prompt in one pass, then one token per pass across the original lengths (16, 40, 64), and pieces between them.
 
     In fp32 transformers rounds as much as we do (Mixtral: 1e-5, ours 7e-6), so on some processors only its fp64 is as
@@ -201,7 +196,7 @@ def test_token_by_token(pair):
 
 
 @torch.no_grad()
-def test_anchor_offset_positions_keep_the_sinks(tmp_path):
+def test_anchor_offset_positions_keep_the_sinks(tmp_path, error):
     """Positions with a jump (LongSpec) leave every earlier row visible. transformers takes such a jump for the border
     of a packed sequence, unless it is given an explicit causal mask."""
     theirs = theirs_of(FAMILIES["llama-default"])
@@ -229,7 +224,7 @@ def test_rope_types_are_those_of_transformers():
 
 
 @torch.no_grad()
-def test_gemma_that_reads_images_too_is_its_text(tmp_path):
+def test_gemma_that_reads_images_too_is_its_text(tmp_path, error):
     """As published (`language_model.model.layers...`), as transformers 5 saves it, and as it is in memory."""
     text = FAMILIES["gemma3"].to_dict() | {"model_type": "gemma3_text"}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

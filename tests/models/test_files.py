@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from longdraft.models.files import WorkFolder, from_home, locked, write_atomically, write_tensors
+from longdraft.models.files import WorkFolder, locked, write_atomically, write_tensors
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o007])
@@ -45,11 +45,6 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(RuntimeError, match="share memory"):
         write_atomically(tmp_path / "text", lambda temporary: write_tensors({"a": one, "b": one}, temporary))
     assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
-
-
-def test_a_path_may_begin_with_the_home_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/somewhere")
-    assert [from_home(path) for path in ("~/a", "a/~", "./a", "")] == ["/somewhere/a", "a/~", "./a", ""]
 
 
 HOLD = """

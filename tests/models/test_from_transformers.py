@@ -10,10 +10,6 @@ from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 
 
-def error(ours, theirs) -> float:
-    return float((ours - theirs).abs().max() / theirs.abs().max())
-
-
 @pytest.fixture
 def tiny_model(sizes):
     """(kind, other fields of its configuration) -> a random transformers model. All its tensors are far from their
@@ -33,7 +29,7 @@ def tiny_model(sizes):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.no_grad()
-def test_a_loaded_transformers_model_becomes_a_target(tiny_model, kind, tied, tmp_path):
+def test_a_loaded_transformers_model_becomes_a_target(tiny_model, kind, tied, tmp_path, error):
     model = tiny_model(kind, tie_word_embeddings=tied, head_dim=8, eos_token_id=[3, 4])
     target = target_from_transformers(model)
     ids = torch.randint(50, (1, 20))
@@ -58,7 +54,7 @@ def test_memory_is_shared_but_for_the_fused_tensors(tiny_model):
 
 
 @torch.no_grad()
-def test_refresh_takes_over_every_way_of_writing_weights(tiny_model):
+def test_refresh_takes_over_every_way_of_writing_weights(tiny_model, error):
     model = tiny_model("qwen2")
     target, ids = target_from_transformers(model), torch.randint(50, (1, 12))
     other = {name: tensor + 0.1 for name, tensor in model.state_dict().items()}
@@ -87,7 +83,7 @@ def test_refresh_takes_over_every_way_of_writing_weights(tiny_model):
 
 
 @torch.no_grad()
-def test_of_a_tied_checkpoint_no_other_head_is_read(tiny_model, tmp_path):
+def test_of_a_tied_checkpoint_no_other_head_is_read(tiny_model, tmp_path, error):
     model, ids = tiny_model("llama", tie_word_embeddings=True), torch.arange(10)[None]
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -106,12 +106,9 @@ def test_loss_is_each_heads_cross_entropy_and_gradient_flows_along_the_chain(kin
 @pytest.mark.parametrize(
     ("config", "field", "values"),
     [
-        (TokenSwiftConfig, "kind", {"kind": "mlp"}),
-        (TokenSwiftConfig, "out_norm_init", {"out_norm_init": "zeros"}),
         (TokenSwiftConfig, "out_norm_init", {"kind": "silu_chain", "out_norm_init": "target"}),
         (TokenSwiftConfig, "n_heads", {"n_heads": 0}),
         (MedusaConfig, "hidden_size", {"hidden_size": 0}),
-        (MedusaConfig, "init_std", {"init_std": -0.1}),
     ],
 )
 def test_errors_name_the_field(config, field, values):

@@ -21,17 +21,13 @@ from longdraft.models.passes import Pass
 NAME = "smollm2-135m"
 
 
-def error(ours, theirs) -> float:
-    return float((ours - theirs).abs().max() / theirs.abs().max())
-
-
 @pytest.fixture(scope="module")
 def smollm2():
     return load_target(NAME, dtype=torch.float32)
 
 
 @torch.no_grad()
-def test_smollm2_on_real_text(smollm2, tmp_path):
+def test_smollm2_on_real_text(smollm2, tmp_path, error):
     """transformers with the same tensors gives the same states on real text, and the text is likely. Of a GGUF file and
     safetensors, in fp32 and bf16, the hash of the weights is the same."""
     parameters = dict(smollm2.model.named_parameters())
@@ -51,19 +47,6 @@ def test_smollm2_on_real_text(smollm2, tmp_path):
         assert error(of_layer.transpose(1, 2), (stored.keys, stored.values)[index]) < 1e-5
     loss = torch.nn.functional.cross_entropy(out.logits[0, :-1], ids[0, 1:])
     assert loss < 3.5, f"{loss:.2f} nats a token: the weights are not in their places"
-
-
-@torch.no_grad()
-def test_smollm2_knows_what_it_should(smollm2):
-    """Wrongly ordered rows of q and k would load all the same, in transformers too, but could not answer this."""
-    cache, piece, words = smollm2.model.new_cache(1, 32), smollm2.tokenizer("The capital of France is").input_ids, []
-    for _ in range(2):
-        logits = smollm2.model(Pass(torch.tensor([piece]), cache=cache)).logits
-        cache.commit(None, torch.tensor([len(piece)]))
-        piece = [int(logits[0, -1].argmax())]
-        words += piece
-    assert smollm2.tokenizer.decode(words).startswith(" Paris")
-    assert smollm2.eos_token_ids == (smollm2.tokenizer.eos_token_id,) and smollm2.name == NAME
 
 
 @pytest.mark.parametrize("twin", ["original/model--00001-of-00007.safetensors", "consolidated.safetensors"])

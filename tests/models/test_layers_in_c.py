@@ -56,11 +56,8 @@ def decode(model, batch, width, tree, needs):
             positions = cache.lengths[:, None] + depths
         tokens = torch.randint(97, (batch, width), generator=generator)
         rows_B = torch.full((batch,), step % width)
-        outputs.append(
-            model(
-                Pass(tokens, cache=cache, positions_BT=positions, tree_mask_BTT=masks, needs=needs, queries_at_B=rows_B)
-            )
-        )
+        tree_parts = {"positions_BT": positions, "tree_mask_BTT": masks}
+        outputs.append(model(Pass(tokens, cache=cache, needs=needs, queries_at_B=rows_B, **tree_parts)))
         copies.append([part.clone() for part in tensors(outputs[-1])])
         counts = torch.randint(1, width + 1, (batch,), generator=generator)
         cache.commit(torch.arange(width).expand(batch, -1), counts)

@@ -14,7 +14,6 @@ from longdraft.kernels.linear_loss import LossPart
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, Queries, plan_queries
 from longdraft.models.hf import build_decoder
 from longdraft.models.passes import Pass
-from longdraft.train.methods.base import ahead
 
 SHAPES = {"mha": {"n_heads": 4, "n_kv_heads": 4}, "gqa": {"n_heads": 8, "n_kv_heads": 2, "head_dim": 16}}
 # Three pieces, each with its own noise shift, one of them shorter than it.
@@ -175,54 +174,6 @@ def test_a_subset_of_queries_is_the_whole_row_at_these(target, ranges, restricte
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def losses_and_gradients(draft, row, borders, shifts, tokens, head):
-    """By noise shift, as the trainer counts them: the parts' loss, and the gradient of their sum."""
-    draft.zero_grad()
-    labels = ahead(tokens, torch.ones(len(tokens), dtype=torch.bool), borders, 1)
-    sizes = torch.tensor(borders).diff()
-    shift_N = torch.tensor(shifts).repeat_interleave(sizes)
-    parts = [LossPart(*(x[shift_N[labels.rows] == shift] for x in labels)) for shift in (1, 2, 3, 4, 5)]
-    loss = draft(*row, plan_queries(borders, shifts, draft.config.window), parts, head, True)
-    loss.sums.sum().backward()
-    return loss, [parameter.grad.clone() for parameter in draft.parameters()]
-
-
-def test_three_packed_pieces_are_the_three_alone(target):
-    """Target and draft, losses, ranks and gradients."""
-    draft, head = drafted(target, window=4, final_norm=True), target.model.lm_head.weight
-    tokens = torch.randint(97, (37,), generator=torch.Generator().manual_seed(5))
-    packed, gradient = losses_and_gradients(draft, row_of(target), BORDERS, SHIFTS, tokens, head)
-    alone = []
-    for (start, stop), shift in zip(pairwise(BORDERS), SHIFTS, strict=True):
-        part = tokens[start:stop]
-        output = target.model(Pass(part[None], needs={"last_kv"}))
-        row = Row(target.model.embed_tokens(part), torch.arange(len(part)), *(x[0] for x in output.last_kv))
-        alone.append(losses_and_gradients(draft, row, [0, len(part)], [shift], part, head))
-    torch.testing.assert_close(packed.sums, sum(loss.sums for loss, _ in alone), rtol=1e-5, atol=1e-5)
-    assert packed.n_labels.tolist() == [10, 0, 22, 0, 2]
-    for field in ("n_labels", "top_k_counts"):
-        assert torch.equal(getattr(packed, field), sum(getattr(loss, field) for loss, _ in alone))
-    for together, *apart in zip(gradient, *(gradients for _, gradients in alone), strict=True):
-        torch.testing.assert_close(together, sum(apart), rtol=1e-4, atol=1e-5)
-
-
-def test_loss_is_the_cross_entropy_of_the_states(target):
-    """Over the whole vocabulary with the target's ids, over a restricted one with the draft's own and the head's rows
-    of these."""
-    tokens, head = torch.randint(35, (37,), generator=torch.Generator().manual_seed(5)), target.model.lm_head.weight
-    labels = ahead(tokens, torch.ones(37, dtype=torch.bool), BORDERS, 1)
-    parts = [LossPart(labels.rows[:20], labels.labels[:20]), LossPart(labels.rows[20:], labels.labels[20:])]
-    ids = torch.randperm(97, generator=torch.Generator().manual_seed(2))[:35]
-    for token_ids, rows in ((None, head), (ids, head[ids])):
-        draft = drafted(target, draft_vocab_size=None if token_ids is None else 35, token_ids=token_ids)
-        row = row_of(target)
-        loss = draft(*row, planned(draft), parts, head, True)
-        logits = draft.states(*row, planned(draft)) @ rows.T
-        for i, part in enumerate(parts):
-            expected = F.cross_entropy(logits[part.rows], part.labels, reduction="sum")
-            torch.testing.assert_close(loss.sums[i], expected, rtol=1e-5, atol=1e-5)
-
-
 def test_same_seed_same_draft(target):
     def weights(seed):
         config = LongSpecConfig.for_target(target.model.config)
@@ -318,20 +269,9 @@ def test_rope_that_depends_on_the_length_goes_by_the_piece(tiny_target):
     assert not torch.equal(tables[0][0][:, :11], tables[1][0])  # without pieces, the longest decides
 
 
-def test_restricted_vocabulary_is_a_buffer(tiny_target):
-    target = tiny_target()
-    config = LongSpecConfig.for_target(target.model.config, draft_vocab_size=3)
-    draft = LongSpec(config, token_ids_E=torch.tensor([4, 90, 7], dtype=torch.int32))
-    assert draft.state_dict()["token_ids"].tolist() == [4, 90, 7] and draft.token_ids.dtype == torch.int64
-    assert draft.to(torch.bfloat16).token_ids.dtype == torch.int64
-    assert LongSpec(config).token_ids.tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
-        ("window", 0, "window"),
-        ("noise", 0, "noise"),
         ("n_kv_heads", 3, "n_heads"),
         ("draft_vocab_size", 98, "draft_vocab_size"),
         ("rope", {"rope_type": "spiral"}, "rope_type"),
