@@ -23,10 +23,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_shard
 from longdraft.launch.train import main
 from longdraft.models.files import write_json
+from longdraft.models.hf import load_target
+from longdraft.models.target import Target
 from longdraft.train.launcher import free_port
 from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 VOCAB, SEQ_LEN, LONG = 97, 24, 312
 TOKENSWIFT = ["draft.out_norm_init=target"]
 # A softmax does not see what all keys of a query share, so some gradients of the keys' bias are rounding alone, which a
@@ -74,6 +75,12 @@ def target_folder(tmp_path_factory) -> Path:
             weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def target(target_folder) -> Target:
+    """`target_folder` in fp32; only to be read."""
+    return load_target(target_folder, torch.float32)
 
 
 def write_rows(folder: Path, n_rows: int, seed: int, seq_len: int = SEQ_LEN) -> None:

@@ -1,4 +1,4 @@
-"""From conversations in a file to training steps with the real small target: it learns, and from answers alone."""
+"""From conversations in a file to training steps with the real small target: it learns from answers alone."""
 
 import json
 import random
@@ -13,10 +13,8 @@ from longdraft.models.fingerprint import tokenizer_hash
 from longdraft.models.hf import load_target, load_tokenizer
 from longdraft.train.batches import read_batch, step_rows
 from longdraft.train.config_file import load_config
-from longdraft.train.loop import train
 from longdraft.train.methods.build import open_method
 from longdraft.train.teacher import Teacher
-from longdraft.train.tracking import read_metrics
 
 TARGET, SEQ_LEN = "smollm2-135m", 128
 LONGSPEC = "method: longspec, window: 64, noise: 2, final_norm: true, warm_start: true"
@@ -53,24 +51,12 @@ def folder(tmp_path_factory):
         tokenizer,
         tokenizer_hash(tokenizer),
     )
-    (folder / "config.yaml").write_text(TEXT.format(folder=folder, draft=LONGSPEC))
     return folder
 
 
 @pytest.fixture(scope="module")
 def target():
     return load_target(TARGET, torch.float32)
-
-
-def test_ten_steps_on_answers_lower_the_loss(alone, folder, target):
-    assert train(load_config(folder / "config.yaml"), alone, target)
-    records = read_metrics(folder / "run")
-    losses = [record["loss"] for record in records if "loss" in record]
-    heldout = [record["heldout_loss"] for record in records if "heldout_loss" in record]
-    assert len(losses) == 10 and len(heldout) == 2
-    # The first is before any update.
-    assert max(losses[-3:]) < 0.5 * losses[0], losses
-    assert heldout[1] < heldout[0] < losses[0], (heldout, losses[0])
 
 
 def by_headers(tokens_N, tokenizer):
@@ -88,9 +74,8 @@ def by_headers(tokens_N, tokenizer):
 @pytest.mark.parametrize("draft", [LONGSPEC, "method: medusa"], ids=["longspec", "medusa"])
 def test_labels_of_prompts_do_not_count_and_those_of_answers_do(folder, target, draft):
     """Labels are changed; the tokens that target and draft read are not."""
-    text = (folder / "config.yaml").read_text()
-    (folder / "draft.yaml").write_text(text.replace(LONGSPEC, draft))
-    config = load_config(folder / "draft.yaml")
+    (folder / "config.yaml").write_text(TEXT.format(folder=folder, draft=draft))
+    config = load_config(folder / "config.yaml")
     rows, teacher = ShardSet(folder / "data" / "train"), Teacher(target.model)
     batch = read_batch(rows, step_rows(config.train.seed, 0, len(rows), 2))
     answers_N = by_headers(batch.tokens, target.tokenizer)
@@ -101,9 +86,8 @@ def test_labels_of_prompts_do_not_count_and_those_of_answers_do(folder, target, 
 
     def learn(changed_N):
         """The step's loss and its gradient, with other labels at these tokens."""
-        micro_batch = method.micro_batch(
-            batch._replace(tokens=torch.where(changed_N, others_N, batch.tokens))
-        )._replace(batch=batch)
+        changed = batch._replace(tokens=torch.where(changed_N, others_N, batch.tokens))
+        micro_batch = method.micro_batch(changed)._replace(batch=batch)
         loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, False)
         total = (loss.sums * torch.tensor(method.loss_weights(micro_batch.n_labels))).sum()
         gradients = torch.autograd.grad(total, list(method.draft.parameters()), allow_unused=True)

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from longdraft.data_prep.shards import Row, ShardSet
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.models.hf import load_target
 from longdraft.train import checkpoint
 from longdraft.train.config_file import load_config
 from longdraft.train.evaluate import Evaluator, beginnings, held_out_prompts
@@ -36,11 +34,6 @@ TREES = {
     "medusa": {"shape": (3, 3)},
     "longspec": {"widths": (8, 16, 16), "extended": 16},
 }
-
-
-@pytest.fixture(scope="module")
-def target(target_folder):
-    return load_target(target_folder, torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -49,11 +49,6 @@ def test_norms_do_not_decay():
     assert only["weight_decay"] == 0.1 and len(only["params"]) == 3
 
 
-@pytest.fixture(scope="module")
-def target(target_folder):
-    return load_target(target_folder, torch.float32)
-
-
 def test_teacher_sees_each_piece_alone_and_gives_its_own_choices(target):
     tokens_N = torch.randint(97, (31,), generator=torch.Generator().manual_seed(0))
     borders, teacher = [0, 11, 12, 31], Teacher(target.model)
@@ -287,20 +282,16 @@ def test_too_many_rows_without_a_number_stop_the_run(alone, config_file, poisone
     run = [rows("bad", 12, bad=5), "train.steps=6", "train.global_batch=4", "train.save_every=1", "heldout.every=6"]
     strict, patient = (load_config(config_file, [*run, f"train.run_dir={tmp_path / n}"]) for n in ("strict", "patient"))
     strict_1 = load_config(config_file, [*run, f"train.run_dir={tmp_path / 'strict'}", "train.max_skipped=1"])
-    first, second = (
-        step for step in range(6) if any(place.row == 5 for place in step_rows(0, step, 12, 4))
-    )  # once an epoch
+    # Once an epoch.
+    first, second = (step for step in range(6) if any(place.row == 5 for place in step_rows(0, step, 12, 4)))
     assert train(patient, alone, poisoned)
     capsys.readouterr()
     with pytest.raises(TrainingError, match=rf"step {second + 1}: 2 times a loss or gradient was not a number, more "
                        r"than train\.max_skipped = 1; "):  # fmt: skip
         train(strict_1, alone, poisoned)
     said = [line for line in capsys.readouterr().out.splitlines() if "is not a number" in line]
-    assert (
-        len(said) == 2
-        and f"The loss of step {first + 1} is not a number for rows " in said[0]
-        and "(epoch 0)" in said[0]
-    )
+    assert len(said) == 2
+    assert f"The loss of step {first + 1} is not a number for rows " in said[0] and "(epoch 0)" in said[0]
     assert f"The loss of step {second + 1} is not a number for rows " in said[1] and "5 (epoch 1)" in said[1]
     new = ["train.max_skipped=0", "train.save_every=6", f"train.run_dir={tmp_path / 'new'}"]
     new += ["log.every=6", f"heldout.every={first + 1}"]

@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional as F
 
 from longdraft.models.drafts.longspec import plan_queries
-from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 from longdraft.train.batches import Batch, EpochRow, draws, piece_key, read_batch
 from longdraft.train.config_file import load_config
@@ -60,24 +59,14 @@ def piece(name, length):
     return (generator.random_raw(length) % 97).astype(np.int32), generator.random_raw(length) % 5 > 0
 
 
-@pytest.fixture(scope="module")
-def target(target_folder):
-    return load_target(target_folder, torch.float32)
-
-
 @pytest.fixture
 def opened(config_file, target):
     """(overrides) -> the method, with weights drawn anew so that none is near zero."""
 
     def make(overrides):
         config = load_config(config_file, overrides)
-        ids = None
-        if config.draft.draft_vocab_size is not None:
-            ids = (
-                torch.randperm(97, generator=torch.Generator().manual_seed(2))[: config.draft.draft_vocab_size]
-                .sort()
-                .values
-            )
+        size, ids = config.draft.draft_vocab_size, torch.randperm(97, generator=torch.Generator().manual_seed(2))
+        ids = None if size is None else ids[:size].sort().values
         method = open_method(config.draft, config.data, config.train, target.model, ids)
         generator = torch.Generator().manual_seed(5)
         for name, parameter in method.draft.named_parameters():
@@ -88,29 +77,30 @@ def opened(config_file, target):
 
 
 def loss_and_gradients(method, target, batch):
-    """The summed losses by part, the number of labels of each, and the gradients of the losses' sum."""
+    """The summed losses by part, the labels of each and how many of them rank first to third, and the gradients."""
     teacher, micro_batch = Teacher(target.model), method.micro_batch(batch)
     seen = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs)
-    loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, False)
-    return loss.sums.detach(), loss.n_labels, torch.autograd.grad(loss.sums.sum(), list(method.draft.parameters()))
+    loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, True)
+    counts = torch.cat([loss.n_labels[:, None], loss.top_k_counts], 1)
+    return loss.sums.detach(), counts, torch.autograd.grad(loss.sums.sum(), list(method.draft.parameters()))
 
 
 def total(results):
-    sums, n_labels, gradients = zip(*results, strict=True)
-    return sum(sums), sum(n_labels), [sum(each) for each in zip(*gradients, strict=True)]
+    sums, counts, gradients = zip(*results, strict=True)
+    return sum(sums), sum(counts), [sum(each) for each in zip(*gradients, strict=True)]
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_packed_row_is_its_pieces_alone(opened, target, name):
     method, alone = opened(METHODS[name]), Rows([[name] for name in LENGTHS])
-    sums, n_labels, gradients = total(
+    sums, counts, gradients = total(
         loss_and_gradients(method, target, read_batch(alone, [EpochRow(1, i)])) for i in range(3)
     )
-    assert int(n_labels.sum()) > 100
+    assert int(counts[:, 0].sum()) > 100
     for packed in ([[*LENGTHS]], [["middle", "long"], ["short"]], [["short", "middle"], ["long"]]):
         rows = Rows(packed)
         got = loss_and_gradients(method, target, read_batch(rows, [EpochRow(1, i) for i in range(len(rows))]))
-        assert torch.equal(got[1], n_labels)
+        assert torch.equal(got[1], counts)
         torch.testing.assert_close(got[0], sums, rtol=1e-6, atol=0)
         for (key, _), ours, theirs in zip(method.draft.named_parameters(), got[2], gradients, strict=True):
             assert (ours - theirs).norm() <= 1e-6 * theirs.norm(), key
@@ -222,11 +212,8 @@ def test_target_and_draft_see_the_same_positions(opened, target):
     assert torch.equal(arguments[0], target.model.embed_tokens.weight[batch.tokens])
     assert torch.equal(arguments[1], micro_batch.positions)
     for start, stop in pairwise(batch.borders):
-        alone = target.model(
-            Pass(
-                batch.tokens[None, start:stop], positions_BT=micro_batch.positions[None, start:stop], needs={"last_kv"}
-            )
-        )
+        own = micro_batch.positions[None, start:stop]
+        alone = target.model(Pass(batch.tokens[None, start:stop], positions_BT=own, needs={"last_kv"}))
         for field in range(2):
             torch.testing.assert_close(arguments[2 + field][start:stop], alone.last_kv[field][0], rtol=1e-5, atol=1e-5)
     plain = method.arguments(method.eval_batches(batch)[0], seen, teacher)[1]
@@ -252,9 +239,8 @@ def test_labels_are_within_the_piece_supervised_and_known(opened, name):
                 assert names[label] == batch.tokens[token + distance]
             n_labels += len(labels)
         assert n_labels == sum(micro_batch.n_labels) > 50
-        assert sum(micro_batch.without_labels().n_labels) == 0 and len(micro_batch.without_labels().parts) == len(
-            micro_batch.parts
-        )
+        without = micro_batch.without_labels()
+        assert sum(without.n_labels) == 0 and len(without.parts) == len(micro_batch.parts)
     expected = [
         sum(
             bool(batch.supervised[t + distance]) and int(batch.tokens[t + distance]) in names
@@ -263,10 +249,8 @@ def test_labels_are_within_the_piece_supervised_and_known(opened, name):
         )
         for distance in (range(2, 5) if heads else [1] * 4)
     ]
-    got = [
-        n for micro_batch in method.eval_batches(batch) for n in micro_batch.n_labels if n
-    ]  # all of them, under every shift
-    assert got == expected
+    # All of them, under every shift.
+    assert [n for micro_batch in method.eval_batches(batch) for n in micro_batch.n_labels if n] == expected
     assert method.as_labels(torch.tensor(list(names))).tolist() == list(range(len(names)))
     if known is not None:
         outside = torch.tensor(sorted(set(range(97)) - set(names)))

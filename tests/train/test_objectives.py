@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 from longdraft.train.batches import EpochRow, read_batch
 from longdraft.train.checkpoint import WEIGHTS, newest
@@ -33,11 +32,6 @@ def made(shared):
 @pytest.fixture(scope="module")
 def definition(shared):
     return shared("kernels/test_distillation.py").by_definition
-
-
-@pytest.fixture(scope="module")
-def target(target_folder):
-    return load_target(target_folder, torch.float32)
 
 
 def whole_logits(target, batch, method, micro_batch):

@@ -91,13 +91,8 @@ def opened(config_file, alone, packed, tiny_target, monkeypatch):
         target = tiny_target(max_positions=2048, dtype=dtype)
         target.model.embed_tokens.weight.data[POISON] = torch.nan
         restricted = getattr(config.draft, "draft_vocab_size", None)
-        method = open_method(
-            config.draft,
-            config.data,
-            config.train,
-            target.model,
-            None if restricted is None else torch.arange(restricted),
-        )
+        ids = None if restricted is None else torch.arange(restricted)
+        method = open_method(config.draft, config.data, config.train, target.model, ids)
         generator = torch.Generator().manual_seed(5)
         for name, weight in method.draft.named_parameters():
             weight.data.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)

@@ -65,14 +65,9 @@ def results(tmp_path_factory, start_ranks, finish_ranks) -> dict[str, list]:
             for parameter, weight in sorted(model.named_parameters()):
                 weight.normal_(1.0 if "norm" in parameter else 0.0, 0.2, generator=generator)
         model.save_pretrained(out / name)
+    shared = {"dtype": "fp32", "rows": list(ROWS.values())}
     actions = [
-        case
-        | {
-            "folder": str(out / case["folder"]),
-            "dtype": "fp32",
-            "rows": list(ROWS.values()),
-            "out": str(out / f"case-{name}"),
-        }
+        case | shared | {"folder": str(out / case["folder"]), "out": str(out / f"case-{name}")}
         for name, case in CASES.items()
     ]
     finish_ranks(start_ranks(2, actions, "ranks_target.py"))

@@ -86,33 +86,28 @@ def results(folder, start_ranks, finish_ranks):
     return load
 
 
-@pytest.mark.parametrize(("n_ranks", "dtype"), CASES)
-def test_gathered_weights_are_the_files(results, folder, n_ranks, dtype):
-    expected = dict(load_target(folder, DTYPES[dtype]).model.named_parameters())
-    for rank in results(f"weights-{dtype}", n_ranks):
+ALL = [*CASES, *((2, name) for name in OTHERS)]
+
+
+@pytest.mark.parametrize(("n_ranks", "name"), ALL)
+def test_gathered_weights_are_the_files(results, folder, n_ranks, name):
+    place, dtype = (folder.parent / name, torch.float32) if name in OTHERS else (folder, DTYPES[name])
+    expected = dict(load_target(place, dtype).model.named_parameters())
+    for rank in results(f"weights-{name}", n_ranks):
         assert rank["weights"].keys() == expected.keys()
-        for name, weight in expected.items():
-            assert torch.equal(rank["weights"][name], weight), name
-            assert rank["between"][name] == (0 if name.startswith("layers.") else weight.numel()), name
+        for key, weight in expected.items():
+            assert torch.equal(rank["weights"][key], weight), key
+            assert rank["between"][key] == (0 if key.startswith("layers.") else weight.numel()), key
 
 
-@pytest.mark.parametrize(("n_ranks", "dtype"), CASES)
-def test_a_pass_gives_what_the_replicated_target_gives(results, n_ranks, dtype):
-    for rank in results(f"pass-{dtype}", n_ranks):
+@pytest.mark.parametrize(("n_ranks", "name"), ALL)
+def test_a_pass_gives_what_the_replicated_target_gives(results, n_ranks, name):
+    for rank in results(f"pass-{name}", n_ranks):
         assert len(rank["outputs"]) == len(rank["expected"]) == 6
         for got, expected in zip(rank["outputs"], rank["expected"], strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=0)
         sharded, replicated = rank["fingerprints"]
         assert sharded == replicated and sharded["tokenizer"] != "none" and len(sharded["weights"]) == 64
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_target_of_another_family_is_shared_out_likewise(results, folder, name):
-    expected = dict(load_target(folder.parent / name, torch.float32).model.named_parameters())
-    for weights, passed in zip(results(f"weights-{name}", 2), results(f"pass-{name}", 2), strict=True):
-        assert all(torch.equal(weights["weights"][name], weight) for name, weight in expected.items())
-        for got, alone in zip(passed["outputs"], passed["expected"], strict=True):
-            torch.testing.assert_close(got, alone, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("n_ranks", "dtype"), CASES)

@@ -40,14 +40,9 @@ def test_the_batch_script_trains_on_two_tasks(config_file, tmp_path):
     write_commands(commands, SRUN)
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     slurm = {"JOB_ID": "17", "JOB_NODELIST": "node[1-2]", "NTASKS": "2", "NTASKS_PER_NODE": "2", "CPUS_PER_TASK": "3"}
+    command = ["bash", ROOT / "launch" / "slurm.sh", config_file, f"train.run_dir={tmp_path / 'run'}", "train.steps=5"]
     result = subprocess.run(
-        [
-            "bash",
-            str(ROOT / "launch" / "slurm.sh"),
-            str(config_file),
-            f"train.run_dir={tmp_path / 'run'}",
-            "train.steps=5",
-        ],
+        command,
         cwd=tmp_path,
         env=os.environ
         | {f"SLURM_{name}": value for name, value in slurm.items()}
