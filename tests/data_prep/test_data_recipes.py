@@ -113,22 +113,18 @@ def test_prolong(tmp_path, smollm2, decoded):
     assert manifest["sources"]["code"]["tokenizer"] == "smollm2-135m"
 
 
-def long_sft(root):
-    reports = [{"report": f"report {i} {PROSE}", "summary": f"told {i}"} for i in range(10)]
-    parquet(root / "reports/document/train-00000-of-00002.parquet", reports)
-    news = [{"document": f"news {i} ||||| more {PROSE}", "summary": f"heard {i}"} for i in range(10)]
-    parquet(root / "news/default/train/0000.parquet", news)
-    meetings = [{"id": i, "uid": f"m_{i}", "summary": f"met {i}", "transcript": f"so {i} {PROSE}"} for i in range(10)]
-    (root / "meetings").mkdir()
-    (root / "meetings/train.json").write_text("".join(json.dumps(record) + "\n" for record in meetings))
-    code = [{"context": f"x = {i}\ny = {{}}\n" * 9, "gt": f"print({i})"} for i in range(10)]
-    parquet(root / "code/data/train-00000-of-00001.parquet", code)
-    answers = [f"{word} {i}" for word in ("told", "heard", "met") for i in range(10)] + [r["gt"] for r in code]
-    return [f"sources.{name}.path={root / name}" for name in ("reports", "news", "meetings", "code")], answers
-
-
 def test_long_sft(tmp_path, decoded):
-    sources, answers = long_sft(tmp_path)
+    reports = [{"report": f"report {i} {PROSE}", "summary": f"told {i}"} for i in range(10)]
+    parquet(tmp_path / "reports/document/train-00000-of-00002.parquet", reports)
+    news = [{"document": f"news {i} ||||| more {PROSE}", "summary": f"heard {i}"} for i in range(10)]
+    parquet(tmp_path / "news/default/train/0000.parquet", news)
+    meetings = [{"id": i, "uid": f"m_{i}", "summary": f"met {i}", "transcript": f"so {i} {PROSE}"} for i in range(10)]
+    (tmp_path / "meetings").mkdir()
+    (tmp_path / "meetings/train.json").write_text("".join(json.dumps(record) + "\n" for record in meetings))
+    code = [{"context": f"x = {i}\ny = {{}}\n" * 9, "gt": f"print({i})"} for i in range(10)]
+    parquet(tmp_path / "code/data/train-00000-of-00001.parquet", code)
+    answers = [f"{word} {i}" for word in ("told", "heard", "met") for i in range(10)] + [r["gt"] for r in code]
+    sources = [f"sources.{name}.path={tmp_path / name}" for name in ("reports", "news", "meetings", "code")]
     manifest = run("long-sft", tmp_path / "out", *sources, "seq_len=2048", "heldout_share=0.2")
     assert all(tokens_of(manifest, name) for name in ("reports", "news", "meetings", "code"))
     assert decoded(tmp_path / "out", counted=True) == sorted(f"{answer}<|im_end|>" for answer in answers)
@@ -185,12 +181,9 @@ def test_smollm2_mixed(tmp_path):
     ("argv", "said"),
     [
         (["sources.pg19.pat=x"], "sources.pg19.pat: unknown field; did you mean path?"),
-        (["seqlen=5"], "seqlen: unknown field; did you mean seq_len?"),
-        (["sources.pg19.weight=a"], "sources.pg19.weight: 'a'"),
         (["sources.pg19.path=${nope}"], "sources.pg19.path: "),
         (["--text-field", "x"], "--text-field is given with the recipe"),
         (["--source", "stdlib"], "--source is given with the recipe"),
-        (["sources=5"], "sources: 5"),
         (["sources.pg19.path=/none/such"], "source '/none/such' "),
     ],
 )

@@ -31,10 +31,6 @@ def config(corpus, tmp_path, monkeypatch):
     return PrepareConfig(sources=same_way([str(corpus[0])]), out=tmp_path / "out", seq_len=64, heldout_share=0.2)
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def splits(config):
     return ShardSet(config.out / "train"), ShardSet(config.out / "heldout")
 
@@ -188,19 +184,6 @@ def test_empty_split_says_why(config, tmp_path, tiny_tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("seq_len", 1), ("seq_len", 10**12), ("seq_len", True), ("documents", "truncate"), ("heldout_share", 1.0),
-        ("heldout_share", float("nan")), ("max_tokens", 0), ("workers", 0), ("sources", {}),
-        ("seed", "a"), ("shard_bytes", 5),
-    ],
-)  # fmt: skip
-def test_wrong_settings_are_named(config, field, value):
-    with pytest.raises(ValueError, match=f"^{field}: "):
-        changed(config, **{field: value})
-
-
-@pytest.mark.parametrize(
     "fields",
     [
         {"prompt": "{a}"}, {"text_field": "a", "chat_field": "b"}, {"tokens_field": "ids"}, {"spans_field": "ids"},
@@ -243,7 +226,7 @@ def start(tmp_path, light, tokenizer, workers):
 
 @pytest.mark.parametrize("killed", ["a worker", "the parent"])
 def test_kill_and_resume_loses_and_repeats_nothing(
-    tmp_path, make_corpus, read_back, light, tiny_tokenizer, killed, monkeypatch
+    tmp_path, make_corpus, read_back, light, tiny_tokenizer, killed, monkeypatch, files_of
 ):
     monkeypatch.setattr(prepare_module, "SHARD_TEXT_BYTES", (1500, 1500))
     corpus = make_corpus(tmp_path / "corpus", 100)

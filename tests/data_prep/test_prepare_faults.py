@@ -3,12 +3,10 @@ says what to do, and the next call makes the bytes of an unbroken one."""
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -29,24 +27,9 @@ def config(tmp_path, make_corpus):
     return PrepareConfig(sources=sources, out=tmp_path / "out", seq_len=64, heldout_share=0.2)
 
 
-def files_of(out: Path) -> dict[str, bytes]:
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
-
-
-@contextmanager
-def largest_file(n_bytes):
-    """No file of this process and its children may grow beyond this, so that writing one fails as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk_is_an_error_that_loses_nothing(
-    tmp_path, make_corpus, config, tiny_tokenizer, monkeypatch, workers
+    tmp_path, make_corpus, config, tiny_tokenizer, monkeypatch, workers, files_of, no_file_above
 ):
     monkeypatch.setattr(prepare_module, "SHARD_TEXT_BYTES", (20_000, 20_000))
     make_corpus(tmp_path / "corpus", 100)
@@ -54,7 +37,7 @@ def test_a_full_disk_is_an_error_that_loses_nothing(
     whole = changed(config, out=tmp_path / "whole", workers=1)
     prepare(whole, tiny_tokenizer, "hash")
     sizes = sorted(path.stat().st_size for path in whole.out.rglob("*.arrow"))
-    with largest_file(sizes[len(sizes) // 2]), pytest.raises(ValueError, match=rf"{config.out}.*File too large"):
+    with no_file_above(sizes[len(sizes) // 2]), pytest.raises(ValueError, match=rf"{config.out}.*File too large"):
         prepare(config, tiny_tokenizer, "hash")
     assert not (config.out / "manifest.json").exists() and not list(config.out.rglob("*.tmp"))
     with pytest.raises(ValueError, match=r"train/manifest\.json"):

@@ -46,11 +46,6 @@ def records(out):
     return [json.loads(line) for path in sorted(out.glob("part-*")) for line in path.read_text().splitlines()]
 
 
-def files_of(out):
-    files = (path for path in out.rglob("*") if path.is_file() and path.suffix != ".lock")
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}
-
-
 class Speaker:
     """A function of prompt and seed alone, answering the last prompt first. said: questions (the prompt's last user
     line) to what is said instead, a text or (text, ended)."""
@@ -220,7 +215,7 @@ def test_accounts(config, run, tiny_tokenizer, tmp_path, monkeypatch, capsys):
     assert "unfinished: 2" in shown and "is refused by the chat template (TemplateError" in shown
 
 
-def test_a_second_call_does_nothing_and_a_stopped_one_goes_on(config, run, speaker, chats):
+def test_a_second_call_does_nothing_and_a_stopped_one_goes_on(config, run, speaker, chats, files_of):
     counts, expected = run(config, speaker), files_of(config.out)
     parts = [f"part-{i:05d}" for i in range(9)]
     made = {name for part in parts for name in (f"{part}.jsonl", f"progress/{part}.json")}
@@ -262,9 +257,6 @@ def test_a_folder_made_with_something_else(config, run, speaker, chats, tmp_path
 def test_what_cannot_be(config, run, speaker, tmp_path):
     with pytest.raises(ValueError, match=r"\bout\b"):
         replace(config, sources=(str(tmp_path),))
-    for wrong in ({"max_prompt": 0}, {"beginning": (0, 4)}):
-        with pytest.raises(ValueError, match=r"max_prompt|beginning"):
-            replace(config, **wrong)
     (tmp_path / "thesis.txt").write_text("no conversation")
     counts = run(replace(config, sources=(str(tmp_path / "thesis.txt"),), out=tmp_path / "new"), speaker)
     assert counts["bad"] == {"not_a_list": 1} and not list((tmp_path / "new").glob("part*"))
