@@ -37,9 +37,10 @@ def test_training_is_stopped_gone_on_with_and_decodes(tmp_path):
     assert found["over_target"] > 1 and found["step_s"] > 0 and len(found["losses"]) == 2
 
 
-def test_exactness_is_in_fp32_and_speed_in_bf16(tmp_path):
-    status, said = run(tmp_path, "--only", "benchmark", OMP_NUM_THREADS="1")
-    assert status == 0, said
+def test_exactness_is_in_fp32_and_speed_in_bf16(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "TARGET", str(tiny))
+    monkeypatch.setenv("LONGDRAFT_TEST_DEVICE", "cpu")
+    assert gpu_check.main(["--out", str(tmp_path), "--only", "benchmark"]) == 0
     found = json.loads((tmp_path / "gpu_check.json").read_text())["benchmark"]
     assert found["exact"] is True and found["proof"]["form"] == "fp32" and found["dtype"] == "bfloat16"
     assert set(found["runs"][0]["drafters"]) == {"plain", *gpu_check.DRAFTERS}

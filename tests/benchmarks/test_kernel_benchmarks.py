@@ -69,14 +69,6 @@ def test_a_wrong_product_has_no_time(bench):
     assert all("ms" in row for row in rows[::2]) and all("max error" in row["problem"] for row in rows[1::2])
 
 
-def test_folding_heads_and_back(bench):
-    case = make_case(bench, TINY, 5, 3)
-    folded = case.folded()
-    assert torch.equal(folded[0, 1, 1 * 3 + 2], case.q_1NHd[0, 2, 1 * 2 + 1])  # head 3 is the second of key head 1
-    assert torch.equal(case.unfolded(folded), case.q_1NHd)
-    assert case.keys_1CKd[0, 8:].isnan().all() and not case.keys_1CKd[0, :8].isnan().any()
-
-
 def test_a_wrong_loss_or_gradient_has_no_time(bench):
     plain = loss.IMPLEMENTATIONS["PyTorch, head by head"]
 
@@ -153,15 +145,6 @@ def test_ceilings_are_positive_and_peaks_are_counted(bench, monkeypatch):
     monkeypatch.setitem(race.CEILING_SIZES, "cpu", (2**20, 32))
     assert min(Bench(bench.device, bench.dtype, 2).ceilings.values()) > 0
     assert 0 <= peak_bytes(lambda: torch.ones(2**18) + 1, bench.device) - 2 * 2**20 < 100  # and a scalar
-
-
-def test_a_table_says_why_there_is_no_time():
-    row = {"profile": "tiny", "context": 7, "nodes": 2, "implementation": "peer"}
-    timed = row | {"implementation": "ours", "ms": 1.5, "share_of_copy": 0.8}
-    lines = run._lines([row | {"problem": "wrong: max"}, timed])
-    assert lines[0].split() == ["profile", "context", "rows", "implementation", "ms", "of", "copy"]
-    assert lines[2] == "tiny           7     2  peer            wrong: max"
-    assert lines[3].split() == ["tiny", "7", "2", "ours", "1.500", "80%"]
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from longdraft.benchmarks.drafters.bench import BenchSettings, bench
 from longdraft.benchmarks.drafters.exactness import TOKENS, NotExact, in_fp32, prove
 from longdraft.benchmarks.drafters.prompts import questions_of
 from longdraft.benchmarks.drafters.text_report import table
-from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -104,15 +103,3 @@ def test_on_a_gpu_memory_is_the_gpus_and_a_steps_time_is_its_wholes(tiny_target,
         result = bench(target, {"lookup": lambda _: PromptLookup()}, questions_of(PROMPTS[:1]), settings)
     shown = table(result)
     assert "peak memory 1 MiB\n" in shown and "step, ms " in shown and "verify" not in shown and "host" not in shown
-
-
-@pytest.mark.parametrize("form", ["fp32", "serving"])
-def test_the_table_says_which_form_it_was(c_kernels, tiny_target, form):
-    target = tiny_target(dtype=BF16)
-    builders = {"token_recycling": lambda one: build_drafter("token_recycling", one)}
-    result = bench(target, builders, questions_of(PROMPTS), BenchSettings(new_tokens=4, proof=form))
-    said = {"fp32": "yes (96 tokens a drafter in fp32, ", "serving": "not proved in fp32 (96 tokens a drafter in bf"}
-    assert f"exact: {said[form]}" in table(result)
-    assert result["exact"] is (None if form == "serving" else True)
-    assert result["proof"]["form"] == form
-    assert {weight.dtype for weight in target.model.parameters()} == {BF16}

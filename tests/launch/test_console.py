@@ -60,10 +60,10 @@ def test_text_in_other_encodings(monkeypatch):
 
 
 @pytest.mark.parametrize("moment", ["", "proof"])
-def test_ctrl_c_in_bench(folder, tmp_path, moment):
+def test_ctrl_c_in_bench(tiny, tmp_path, moment):
     """It exits with 130 at once, during imports and during the proof of exactness."""
     (tmp_path / "text.txt").write_text("the cat sat on the log and the dog sat on the mat. " * 9)
-    command = [sys.executable, "-m", "longdraft.launch.cli", "bench", "--target", str(folder), "--dtype", "fp32"]
+    command = [sys.executable, "-m", "longdraft.launch.cli", "bench", "--target", str(tiny), "--dtype", "fp32"]
     command += ["--text-file", str(tmp_path / "text.txt"), "--prompt-tokens", "16", "--new-tokens", "60"]
     command += ["--drafter", "token_recycling"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -164,31 +164,6 @@ def test_bench_loads_nothing_that_does_not_fit(folder, capsys, monkeypatch):
     assert "longdraft bench: error: --device: " in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        ("--prompt x", "--target"),
-        ("--target smollm2-135m --heldout {f}/data", "{f}/data/heldout"),
-    ],
-)
-def test_generate_errors_name_the_field(folder, arguments, field, capsys):
-    assert status_of(generate_main, arguments.format(f=folder)) == 2
-    assert f"error: {field}".format(f=folder) in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_the_command_finds_every_script(capsys):
-    assert cli.main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    for command in cli.COMMANDS:
-        assert command in shown
-        with pytest.raises(SystemExit) as stop:
-            cli.main([command, "--help"])
-        assert stop.value.code == 0
-        assert f"longdraft {command}" in capsys.readouterr().out
-    assert cli.main(["prepair"]) == 2
-    assert "unknown command 'prepair'; known: prepare" in capsys.readouterr().err
-
-
 def test_options_of_train_may_stand_anywhere(monkeypatch, tmp_path):
     """`longdraft train` passes them on to the ranks' command, which reads them in the same way."""
     started, config = [], str(tmp_path / "c.yaml")

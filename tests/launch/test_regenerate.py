@@ -116,11 +116,6 @@ def records(out):
     return [json.loads(line) for path in sorted(out.glob("part-*")) for line in path.read_text().splitlines()]
 
 
-def files_of(out):
-    files = (path for path in out.rglob("*") if path.is_file() and path.suffix != ".lock")
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}
-
-
 def plainly(target, chats, sampling, seed):
     """(name -> messages with each answer, one conversation and turn at a time; line -> why another has none)."""
     kept, why = {}, {}
@@ -169,12 +164,12 @@ def test_answers_are_those_of_a_plain_loop(target, chats, arguments, answered, c
     "speed",
     ["--batch 3 --drafter prompt_lookup", "--batch 8 --drafter token_recycling --option nodes=20 --nodes 5"],
 )
-def test_batch_and_drafter_change_no_byte(arguments, answered, tmp_path, speed):
+def test_batch_and_drafter_change_no_byte(arguments, answered, tmp_path, speed, files_of):
     assert main([*arguments, "--out", str(tmp_path / "out"), *speed.split()]) == 0
     assert files_of(tmp_path / "out") == files_of(answered)
 
 
-def test_servers_of_the_target_give_the_same_answers(arguments, answered, target, tmp_path):
+def test_servers_of_the_target_give_the_same_answers(arguments, answered, target, tmp_path, files_of):
     """Two `longdraft serve` with other drafters and slots replace the engine, also where positions run out."""
     servers = []
     for drafter, slots in (("prompt_lookup", 3), ("token_recycling", 2)):
@@ -202,7 +197,7 @@ def test_servers_of_the_target_give_the_same_answers(arguments, answered, target
     assert len(parts) > 3 and all((out / name).read_bytes() == (answered / name).read_bytes() for name in parts)
 
 
-def test_after_a_kill_in_the_middle_the_bytes_are_the_same(arguments, answered, tmp_path):
+def test_after_a_kill_in_the_middle_the_bytes_are_the_same(arguments, answered, tmp_path, files_of):
     out = tmp_path / "out"
     small = f"from longdraft.data_prep import regenerate; regenerate.PART_SIZE = 5; import {module.__name__} as it; "
     command = [sys.executable, "-c", f"{small}it.main()", *arguments, "--out", str(out)]

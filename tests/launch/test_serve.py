@@ -16,9 +16,9 @@ CHAT = [{"role": "user", "content": "the cat and the dog"}]
 
 
 @pytest.fixture
-def running(folder):
+def running(tiny):
     """A server of the tiny checkpoint with a key: its process and a client."""
-    options = ["--target", folder, "--port", "0", "--slots", "2", "--max-length", "1200", "--device", "cpu"]
+    options = ["--target", tiny, "--port", "0", "--slots", "2", "--max-length", "1200", "--device", "cpu"]
     environment = os.environ | {"LONGDRAFT_API_KEY": "secret", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*COMMAND, *options], stderr=subprocess.PIPE, text=True, env=environment)
     lines = []
@@ -34,7 +34,7 @@ def running(folder):
     process.wait()
 
 
-def test_sigterm_ends_it_when_its_answers_are_done(running, capfd, folder):
+def test_sigterm_ends_it_when_its_answers_are_done(running, capfd, tiny):
     process, client = running
     (model,) = client.models.list()
     stream = client.chat.completions.create(
@@ -51,20 +51,20 @@ def test_sigterm_ends_it_when_its_answers_are_done(running, capfd, folder):
     # The same seed gives the same text on the command line.
     from longdraft.launch.generate import main
 
-    options = ["--target", str(folder), "--dtype", "fp32", "--device", "cpu", "--seed", "5", "--temperature", "1"]
+    options = ["--target", str(tiny), "--dtype", "fp32", "--device", "cpu", "--seed", "5", "--temperature", "1"]
     given = ["--chat", "--prompt", CHAT[0]["content"], "--max-new-tokens", "1000", "--ignore-eos"]
     assert main([*options, *given]) == 0
     assert capfd.readouterr().out.rstrip("\n") == (text + (last.choices[0].delta.content or "")).rstrip("\n")
 
 
-def test_sigterm_just_after_it_says_that_it_serves_ends_it(folder, monkeypatch):
+def test_sigterm_just_after_it_says_that_it_serves_ends_it(tiny, monkeypatch):
     def unheard(*_):
         raise AssertionError("nobody listens to SIGTERM")
 
     monkeypatch.setattr(serve, "note", lambda text: text.startswith("Serving ") and signal.raise_signal(signal.SIGTERM))
     before = signal.signal(signal.SIGTERM, unheard)
     try:
-        options = ["--target", str(folder), "--dtype", "fp32", "--device", "cpu", "--port", "0", "--slots", "1"]
+        options = ["--target", str(tiny), "--dtype", "fp32", "--device", "cpu", "--port", "0", "--slots", "1"]
         with pytest.raises(SystemExit) as end:
             serve.main(options)
         assert end.value.code == 0
