@@ -227,7 +227,7 @@ def train() -> ArgumentParser:
     add("--stage", help="of a config with stages: start with this one (default: the first unfinished)")
     add("--from-draft", help="draft folder whose weights the training starts from")
     add("--estimate", action="store_true", help="print the memory, operations and hours it takes")
-    add("--tflops", type=float, help="10^12 operations a second of a rank, for the hours (default: those measured)")
+    add("--tflops", type=float, help="10^12 operations a second of a rank (default: the run's, or an H100's)")
     add("--num-gpus", type=at_least(1), help="ranks on this machine (default: one for each visible GPU; 1 on a CPU)")
     add("--local_rank", type=int, help=SUPPRESS)  # given to each rank by DeepSpeed's launcher, as LOCAL_RANK is
     return parser

@@ -14,11 +14,13 @@ Shapes: N tokens of a pass, end to end; n of them a rank's where ranks share row
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from longdraft.data_prep.shards import ShardSet
 from longdraft.kernels.chain_attention import BLOCK
 from longdraft.kernels.linear_loss import rows_per_block, rows_per_chunk
 from longdraft.models.decoder import Decoder
@@ -42,6 +44,9 @@ BESIDE_LOGITS = {"cross_entropy": 1, "kl": 6, "mix": 6, "overlap": 7, "acceptanc
 # Operations of a backward pass over those of its forward pass. A product: the gradients of its input and its weight.
 # Attention: the scores once more, and the gradients of weights, queries, keys and values.
 BACKWARD_PRODUCT, BACKWARD_ATTENTION = 2.0, 2.5
+# 10^12 operations a second of an H100 that trained LongSpec's block for an 8B target on rows of 32,768 tokens, 21,000
+# tokens/s (docs/gpus.md). A GPU is taken to make as many where no rate is given or measured.
+H100_TFLOPS = 556.0
 
 
 @dataclass(frozen=True)
@@ -204,14 +209,15 @@ def report(
         gpu: a rank is a GPU, here or elsewhere, unless train.device says cpu; else it is a process on a CPU. None: as
             on this machine.
         tflops: operations that a rank makes, in 10^12 a second. None: as the run in the stage's folder measured, if
-            there is one; else no hours are given.
+            there is one; else as measured on one H100, and for a CPU no hours are given.
 
-    Raises ValueError where a target cannot be read, is not for our decoder or has too few positions, or that number of
-    ranks cannot share rows.
+    Raises ValueError where a target cannot be read, is not for our decoder or has too few positions, that number of
+    ranks cannot share rows, or rows that are prepared cannot be read.
     """
     gpu = (torch.cuda.is_available() if gpu is None else gpu) and stages[0].config.train.device != "cpu"
     n_ranks = n_ranks or (torch.cuda.device_count() if gpu else 1)
-    read, parts = cache(read_target_config), []  # reading the metadata of a .gguf file takes seconds
+    unit, hours, parts = "GPU" if gpu else "process", list[float | None](), list[str]()
+    read = cache(read_target_config)  # reading the metadata of a .gguf file takes seconds
     for stage in stages:
         config, section, train = stage.config, stage.config.target, stage.config.train
         if section.loader != "longdraft":
@@ -224,18 +230,34 @@ def report(
             f"{train.precision} on {n_ranks} {'GPUs' if gpu else 'CPU processes'}; a pass of {train.pass_rows} x "
             f"{config.data.seq_len:,} tokens, {train.n_passes(n_ranks)} a step",
             memory(config, target, n_ranks, gpu).table(),
-            f"r, a step over the target's pass: {counted.r:.3f}" + _hours(counted, train, config.data, n_ranks, tflops),
         ]
+        stage_hours, described = _hours(counted, config, n_ranks, unit, tflops)
+        hours.append(stage_hours)
+        parts.append(f"r, a step over the target's pass: {counted.r:.3f}{described}")
+    known = [stage_hours for stage_hours in hours if stage_hours is not None]
+    if len(known) == len(stages) > 1:
+        parts.append(f"All stages: {sum(known):,.1f} {unit}-hours")
     return "\n\n".join(parts)
 
 
-def _hours(counted: Operations, train: TrainSection, data: DataSection, n_ranks: int, tflops: float | None) -> str:
-    """The time of all steps, or of a thousand where their number is not known before the data."""
+def _hours(
+    counted: Operations, config: Config, n_ranks: int, unit: str, tflops: float | None
+) -> tuple[float | None, str]:
+    """The sum of all ranks' hours, and a line about it. Where the number of steps is not known, as for an epoch of rows
+    that are not prepared yet, the line is for a billion tokens and the sum None."""
+    rows, source = Path(config.data.path) / "train", "as given"
     if tflops is None:
-        measured = [record["tflops_per_rank"] for record in read_metrics(train.run_dir) if "tflops_per_rank" in record]
-        if not measured:
-            return ""
-        tflops = float(median(measured))
-    n_tokens, n_steps = train.global_batch * data.seq_len, train.steps or 1000
-    hours = n_steps * counted.of_step(n_tokens, n_tokens * counted.labels) / (tflops * 1e12 * n_ranks) / 3600
-    return f"\n{hours:,.2f} hours for {n_steps:,} steps at {tflops:g} TFLOP/s a rank"
+        records = read_metrics(config.train.run_dir)
+        measured = [record["tflops_per_rank"] for record in records if "tflops_per_rank" in record]
+        if not measured and unit != "GPU":
+            return None, ""
+        tflops = float(median(measured)) if measured else H100_TFLOPS
+        source = "as measured by the run" if measured else "as measured on one H100"
+    if config.train.steps is None and rows.exists():
+        config = config.resolved(len(ShardSet(rows)))
+    speed, n_steps = tflops * 1e12 / counted.of_step(1, counted.labels), config.train.steps
+    n_tokens = n_steps * config.train.global_batch * config.data.seq_len if n_steps else 10**9
+    hours = n_tokens / speed / 3600
+    line = f"\n{hours:,.1f} {unit}-hours for {f'{n_steps:,} steps' if n_steps else 'a billion tokens'}, {speed:,.0f} "
+    line += f"tokens/s a {unit} at {tflops:g} TFLOP/s {source}"
+    return (hours, f"{line}: {hours / n_ranks:,.2f} hours") if n_steps else (None, line)

@@ -211,6 +211,7 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
         "skipped": run.skipped,
         "step_s": result.seconds,
         "tokens_per_s": tokens / result.seconds,
+        "tokens_per_s_per_rank": tokens / result.seconds / ranks.world_size,
         "over_target": result.seconds / result.target_seconds,
     }
     if run.config.target.loader == "longdraft":

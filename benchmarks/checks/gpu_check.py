@@ -351,7 +351,7 @@ class Run:
 
 def figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Medians over the steps of one launch, but for the first, which compiles."""
-    names = ("step_s", "over_target", "tokens_per_s", "share_of_peak", "peak_memory_gib")
+    names = ("step_s", "over_target", "tokens_per_s_per_rank", "share_of_peak", "peak_memory_gib")
     return {name: round(median(one[name] for one in records[1:]), 4) for name in names if name in records[-1]}
 
 

@@ -2,6 +2,7 @@
 resident memory, of a tiny target's passes by every allocation. For large targets, the arithmetic that it must obey."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from longdraft.data_prep.shards import ShardSet
 from longdraft.launch import cli
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import build_decoder, read_target_config
@@ -16,7 +18,7 @@ from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import Batch
 from longdraft.train.config import Config, TrainSection, config_from_dict
 from longdraft.train.config_file import load_stages
-from longdraft.train.estimate import Operations, mean_keys, memory, operations, report, zero_bytes
+from longdraft.train.estimate import H100_TFLOPS, Operations, mean_keys, memory, operations, report, zero_bytes
 from longdraft.train.methods.build import open_method
 from longdraft.train.teacher import ROW_CHUNK, Teacher
 from longdraft.train.tracking import METRICS
@@ -274,11 +276,14 @@ def test_the_command_prints_what_each_stage_takes(target_folder, capsys):
     for name in ("short", "long", "sft", "mixed", "more", "further", "again", "onward"):
         assert printed.count(f"Stage {name}: ") == 1
     assert printed.count("at most") == printed.count("r, a step over the target's pass") == 8
-    assert "hours" not in printed
+    assert "hours" not in printed or torch.cuda.is_available()
     assert f"on 1 {'GPUs' if torch.cuda.is_available() else 'CPU processes'}; a pass of 1 x 4,096 tokens" in printed
     assert cli.run("train", [*command, "--num-gpus", "8", "--stage", "sft", "train.global_batch=16"]) == 0
     printed = capsys.readouterr().out
     assert "Stage short" not in printed and "on 8 GPUs; a pass of 1 x 2,048 tokens, 2 a step" in printed
+    found = re.findall(r"\n([\d.]+) GPU-hours for [\d,]+ steps, .* as measured on one H100: ", printed)
+    (total,) = re.findall(r"\nAll stages: ([\d.]+) GPU-hours\n", printed)
+    assert len(found) == 6 and float(total) == pytest.approx(sum(map(float, found)), abs=0.05 * 7)
 
 
 def test_hours_are_of_a_rate_that_is_given_or_was_measured(config_file, tmp_path):
@@ -287,13 +292,27 @@ def test_hours_are_of_a_rate_that_is_given_or_was_measured(config_file, tmp_path
     target, data = read_target_config(stage.config.target.path), stage.config.data
     found = operations(stage.config.draft, data, "cross_entropy", target)
     n_tokens = 8 * data.seq_len
-    hours = 100 * found.of_step(n_tokens, n_tokens * found.labels) / (1e6 * 2) / 3600
+    hours = 100 * found.of_step(n_tokens, n_tokens * found.labels) / 1e6 / 3600
+    speed = 1e6 / found.of_step(1, found.labels)
 
-    def of(n_ranks: int, tflops: float | None) -> str:
-        return report(stages, n_ranks, gpu=False, tflops=tflops).splitlines()[-1]
+    def of(n_ranks: int, tflops: float | None, gpu: bool = False) -> str:
+        return report(stages, n_ranks, gpu, tflops).splitlines()[-1]
 
-    assert of(2, 1e-6).startswith(f"{hours:,.2f} hours for 100 steps at 1e-06 TFLOP/s")
-    assert "hours" not in of(2, None)
+    expected = f"{hours:,.1f} process-hours for 100 steps, {speed:,.0f} tokens/s a process at 1e-06 TFLOP/s "
+    assert of(2, 1e-6) == f"{expected}as given: {hours / 2:,.2f} hours"
+    assert "hours" not in of(2, None) and "GPU at 556 TFLOP/s as measured on one H100: " in of(2, None, gpu=True)
     records = [{"step": i, "tflops_per_rank": rate} for i, rate in enumerate((1e-9, 1e-6, 2e-6), start=1)]
     (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert of(2, None).startswith(f"{hours:,.2f} hours for 100 steps")
+    assert of(2, None) == f"{expected}as measured by the run: {hours / 2:,.2f} hours"
+    epochs = ["train.steps=null", "train.epochs=3", f"train.run_dir={tmp_path / 'other'}"]
+    stages = load_stages(config_file, epochs)
+    n_steps = 3 * len(ShardSet(Path(data.path) / "train")) // 8
+    assert of(2, 1e-6).startswith(f"{hours * n_steps / 100:,.1f} process-hours for {n_steps} steps, ")
+    stages = load_stages(config_file, [*epochs, f"data.path={tmp_path / 'not prepared'}"])
+    assert of(2, 1e-6).startswith(f"{1e9 / speed / 3600:,.1f} process-hours for a billion tokens, ")
+
+
+def test_the_rate_of_an_h100_is_its_21_000_tokens_a_second():
+    config = a_config(data={"seq_len": 32768})
+    found = operations(config.draft, config.data, "cross_entropy", LLAMA)
+    assert H100_TFLOPS * 1e12 / found.of_step(1, found.labels) == pytest.approx(21_000, rel=0.01)

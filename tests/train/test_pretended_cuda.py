@@ -207,6 +207,7 @@ def test_a_logged_step_waits_before_and_after(opened, pretended_cuda, monkeypatc
         record = measure(run, result)
         assert sum(n for what, n in gpu.waits.items() if "synchronize" in what) == 2
     assert record["over_target"] > 0 and record["skipped"] == 0 and record["tflops_per_rank"] > 0
+    assert record["tokens_per_s_per_rank"] == record["tokens_per_s"]  # there is one
     assert record["peak_memory_gib"] == pretended_cuda.PEAK / 2**30
     assert record.get("share_of_peak") == (None if peak is None else pytest.approx(record["tflops_per_rank"] / peak))
 

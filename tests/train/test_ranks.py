@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from longdraft.train.ranks import TrainingError, failures_named
+from longdraft.train.ranks import TIMEOUT, TrainingError, failures_named  # before DeepSpeed: it names the accelerator
+
+# isort: split
+from deepspeed.comm.torch import TorchBackend
 
 
 def test_an_interface_that_is_not_there_is_named(start_ranks, tmp_path, monkeypatch):
@@ -19,6 +22,25 @@ def test_an_interface_that_is_not_there_is_named(start_ranks, tmp_path, monkeypa
     assert said[0].startswith(f"launch/train.py: error: rank 0 of 2 on {socket.gethostname()} ")
     assert "nothere0" in said[0] and "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME" in said[0]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("n_ranks", "bound"), [(2, True), (1, False)])
+def test_deepspeed_tells_nccl_which_gpu_is_this_ranks(monkeypatch, n_ranks, bound):
+    """Else NCCL guesses it. The group is not made here; a single rank has nobody to meet."""
+    given = {}
+
+    def init_process_group(backend, timeout=None, init_method=None, rank=-1, world_size=-1, device_id=None):
+        given.update(backend=backend, device_id=device_id)
+
+    gpu = SimpleNamespace(device_name=lambda: "cuda", device=lambda i: f"cuda:{i}")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", str(n_ranks))
+    # `deepspeed.comm.torch` is also PyTorch, by another import.
+    monkeypatch.setitem(TorchBackend.init_process_group.__globals__, "get_accelerator", lambda: gpu)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
+    monkeypatch.setattr("torch.distributed.init_process_group", init_process_group)
+    TorchBackend.init_process_group(object.__new__(TorchBackend), "nccl", TIMEOUT, None, -1, -1)
+    assert given == {"backend": "nccl", "device_id": "cuda:1" if bound else None}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from longdraft.models.footprint import weight_count
 from longdraft.models.hf import read_target_config
 from longdraft.models.rope import RopeConfig
 from longdraft.train.config_file import load_config, load_stages
-from longdraft.train.estimate import memory
+from longdraft.train.estimate import memory, report
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "longspec"
 # Longest rows, and how far Anchor-Offset positions go: never beyond the target's own.
@@ -106,6 +106,19 @@ def test_tokenswifts_heads_for_later_targets_fit_too(name, tmp_path):
 )
 def test_later_targets_have_as_many_parameters_as_published(name, billions, tmp_path):
     assert weight_count(target_of(name, tmp_path)) == pytest.approx(billions * 1e9, rel=0.003)
+
+
+PUBLISHED = json.loads(Path(__file__).with_name("published_targets.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_hours_of_a_recipe_are_those_that_the_command_counts(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]["config"]))
+    path = CONFIGS.parent / f"{name}.yaml"
+    stages = load_stages(path, [f"target.path={tmp_path}", f"train.run_dir={tmp_path / 'run'}"])
+    counted = re.findall(r"\n([\d.]+) GPU-hours for (?:200 steps|a billion tokens)", report(stages, 8, gpu=True))
+    (said,) = re.findall(r"`longdraft train --estimate --num-gpus 8` counts (.*) GPU-hours", path.read_text())
+    assert re.findall(r"[\d.]+", said) == counted and len(counted) == len(stages)
 
 
 def test_smollm2_goes_through_all_stages():
