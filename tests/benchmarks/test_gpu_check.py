@@ -117,7 +117,7 @@ def test_the_kernels_benchmarks_run_with_few_packages(tmp_path):
     assert training["output"] == "not installed: deepspeed, omegaconf, pyarrow, psutil"
     assert benchmarks["state"] == "passed" and made["passed"]
     found = made["kernel benchmarks"]
-    assert {row["benchmark"] for row in found["results"]} == {"attention", "loss"}
+    assert {row["benchmark"] for row in found["results"]} == {"attention", "linear", "loss"}
     assert all("problem" in row or row["ms"] > 0 for row in found["results"])
     assert min(found["ceilings"].values()) > 0 and found["commit"] == made["commit"]
     assert found["versions"]["liger_kernel"] and {"date", "hardware", "threads"} <= set(found)
