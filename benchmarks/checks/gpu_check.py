@@ -69,7 +69,7 @@ PACKAGES = (
 TARGET, DRAFTERS = "smollm2-135m", ("token_recycling", "prompt_lookup", "token_recycling+prompt_lookup")
 TEXTS = (ROOT / "infer" / "engine.py", ROOT / "docs" / "log" / "2026-11.md")
 # Several passes a step, so that the steps after the first checkpoint last longer than a signal takes to arrive.
-STEPS, SAVE_EVERY, PASSES, ROW_TOKENS = 20, 5, {"cpu": 1, "cuda": 4}, {"cpu": 32, "cuda": 512}
+STEPS, SAVE_EVERY, PASSES, ROW_TOKENS = 20, 5, {"cpu": 1, "cuda": 8}, {"cpu": 32, "cuda": 512}
 ANCHORED = {"positions": "anchor_offset", "max_position": 4096, "sinks": 4, "query_share": 0.5}
 # By method: the sections draft and data where they differ from the defaults, and the signal that ends the first run.
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], signal.Signals]] = {
@@ -150,7 +150,7 @@ def check(args: argparse.Namespace) -> int:
     result |= {name: before[name] for name in SHARES if name in kept and name in before}
     trained = before.get("training", {})
     result |= {"training": trained} if trained else {}
-    methods = [method for method in args.methods if "exact" not in trained.get(method, {})]
+    methods = [method for method in args.methods if "exact" not in trained.get(method, {})] or args.methods
 
     def save() -> None:
         result["passed"] = all(stage["state"] != "failed" for stage in result["stages"].values())

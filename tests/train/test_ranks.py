@@ -24,23 +24,20 @@ def test_an_interface_that_is_not_there_is_named(start_ranks, tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("n_ranks", "bound"), [(2, True), (1, False)])
-def test_deepspeed_tells_nccl_which_gpu_is_this_ranks(monkeypatch, n_ranks, bound):
-    """Else NCCL guesses it. The group is not made here; a single rank has nobody to meet."""
-    given = {}
+def test_deepspeed_tells_nccl_which_gpu_is_this_ranks(monkeypatch):
+    """Else NCCL guesses it. The group is not made here."""
+    given, gpu = [], SimpleNamespace(device_name=lambda: "cuda", device=lambda i: f"cuda:{i}")
 
-    def init_process_group(backend, timeout=None, init_method=None, rank=-1, world_size=-1, device_id=None):
-        given.update(backend=backend, device_id=device_id)
+    def init_process_group(backend, device_id=None, **_):
+        given.append((backend, device_id))
 
-    gpu = SimpleNamespace(device_name=lambda: "cuda", device=lambda i: f"cuda:{i}")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", str(n_ranks))
     # `deepspeed.comm.torch` is also PyTorch, by another import.
     monkeypatch.setitem(TorchBackend.init_process_group.__globals__, "get_accelerator", lambda: gpu)
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
     monkeypatch.setattr("torch.distributed.init_process_group", init_process_group)
-    TorchBackend.init_process_group(object.__new__(TorchBackend), "nccl", TIMEOUT, None, -1, -1)
-    assert given == {"backend": "nccl", "device_id": "cuda:1" if bound else None}
+    TorchBackend.init_process_group(object.__new__(TorchBackend), "nccl", TIMEOUT, None, 1, 2)
+    assert given == [("nccl", "cuda:1")]
 
 
 @pytest.mark.parametrize(
