@@ -184,6 +184,18 @@ def test_empty_split_says_why(config, tmp_path, tiny_tokenizer):
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seq_len", 1), ("seq_len", 10**12), ("documents", "truncate"), ("heldout_share", 1.0), ("max_tokens", 0),
+        ("workers", 0), ("sources", {}), ("shard_bytes", 5),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_named(config, field, value):
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        changed(config, **{field: value})
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"prompt": "{a}"}, {"text_field": "a", "chat_field": "b"}, {"tokens_field": "ids"}, {"spans_field": "ids"},

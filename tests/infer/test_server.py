@@ -189,7 +189,9 @@ def test_models_health_and_the_page(client, service):
     [
         ("messages", {"messages": []}),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]}),
+        ("messages", {"messages": [{"role": "user", "content": "x " * 300}]}),
         ("max_tokens", {"max_tokens": 2000}),
+        ("max_tokens", {"prompt": "x " * 95}),
         ("max_tokens", {"max_tokens": None, "max_completion_tokens": 999}),
         ("temperature", {"temperature": -1}),
         ("n", {"prompt": ["the"] * 50, "n": 3}),
@@ -204,6 +206,7 @@ def test_models_health_and_the_page(client, service):
         ("logit_bias", {"logit_bias": {"9" * 5000: -100}}),
         ("stop_token_ids", {"stop_token_ids": [999]}),
         ("prompt", {"prompt": [1, "a"]}),
+        ("prompt", {"prompt": ["the", ""]}),
         *((next(iter(body)), body) for body in (  # not served
             {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}},
             {"modalities": ["text", "audio"]}, {"guided_choice": ["a", "b"]},
