@@ -66,6 +66,17 @@ def node_budget(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
 
+def chances(text: str) -> list[float]:
+    """The type of an option that takes chances, separated by commas."""
+    try:
+        values = [float(value) for value in text.split(",")]
+    except ValueError:
+        values = [-1.0]
+    if not all(0 <= value <= 1 for value in values):
+        raise argparse.ArgumentTypeError(f"{text}; give numbers from 0 to 1, such as 0.7,0.6")
+    return values
+
+
 def add_loading(add: Callable[..., Any], dtype: str | None = "bf16", dtype_help: str = "default: bf16") -> None:
     """Add the target and how it is loaded."""
     add("--target", help=TARGET)
@@ -157,6 +168,12 @@ def bench() -> ArgumentParser:
     add = parser.add_argument_group("model").add_argument
     add_loading(add, dtype=None, dtype_help="dtype of the timed decoding (default: bf16, or the --paper's)")
     add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=True)
+    forcing = "forced acceptance: the cost of a draft, the acceptance of another (no result of the draft)"
+    either = parser.add_argument_group(forcing).add_mutually_exclusive_group().add_argument
+    help = "per level, the chance that its proposal is right where the one above is; the last for all deeper levels"
+    either("--accept-rates", type=chances, metavar="P,P,...", help=help)
+    help = "one such chance for all levels, at which the drafter's depth brings so many tokens a step"
+    either("--tokens-per-step", type=float, metavar="X", help=help)
     prompts = parser.add_argument_group("prompts")
     add = prompts.add_argument
     add("--suite", choices=SUITES, help="a published suite of prompts, whose files --data holds as published")

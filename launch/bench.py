@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.benchmarks.drafters.bench import BenchSettings, bench
-from longdraft.benchmarks.drafters.exactness import NotExact
+from longdraft.benchmarks.drafters.exactness import Builder, NotExact
+from longdraft.benchmarks.drafters.forced import LABEL, ORACLE, at_rates, at_tokens_per_step, forced, oracle
 from longdraft.benchmarks.drafters.papers import PAPERS, PROMPT, beside
 from longdraft.benchmarks.drafters.prompts import Question, Reader, questions_of
 from longdraft.benchmarks.drafters.record import checkpoint_digest, digest, recorded, write_spec_bench
@@ -62,13 +63,17 @@ def run_bench(args: argparse.Namespace) -> dict:
     if args.paper is not None and suite is not None:
         _take_paper(args, suite)
     args.dtype, args.prompt_tokens = args.dtype or "bf16", args.prompt_tokens or TEXT_TOKENS
-    drafting = Drafting(args)
+    drafting = Drafting(args, alone=[ORACLE])
+    forcing = forced_rates(args).split("=")[0]
+    if forcing and set(drafting.names) == {"plain"}:
+        raise ValueError(f"{forcing}: plain decoding drafts nothing; name a --drafter, such as {ORACLE}")
+    if forcing and args.paper is not None:
+        raise ValueError(f"{forcing}: a paper's figures are no forced ones; omit it or --paper")
     settings = settings_of(drafting, suite)
     asked = suite_questions(drafting, suite, settings) if suite else questions_of(texts_of(drafting))
     with recorded(args.out, asked_for(drafting, settings, asked)) as record:
         target = drafting.open_target()
-        names = [name for name in drafting.names if name != "plain"]
-        builders = {name: partial(build_drafter, name, **drafting.of(name)) for name in names}
+        builders = dict(builder_of(drafting, name) for name in drafting.names if name != "plain")
         device, path = target.model.embed_tokens.weight.device, drafting.source
         theirs = load_transformers(path, DTYPES[args.dtype]).to(device) if args.transformers else None
         with on_device(device):
@@ -85,6 +90,35 @@ def run_bench(args: argparse.Namespace) -> dict:
         write_report([args.out], args.report, "--report")
         note(f"Written to {args.report}")
     return result
+
+
+def forced_rates(args: argparse.Namespace) -> str:
+    """The option that forces the acceptance of all drafters, with its value; "" without one."""
+    if args.tokens_per_step is not None:
+        if not args.tokens_per_step >= 1:
+            raise ValueError(f"--tokens-per-step: {args.tokens_per_step:g}; a step brings at least 1")
+        return f"--tokens-per-step={args.tokens_per_step:g}"
+    return "" if args.accept_rates is None else f"--accept-rates={','.join(f'{rate:g}' for rate in args.accept_rates)}"
+
+
+def forced_names(drafting: Drafting) -> dict[str, str]:
+    """For each drafter whose acceptance is forced, the name that its figures have."""
+    every = bool(forced_rates(drafting.args))
+    return {name: f"forced-{name}" for name in drafting.names if name == ORACLE or (every and name != "plain")}
+
+
+def builder_of(drafting: Drafting, name: str) -> tuple[str, Builder]:
+    """The name that a drafter's figures have, and what builds it."""
+    args, of_drafter, named = drafting.args, drafting.of(name), forced_names(drafting)
+    build = partial(build_drafter, name, **of_drafter)
+    if name == ORACLE:
+        build = partial(oracle, options=of_drafter["options"])
+    if name not in named:
+        return name, build
+    rates = partial(at_rates, args.accept_rates or [1.0])
+    if args.tokens_per_step is not None:
+        rates = partial(at_tokens_per_step, args.tokens_per_step)
+    return named[name], forced(build, rates, args.seed, drafting.nodes if isinstance(drafting.nodes, int) else None)
 
 
 def suite_of(args: argparse.Namespace) -> tuple[str | None, Suite | None]:
@@ -181,7 +215,9 @@ def asked_for(drafting: Drafting, settings: BenchSettings, questions: object) ->
     args, source, options = drafting.args, drafting.source, drafting.options
     of_drafters = {name: options_for(name, options) for name in drafting.names}
     small = [str(value) for key, value in options.items() if key.split(".")[-1] == "small"]  # other targets
-    return vars(settings) | {
+    named = dict.fromkeys(forced_names(drafting).values(), forced_rates(args) or "rates of 1")
+    asked = vars(settings) | ({LABEL: named} if named else {})
+    return asked | {
         "suite": args.suite,
         "questions": digest(questions),
         "target": Path(source).name,

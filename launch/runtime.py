@@ -39,13 +39,13 @@ class Drafting:
         template: a chat template in place of the tokenizer's own, whose end token counts too; None without one.
     """
 
-    def __init__(self, args: argparse.Namespace, template: str | None = None):
+    def __init__(self, args: argparse.Namespace, template: str | None = None, alone: Sequence[str] = ()):
         self.args, self.template = args, template
         self.device = (
             check_device(args.device, "--device") if args.device else default_device("--device", "give --device cpu")
         )
         start(self.device, "--device")  # CUDA: nothing is loaded for a device that cannot be used
-        self.names, self.options = drafter_names(args.drafter, args.draft), read_options(args.option)
+        self.names, self.options = drafter_names(args.drafter, args.draft, alone), read_options(args.option)
         for key in self.options:
             if not any(key in options_for(name, self.options) for name in self.names):
                 raise ValueError(f"--option: {key} is for none of the drafters {', '.join(self.names)}; omit it")
@@ -111,16 +111,20 @@ def _source(drafts: Sequence[str], trained: Mapping[str, Any]) -> str:
     return f"{path}/{trained['gguf_file']}" if trained.get("gguf_file") else path
 
 
-def drafter_names(given: Sequence[str] | None, drafts: Sequence[str]) -> list[str]:
-    """The drafters that were named. Without any, those of the draft folders' methods, or plain."""
+def drafter_names(given: Sequence[str] | None, drafts: Sequence[str], alone: Sequence[str] = ()) -> list[str]:
+    """The drafters that were named. Without any, those of the draft folders' methods, or plain.
+
+    alone: names of the command's own drafters, which go into no combination.
+    """
     methods = [draft_method(draft) for draft in drafts] if len(drafts) > 1 or given is None else []
     if len(set(methods)) < len(methods):
         raise ValueError(f"--draft: {', '.join(drafts)}: two are made for one method; give one of each method")
     names = list(dict.fromkeys(given or methods or ["plain"]))
-    for part in "+".join(names).split("+"):
+    for part in (part for name in names if name not in alone for part in name.split("+")):
         if part not in DRAFTERS:
-            known = ", ".join(DRAFTERS)
-            raise ValueError(f"--drafter: unknown name {part!r}; known: {known}, or several as a+b in one tree")
+            known = f"known: {', '.join(DRAFTERS)}, or several as a+b in one tree"
+            known += f"; alone: {', '.join(alone)}" if alone else ""
+            raise ValueError(f"--drafter: unknown name {part!r}; {known}")
     return names
 
 

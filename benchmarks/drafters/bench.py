@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from longdraft.benchmarks.drafters.answering import ask, of_engine, of_transformers
+from longdraft.benchmarks.drafters.answering import ask, of_transformers
 from longdraft.benchmarks.drafters.exactness import Builder, in_fp32, prove
+from longdraft.benchmarks.drafters.forced import LABEL, replaying
 from longdraft.benchmarks.drafters.metrics import run_figures
 from longdraft.benchmarks.drafters.prompts import Question
 from longdraft.benchmarks.drafters.record import Record
@@ -87,14 +88,14 @@ def bench(
         log(f"cost of a pass by its rows, after {context} tokens")
         curve = width_curve(target.model, context)
         curves[str(context)] = {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
-    runs = []
+    runs, rates = [], dict[str, list[float]]()
     for temperature in settings.temperatures:
         # New drafters at each temperature: none may have learned from an earlier answer to the same question. Every
         # prompt is prefilled from its first token, because that is timed.
         engines = {"plain": Engine(target, keep_prompts=False)}
         for name, build in builders.items():
             engines[name] = Engine(target, build(target), nodes=settings.nodes, keep_prompts=False)
-        answerers = {name: of_engine(engine) for name, engine in engines.items()}
+        answerers, rates = replaying(engines)
         if transformers_model is not None and temperature == 0:
             answerers["transformers"] = of_transformers(transformers_model, target.eos_token_ids)
         ask(target, answerers, asked, settings.params(temperature), record, log)
@@ -102,6 +103,7 @@ def bench(
         runs.append({"temperature": temperature, "drafters": figures})
     used = {"prompts": len(asked), "batch": 1, "prompt_tokens": [min(lengths), max(lengths)]}
     used |= {name: getattr(settings, name) for name in ("new_tokens", "seed", "nodes", "sampling", "ignore_eos")}
+    used |= {LABEL: rates} if rates else {}
     peak = peak_memory_mib(target.model.embed_tokens.weight.device)
     found = {"width_curves_ms": curves, "runs": runs, "settings": used}
     return found | (record.proof or {}) | record.machine | {"peak_memory_mib": peak}

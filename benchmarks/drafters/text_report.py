@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from longdraft.benchmarks.drafters import papers
+from longdraft.benchmarks.drafters.forced import LABEL
 from longdraft.benchmarks.drafters.metrics import lay_out
 
 Figures = Mapping[str, Any]
@@ -27,6 +28,8 @@ def table(result: dict) -> str:
         lines += ["", names, "-" * len(names), *rest]
     lines += papers.table(result["paper"]) if "paper" in result else []
     lines += ["", *([f"exact: {exactness(result)}"] if "exact" in result else [])]
+    for name, rates in settings.get(LABEL, {}).items():
+        lines.append(f"{name}: {LABEL} (rates {', '.join(f'{rate:g}' for rate in rates)})")
     for context, curve in result["width_curves_ms"].items():
         shown = ", ".join(f"{width}: {ms / curve['1']:.2f}" for width, ms in curve.items())
         lines.append(f"a pass after {context} tokens, {curve['1']:.1f} ms for one row; by rows: {shown}")

@@ -1,0 +1,130 @@
+"""Forced acceptance: exact with any drafter, as many tokens a step as asked for, and marked wherever it is shown."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longdraft.benchmarks.drafters.forced import LABEL, Blank, Forced, at_rates, at_tokens_per_step, replaying
+from longdraft.benchmarks.drafters.record import read_record
+from longdraft.infer.drafters.build import build_drafter
+from longdraft.infer.drafters.small_model import SmallModelDrafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.launch import bench
+
+PROMPTS = [list(range(1, 30)), list(range(40, 52)) * 2, [7]]
+GREEDY = SamplingParams(seed=3, ignore_eos=True, max_new_tokens=40)
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=199)
+
+
+def inner_of(name: str, target, tiny_target):
+    if name.startswith("blank"):
+        return Blank(4, siblings=int(name[-1]))
+    if name == "small_model":
+        return SmallModelDrafter(target, tiny_target(vocab_size=199, seed=1), gamma=4)
+    return build_drafter(name, target)
+
+
+NAMES = ["blank 0", "blank 2", "small_model", "prompt_lookup", "token_recycling+prompt_lookup"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_is_plain_decodings(name, target, tiny_target):
+    inner = inner_of(name, target, tiny_target)
+    forced = Forced(inner, target, at_rates([0.8, 0.6], inner.max_depth), seed=5)
+    for params in (GREEDY, replace(GREEDY, temperature=1.0, top_p=0.95)):
+        plain = [one.tokens for one in Engine(target).generate(PROMPTS, params)]
+        engines = [Engine(target, forced, slots=2), Engine(target, forced, nodes=3, slots=1)]
+        for engine in [*engines, *(Engine(target, forced, nodes=None, slots=slots) for slots in (1, 2))]:
+            found = engine.generate(PROMPTS, params)
+            assert [one.tokens for one in found] == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"), [("blank 0", 1.0), ("small_model", 3.3), ("blank 2", 1.7), ("blank 2", 5.0)]
+)
+def test_as_many_tokens_a_step_as_asked_for(name, asked, target, tiny_target):
+    params = replace(GREEDY, max_new_tokens=220, temperature=1.0)
+    forced = Forced(inner_of(name, target, tiny_target), target, at_tokens_per_step(asked, 4), seed=1)
+    prompts = [[token] for token in range(5)]
+    engine = Engine(target, forced, nodes=None)
+    lengths = [len(p.tokens) for prompt in prompts for p in list(engine.stream([prompt], params))[:-2]]  # the end cuts
+    mean, error = sum(lengths) / len(lengths), torch.tensor(lengths).float().std() / math.sqrt(len(lengths))
+    assert abs(mean - asked) <= 3.5 * error + 1e-3
+    again = Engine(target, Forced(Blank(4), target, forced.rates, seed=1), nodes=None)
+    assert lengths == [len(p.tokens) for prompt in prompts for p in list(again.stream([prompt], params))[:-2]]
+
+
+def test_each_level_has_its_rate(target):
+    rates, params = [0.9, 0.3, 0.8], replace(GREEDY, max_new_tokens=220)
+    engine = Engine(target, Forced(Blank(3, siblings=1), target, rates, seed=2), nodes=None)
+    accepted = [len(p.tokens) - 1 for token in range(6) for p in list(engine.stream([[token]], params))[:-2]]
+    for level, rate in enumerate(rates):
+        reached = [count for count in accepted if count >= level]
+        right = sum(count > level for count in reached) / len(reached)
+        assert abs(right - rate) <= 3.5 * math.sqrt(rate * (1 - rate) / len(reached))
+
+
+def test_near_ties_that_turn_are_followed(target):
+    """In bf16 a wide pass may choose another token than plain decoding; it is then asked again with the text since."""
+    wrong = Engine(target).generate([PROMPTS[0]], replace(GREEDY, temperature=1.0))[0].tokens
+    forced = Forced(Blank(4), target, [1.0] * 4)
+    answer = replaying({"plain": Engine(target), "forced": Engine(target, forced, nodes=None)})[0]["forced"]
+    forced.keep(PROMPTS[0], GREEDY, wrong)
+    found = answer(PROMPTS[0], GREEDY)
+    assert found.tokens == Engine(target).generate([PROMPTS[0]], GREEDY)[0].tokens and found.steps == 8
+
+
+def test_the_mark_is_in_record_table_and_page(tiny, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat and the dog sat on the log. " * 4)
+    asked = f"--target {tiny} --text-file {tmp_path}/a.txt --prompt-tokens 24 --new-tokens 30 --dtype fp32 --nodes all "
+    out = f"--out {tmp_path}/out --report {tmp_path}/out.html "
+    some = "--drafter oracle small_model --option oracle.depth=3 oracle.siblings=1 "
+    some += f"small_model.small={tiny} small_model.gamma=2 "
+    assert bench.main((asked + out + some + "--tokens-per-step 2").split()) == 0
+    shown = capsys.readouterr().out
+    result, names = json.loads(shown.splitlines()[-1]), {"forced-oracle", "forced-small_model"}
+    assert result["exact"] and set(result["settings"][LABEL]) == names
+    assert set(result["runs"][0]["drafters"]) == {"plain", *names}
+    assert result["runs"][0]["drafters"]["forced-oracle"]["same_tokens"] == [30, 30]
+    record, page = read_record(tmp_path / "out"), (tmp_path / "out.html").read_text()
+    assert record.settings[LABEL] == dict.fromkeys(names, "--tokens-per-step=2") and LABEL in page
+    for name in names:
+        assert f"{name}: {LABEL} (rates 0." in shown and name in page and record.of(name, 0.0)
+        assert (tmp_path / "out" / "spec_bench" / f"{name}.jsonl").exists()
+    assert bench.main((asked + out + some + "--tokens-per-step 1.5").split()) == 2  # another record
+    capsys.readouterr()
+    assert bench.main((asked + some).split()) == 0
+    shown = capsys.readouterr().out
+    drafters = json.loads(shown.splitlines()[-1])["runs"][0]["drafters"]
+    assert set(drafters) == {"plain", "forced-oracle", "small_model"}
+    assert drafters["forced-oracle"]["tokens_per_step"] == 30 / 8 and drafters["forced-oracle"]["nodes_per_step"] > 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--tokens-per-step 2", "--tokens-per-step: plain decoding drafts nothing"),
+        ("--accept-rates 0.5 --drafter plain", "--accept-rates: plain decoding drafts nothing"),
+        ("--tokens-per-step 0.5 --drafter oracle", "--tokens-per-step: 0.5; a step"),
+        ("--tokens-per-step 13.5 --drafter oracle", "--tokens-per-step: 13.5, but a depth of 12"),
+        ("--tokens-per-step 6 --drafter oracle --nodes 4", "--tokens-per-step: 6, but a depth of 4"),
+        ("--accept-rates 0.5,0.5 --drafter oracle --option depth=1", "--accept-rates: 2 rates, but"),
+        ("--drafter oracle+prompt_lookup", "--drafter: unknown name 'oracle'"),
+        ("--drafter oracle --option gamma=1", "oracle has depth and siblings"),
+        ("--drafter oracle --option depth=0", "depth"),
+        ("--drafter token_recycling --accept-rates 0.5 --paper token-recycling", "--accept-rates: "),
+    ],
+)
+def test_what_has_no_effect_or_is_out_of_reach_is_refused(options, message, tiny, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat and the dog sat on the log. " * 4)
+    given = "--data x" if "--paper" in options else f"--text-file {tmp_path}/a.txt --prompt-tokens 24 --new-tokens 4"
+    assert bench.main(f"--target {tiny} {given} {options}".split()) == 2
+    assert message in capsys.readouterr().err
