@@ -29,7 +29,9 @@ def table(result: dict) -> str:
     lines += papers.table(result["paper"]) if "paper" in result else []
     lines += ["", *([f"exact: {exactness(result)}"] if "exact" in result else [])]
     for name, rates in settings.get(LABEL, {}).items():
-        lines.append(f"{name}: {LABEL} (rates {', '.join(f'{rate:g}' for rate in rates)})")
+        levels = [f"{rate:g}" for rate in rates]
+        shown = ", ".join(levels) if len({*levels}) > 1 else f"{levels[0]} at {len(levels)} levels"
+        lines.append(f"{name}: {LABEL} (rates {shown})")
     for context, curve in result["width_curves_ms"].items():
         shown = ", ".join(f"{width}: {ms / curve['1']:.2f}" for width, ms in curve.items())
         lines.append(f"a pass after {context} tokens, {curve['1']:.1f} ms for one row; by rows: {shown}")

@@ -82,6 +82,23 @@ def test_near_ties_that_turn_are_followed(target):
     assert found.tokens == Engine(target).generate([PROMPTS[0]], GREEDY)[0].tokens and found.steps == 8
 
 
+def test_on_a_gpu_the_tokens_are_replaced_in_recorded_work_without_a_wait(pretended_cuda, target, tiny_target):
+    params = [replace(GREEDY, temperature=1.0, seed=seed) for seed in range(3)]
+    rates = at_tokens_per_step(2.5, 4)
+
+    def found(engine: Engine) -> list[tuple]:
+        return [(one.tokens, one.stats.accepted_at_depth) for one in engine.generate(PROMPTS, params)]
+
+    on_cpu = found(Engine(target, Forced(Blank(4, siblings=2), target, rates), slots=2, nodes=None))
+    assert [tokens for tokens, _ in on_cpu] == [one.tokens for one in Engine(target).generate(PROMPTS, params)]
+    with pretended_cuda.PretendedCuda() as gpu:
+        target = replace(target, model=gpu.put(target.model))
+        engine = Engine(target, Forced(Blank(4, siblings=2), target, rates), slots=2, nodes=None)
+        assert found(engine) == on_cpu
+        gpu.forget()
+        assert found(engine) == on_cpu and gpu.waits.total() == 0
+
+
 def test_the_mark_is_in_record_table_and_page(tiny, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the cat sat on the mat and the dog sat on the log. " * 4)
     asked = f"--target {tiny} --text-file {tmp_path}/a.txt --prompt-tokens 24 --new-tokens 30 --dtype fp32 --nodes all "
