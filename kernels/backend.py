@@ -74,9 +74,12 @@ def triton_kernels(name: str, device_type: str) -> Any | None:
 
 def exact_kernels(name: str, x: Tensor) -> Any | None:
     """`triton_kernels` in which a row has plain decoding's bits, if LONGDRAFT_EXACT=1 asks for them and x is in half
-    precision, else None."""
-    is_asked = os.environ.get("LONGDRAFT_EXACT") == "1" and x.dtype in HALF
-    return triton_kernels(name, x.device.type) if is_asked else None
+    precision, else None. Raises ValueError without the packages that this takes on a GPU."""
+    if os.environ.get("LONGDRAFT_EXACT") != "1" or x.dtype not in HALF:
+        return None
+    if x.is_cuda and liger_layers(x.device.type) is None:
+        raise ValueError("LONGDRAFT_EXACT=1: needs triton and liger-kernel; install them, or omit the variable")
+    return triton_kernels(name, x.device.type)
 
 
 def has_flash_attn() -> bool:

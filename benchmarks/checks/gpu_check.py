@@ -173,6 +173,9 @@ def check(args: argparse.Namespace) -> int:
         for found in _run(_command(name, args, methods), limit, stage, samples):
             result[name] = result.get(name, {}) | found
             save()
+        flips = result.get(name, {}).get("proof", {}).get("flips", {}) if name == "exact" else {}
+        if any(found["flips"] for found in flips.values()):
+            stage |= {"state": "failed", "output": f"tokens differ: {json.dumps(flips)}"}
         print(f"== {name}: {stage['state']}", flush=True)
     save()
     print(

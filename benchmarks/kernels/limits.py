@@ -57,6 +57,7 @@ def call(v: Variant, module: ModuleType) -> None:
             tree = empty(1, v.rows, 2, dtype=int64), empty(1, v.rows, dtype=int32)
             module.tree_attention(q, kv, kv, one, *tree, "tree" in v.what, 4096 if "window" in v.what else None)
     elif v.file == "exact_attention":
+        vars(module)["_device"] = lambda _: (PROCESSORS, SHARED_MEMORY[v.arch])
         depth = empty(1, v.rows, dtype=int32)
         path = empty(1, v.rows, v.rows, dtype=int32) if "tree" in v.what else None
         module.tree_attention(
@@ -92,7 +93,8 @@ def variants() -> Iterator[Variant]:
         yield Variant("tree_attention", "tree, window", arch, dtype, 64, width)
     for arch, what in product((80, 89, 90, 100, 120), ("tree", "tree, window")):
         yield Variant("exact_attention", what, arch)
-    yield from (Variant("exact_attention", width=width) for width in (64, 256))
+    for arch, width in ((90, 64), (80, 256), (89, 256), (90, 256), (100, 256), (120, 256)):
+        yield Variant("exact_attention", "tree", arch, width=width)
     for arch, rows in product((80, 89, 90, 100, 120), (1, 17, 128)):
         yield Variant("linear", arch=arch, rows=rows)
     for file in ("choice", "rotate", "linear_cross_entropy"):

@@ -5,7 +5,7 @@ another order. So everything depends on a row's position p alone: its keys are a
 and where one way of adding them ends and the other begins is a function of p.
 
 1. Keys before `_tail(p)` are committed, however deep the row is, as a pass has at most 128 rows. Programs take tiles of
-   64 queries and runs of RUN keys, in blocks of 64. A block that a row does not read changes nothing of the row's.
+   64 queries and runs of RUN keys, in blocks of 64. A row keeps what it had before a block that it does not read.
 2. The up to 191 keys from there to p are gathered in their order for each row: committed ones, then its ancestors.
 3. The runs of 1 are added to 2 in their order.
 
@@ -20,11 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longdraft.kernels.triton.tree_attention import LOG2E, NO_WINDOW
+from longdraft.kernels.triton.tree_attention import LOG2E, NO_WINDOW, _device
 
 BLOCK = tl.constexpr(64)  # keys at a time
 MOST_ROWS = tl.constexpr(128)  # of a pass
 QUERIES, RUN = 64, 1024
+LARGE = 110 * 1024  # bytes of shared memory from which two blocks of heads of 256 fit
 
 
 @triton.jit
@@ -85,10 +86,14 @@ def _runs(
         for start in range(begin, end, BLOCK):
             b_k = tl.load(p_kj + tl.cast(start, tl.int64) * k_s, mask=m_d[None, :], other=0.0)
             b_v = tl.load(p_vj + tl.cast(start, tl.int64) * v_s, mask=m_d[None, :], other=0.0)
-            m_open = (start < b_tail)[:, None]
+            # Selected afterwards: rounding and fused operations would not leave the row's state as it was.
+            m_row = start < b_tail
+            m_open = m_row[:, None]
             if WINDOW:
                 m_open = m_open & ((start + o_j)[None, :] > (b_position - window)[:, None])
-            b_most, b_sum, b_out = _add(b_most, b_sum, b_out, b_q, b_k, b_v, m_open, scale)
+            b_next, b_more, b_added = _add(b_most, b_sum, b_out, b_q, b_k, b_v, m_open, scale)
+            b_most, b_sum = tl.where(m_row, b_next, b_most), tl.where(m_row, b_more, b_sum)
+            b_out = tl.where(m_row[:, None], b_added, b_out)
         o_run = ((i_bk * (n_runs + 1) + i_run) * n_m + o_m).to(tl.int64)
         _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_m, scale, WIDTH)
 
@@ -146,8 +151,11 @@ def _merge(
     most = tl.load(p_lses + i_run)
     total = tl.where(most == float("-inf"), 0.0, 1.0)
     b_out = tl.load(p_runs + i_run * WIDTH + o_d, mask=m_d, other=0.0) * total
-    begin = tl.maximum(length - window + 1, 0) // BLOCK * BLOCK // RUN if WINDOW else 0
-    for i in range(begin, tl.cdiv(_tail(position), RUN)):
+    first, end = 0, _tail(position)
+    if WINDOW:
+        first = tl.maximum(length - window + 1, 0) // BLOCK * BLOCK
+        end = tl.where(first < end, end, 0)  # `_runs` has written nothing then
+    for i in range(first // RUN, tl.cdiv(end, RUN)):
         i_run = i_first + tl.cast(i, tl.int64) * n_m
         lse = tl.load(p_lses + i_run)
         b_run = tl.load(p_runs + i_run * WIDTH + o_d, mask=m_d, other=0.0)
@@ -190,11 +198,12 @@ def tree_attention(
     strides = *q_BTHd.stride()[:3], *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3]
     numbers = n_rows, group, n_kv, n_runs, NO_WINDOW if window is None else window
     shapes = {"WINDOW": window is not None, "WIDTH": width, "BLOCK_D": block_d}
-    scale = width**-0.5 * LOG2E.value
+    scale, fast_memory = width**-0.5 * LOG2E.value, _device(q_BTHd.device)[1]
     runs_kernel: Any = _runs[(-(-rows // QUERIES), n_runs, n_slots * n_kv)]
     runs_kernel(
         q_BTHd, keys_BSKd, values_BSKd, depth_BT, lengths_B, runs, lses, scale, *strides, *numbers,
-        **shapes, QUERIES=QUERIES, RUN=RUN, num_warps=4, num_stages=2,
+        **shapes, QUERIES=QUERIES, RUN=RUN, num_warps=4 if block_d <= 128 else 8,
+        num_stages=2 if block_d <= 128 or fast_memory > LARGE else 1,
     )  # fmt: skip
     tails_kernel: Any = _tails[(n_rows, n_slots * n_kv)]
     tails_kernel(

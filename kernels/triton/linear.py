@@ -23,10 +23,12 @@ SUMMED = 1024  # outputs that a program of `_sum` adds up
 # Do not specialize on what changes from pass to pass: each special value would be another compilation.
 @triton.jit(do_not_specialize=["n_rows"])
 def _products(
-    p_x, p_w, p_sums, n_rows, n_outputs, n_inputs, x_m, w_n, inputs_of_split,
-    TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    p_x, p_w, p_bias, p_sums, n_rows, n_outputs, n_inputs, x_m, w_n, inputs_of_split,
+    WHOLE: tl.constexpr, BIAS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One split's products of BLOCK_N outputs with TILES * TILE rows, into fp32 [S, M, N]."""
+    """One split's products of BLOCK_N outputs with TILES * TILE rows, into fp32 [S, M, N]; or, if they are WHOLE, into
+    the result [M, N]."""
     i_n, i_split, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * (TILES * TILE)
     o_n, o_k, o_m = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), first + tl.arange(0, TILE)
     m_n = o_n < n_outputs
@@ -48,7 +50,10 @@ def _products(
     for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
         o_row = i * TILE + o_m
         p_out = p_sums + (i_split * n_rows + o_row).to(tl.int64)[None, :] * n_outputs + o_n[:, None]
-        tl.store(p_out, sums[i], mask=m_n[:, None] & (o_row < n_rows)[None, :])
+        b_out = sums[i]
+        if WHOLE and BIAS:
+            b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        tl.store(p_out, b_out.to(p_sums.dtype.element_ty), mask=m_n[:, None] & (o_row < n_rows)[None, :])
 
 
 @triton.jit(do_not_specialize=["n_numbers", "n_splits"])
@@ -79,17 +84,23 @@ def linear(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Ten
     n_processors, n_stages = _device(x_MI.device)
     inputs_of_split = split_inputs(n_outputs, n_inputs, n_processors)
     n_splits = -(-n_inputs // inputs_of_split)
-    sums_SMN = torch.empty((n_splits, n_rows, n_outputs), dtype=torch.float32, device=x_MI.device)
+    sums_SMN = out_MN[None]
+    if n_splits > 1:
+        sums_SMN = torch.empty((n_splits, n_rows, n_outputs), dtype=torch.float32, device=x_MI.device)
+    bias, has_bias = (out_MN, False) if bias_N is None else (bias_N, True)
     tiles = min(MOST_TILES, triton.next_power_of_2(-(-n_rows // TILE)))
     products: Any = _products[(-(-n_outputs // BLOCK_N), n_splits, -(-n_rows // (tiles * TILE)))]
     products(
-        x_MI, weight_NI, sums_SMN, n_rows, n_outputs, n_inputs, x_MI.stride(0), weight_NI.stride(0), inputs_of_split,
-        TILES=tiles, TILE=TILE, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, num_stages=n_stages,
+        x_MI, weight_NI, bias, sums_SMN,
+        n_rows, n_outputs, n_inputs, x_MI.stride(0), weight_NI.stride(0), inputs_of_split,
+        WHOLE=n_splits == 1, BIAS=has_bias, TILES=tiles, TILE=TILE, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        num_warps=4, num_stages=n_stages,
     )  # fmt: skip
+    if n_splits == 1:
+        return out_MN
     added: Any = _sum[(-(-out_MN.numel() // SUMMED),)]
     added(
-        sums_SMN, out_MN if bias_N is None else bias_N, out_MN, out_MN.numel(), n_outputs, n_splits,
-        BIAS=bias_N is not None, SUMMED=SUMMED, num_warps=4,
+        sums_SMN, bias, out_MN, out_MN.numel(), n_outputs, n_splits, BIAS=has_bias, SUMMED=SUMMED, num_warps=4,
     )  # fmt: skip
     return out_MN
 

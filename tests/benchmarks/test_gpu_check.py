@@ -82,6 +82,8 @@ def test_a_stage_whose_time_is_over_is_not_finished_and_the_next_call_goes_on(tm
     assert made["training"]["longspec"] == {"exact": True}
     status, made, ran = in_place(monkeypatch, tmp_path, "runtime tests:echo ..F.; sleep 60")
     assert status == 1 and made["stages"]["runtime tests"]["state"] == "failed", "though it was stopped"
+    flips = """exact:echo '{"proof": {"flips": {"medusa": {"flips": 1}}}}'"""
+    assert in_place(monkeypatch, tmp_path, flips)[1]["stages"]["exact"]["state"] == "failed"
     monkeypatch.setattr(gpu_check.provenance, "commit", lambda: "another")
     assert in_place(monkeypatch, tmp_path, quick)[2] == ["benchmark"]
 

@@ -34,11 +34,15 @@ def run(q: Tensor, keys: Tensor, values: Tensor, lengths_B: Tensor, masks: Tenso
         ((6, 2), 24, [180, 5], 5, None),
         ((2, 1), 16, [300], 40, None),  # rows with other tails, and more than one tile of queries
         ((2, 2), 16, [230, 129], 6, 100),
+        ((2, 1), 16, [300, 191], 2, 128),  # rows whose window lies in the tail, after runs
+        ((1, 1), 16, [480], 3, 300),  # a window of several runs
     ],
 )
 def test_a_row_has_plain_decodings_bits(monkeypatch, shared, heads, width, lengths, n_rows, window, tree):
     """The same keys at their positions, all committed but the row's own, in a cache of another size."""
     monkeypatch.setattr(module, "RUN", 128)
+    empty = torch.empty
+    monkeypatch.setattr(module.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
     made = shared("kernels/test_tree_attention.py")
     (n_heads, n_kv), capacity = heads, max(lengths) + n_rows + 7
     keys, values = (x.to(DTYPE) for x in made.poisoned(lengths, n_rows, capacity, n_kv, width))
