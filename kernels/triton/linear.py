@@ -53,7 +53,7 @@ def _products(
         b_out = sums[i]
         if WHOLE and BIAS:
             b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
-        tl.store(p_out, b_out.to(p_sums.dtype.element_ty), mask=m_n[:, None] & (o_row < n_rows)[None, :])
+        tl.store(p_out, tl.cast(b_out, p_sums.dtype.element_ty), mask=m_n[:, None] & (o_row < n_rows)[None, :])
 
 
 @triton.jit(do_not_specialize=["n_numbers", "n_splits"])
