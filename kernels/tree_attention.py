@@ -52,7 +52,8 @@ def tree_attention(
     plan = plan or PassPlan(lengths_B, n_rows, tree_mask_BTT)
     if n_rows <= MOST_ROWS and (exact := backend.exact_kernels("exact_attention", q_BTHd)) is not None:
         inputs = q_BTHd, keys_BSKd, values_BSKd, lengths_B, plan.path_BTT, plan.tree[1]
-        return with_sinks(*exact.tree_attention(*inputs, window), sinks_H)
+        out_BTHd, lse_BTH = exact.tree_attention(*inputs, window)
+        return with_sinks(out_BTHd, lse_BTH, sinks_H)
     if (triton := triton_for(q_BTHd)) is not None:
         inputs = q_BTHd, keys_BSKd, values_BSKd, lengths_B, *plan.tree
         out_BTHd, lse_BTH = triton.tree_attention(*inputs, tree_mask_BTT is not None, window)
