@@ -166,7 +166,7 @@ class Forced(Drafter):
 
 
 def _key(prompt: Sequence[int], params: SamplingParams) -> str:
-    """A request's stop tokens are left out: they have the target's end tokens too."""
+    """What names a prompt's text. Stop tokens are not in it, as a request's have the target's end tokens too."""
     return repr((list(prompt), replace(params, stop_token_ids=())))
 
 
