@@ -73,7 +73,7 @@ class PassPlan:
             return None
         depth_BTT = self.tree[1].long()[:, None].expand(mask_BTT.shape)
         row_BTT = torch.arange(self.n_rows, dtype=torch.int32, device=mask_BTT.device).expand(mask_BTT.shape)
-        place_BTT = torch.where(mask_BTT, depth_BTT, self.n_rows)  # the place behind the last is cut
+        place_BTT = torch.where(mask_BTT, depth_BTT, self.n_rows)  # the place after the last is cut
         return pad(torch.zeros_like(row_BTT), (0, 1)).scatter(2, place_BTT, row_BTT)[..., :-1].contiguous()
 
     @cached_property
