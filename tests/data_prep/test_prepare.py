@@ -223,14 +223,15 @@ if __name__ == "__main__":
 
 
 def start(tmp_path, light, tokenizer, workers):
-    """Start a process over the corpus in a process group of its own, and return it after its third finished shard."""
+    """Start a process over the corpus in a process group of its own, and return it after its third finished shard of
+    the training split."""
     (tmp_path / "script.py").write_text(light + SCRIPT)
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     arguments = [str(tmp_path / name) for name in ("script.py", "corpus", "out", "tokenizer.json")]
     process = subprocess.Popen(
         [sys.executable, *arguments, str(workers)], start_new_session=True, stderr=subprocess.PIPE, text=True
     )
-    while len(list((tmp_path / "out" / "progress").glob("*.json"))) < 3:
+    while len(list((tmp_path / "out" / "progress").glob("train-*.json"))) < 3:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.002)
     return process
