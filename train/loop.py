@@ -43,7 +43,7 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
             ranks.log(f"Stage {stage.name}, {number} of {len(stages)}{': done' if is_done else ''}")
             if is_done:
                 continue
-        if loaded != (config.target, config.train.precision):
+        if target is None or loaded != (config.target, config.train.precision):
             target = None  # free its memory before the next one is loaded
             target, loaded = open_target(config, ranks), (config.target, config.train.precision)
         if not train(config, ranks, target, stop, stage.name):
@@ -64,13 +64,11 @@ def _is_done(stage: Stage) -> bool:
     return info.step == info.train_config.get("train", {}).get("steps")
 
 
-def train(
-    config: Config, ranks: Ranks, target: Target | None = None, stop: Sequence[int] = (), stage: str | None = None
-) -> bool:
+def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = (), stage: str | None = None) -> bool:
     """Train until the run's steps are done or something is in `stop` (`signals_noted`) on any rank; all ranks call it.
 
     Args:
-        target: the run's, where it is already loaded.
+        target: the run's (`open_target`).
         stage: its name, where the run is one of several stages.
 
     Returns: whether the run is done.
@@ -121,16 +119,17 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
     """Log, validate, decode and save as far as each is due after a step; returns the checkpoint, if one was saved."""
     config, step = run.config, run.step
     last = step == config.train.n_steps
-    if last or step % config.log.every == 0:
+    logs = last or step % config.log.every == 0
+    validates = last or step % config.heldout.every == 0
+    decodes = run.decoding is not None and (last or step % config.decoding.every == 0)
+    saves = last or step % config.train.save_every == 0
+    if logs or validates or decodes or saves:
+        finish_step_sum(run)  # before anything is written about these weights
+    if logs:
         record = measure(run, result)
         _write(run, record)
         shown = {"loss": record["loss"] and f"{record['loss']:.3f}", "tokens_s": f"{record['tokens_per_s']:.0f}"}
         run.bar.set_postfix(shown, refresh=False)
-    validates = last or step % config.heldout.every == 0
-    decodes = run.decoding is not None and (last or step % config.decoding.every == 0)
-    saves = last or step % config.train.save_every == 0
-    if validates or decodes or saves:
-        finish_step_sum(run)  # before anything is written about these weights
     if validates:
         run.heldout = validate(run, run.heldout_rows)
         _write(run, {f"heldout_{key}": value for key, value in run.heldout.items()})
@@ -154,7 +153,6 @@ def _write(run: Run, record: dict[str, Any]) -> None:
 
 
 def _save(run: Run) -> Path:
-    finish_step_sum(run)
     extra = {
         "heldout": run.heldout,
         "wandb_id": run.tracker and run.tracker.wandb_id,

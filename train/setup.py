@@ -79,17 +79,12 @@ class Run:
     bar: tqdm = field(default_factory=partial(tqdm, disable=True))
 
 
-def open_run(config: Config, ranks: Ranks, target: Target | None = None, found: Found | None = None) -> Run:
-    """Open data, target, draft and engine as they are before the first step, or as the checkpoint `found` left them.
-
-    Args:
-        target: saves loading the run's own.
-    """
+def open_run(config: Config, ranks: Ranks, target: Target, found: Found | None = None) -> Run:
+    """Open data, draft and engine as they are before the first step, or as the checkpoint `found` left them."""
     train = config.train
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)  # an operation that has no such algorithm raises
-    target = target or open_target(config, ranks)
     note_weights(target)
     weights, extra = target.fingerprint.get("weights"), found[1]["extra"] if found else {}
     if extra.get("target_weights") not in (None, weights):

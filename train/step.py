@@ -179,7 +179,7 @@ def _count_skipped_passes(run: Run, rows_by_pass: Sequence[list[EpochRow]], flag
 
 
 def measure(run: Run, result: StepResult) -> dict[str, Any]:
-    """The step's line in metrics.jsonl, over all ranks; all ranks call it.
+    """The step's line in metrics.jsonl, over all ranks; all ranks call it, after `finish_step_sum`.
 
     `loss`: as it is minimised, by `objective`; None without labels. `part_loss`: the mean of each part in nats. `top1`,
     `top3`: the share of each part's labels that are the draft's first candidate, or among its first three; of a part
@@ -188,7 +188,6 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     CPU, in 10^12 a second. `share_of_peak`: that over what the card can do in bf16, where PEAKS has it.
     `peak_memory_gib`: of tensors, on the GPU that had most.
     """
-    finish_step_sum(run)
     loss, n_parts, ranks, train = result.loss, len(run.method.part_names), run.ranks, run.config.train
     sums = torch.cat([loss.sums[:, None], loss.top_k_counts, loss.n_labels[:, None]], dim=1).double()
     totals = torch.tensor(ranks.sum(sums.flatten().tolist())).view(n_parts, TOP_K + 2)

@@ -16,6 +16,7 @@ from longdraft.train.config import DTYPES
 from longdraft.train.config_file import load_config
 from longdraft.train.loop import train
 from longdraft.train.ranks import join_ranks, leave_ranks
+from longdraft.train.setup import open_target
 
 
 @lru_cache(maxsize=2)
@@ -29,7 +30,8 @@ for action in json.loads(sys.argv[2]):
     if "train" in action:
         config = load_config(sys.argv[1], action["train"])
         whole = config.target.zero_stage == 0 and config.target.loader == "longdraft"
-        train(config, ranks, target(config.target.path, config.train.precision) if whole else None)
+        frozen = target(config.target.path, config.train.precision) if whole else open_target(config, ranks)
+        train(config, ranks, frozen)
     elif ranks.first:
         shutil.copytree(*action["copy"])
         shutil.rmtree(Path(action["copy"][1]) / "checkpoints" / action["without"])

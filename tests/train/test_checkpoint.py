@@ -143,7 +143,7 @@ def test_a_run_that_never_opened_leaves_nothing_to_continue(config_file, tmp_pat
     """A typo in the first command must not get in the way of the corrected one."""
     config = load_config(config_file, ["data.path=nowhere", f"train.run_dir={tmp_path / 'run'}"])
     with pytest.raises(ValueError, match="nowhere"):
-        train(config, ALONE)  # pyright: ignore[reportArgumentType]
+        train(config, ALONE, None)  # pyright: ignore[reportArgumentType]
     assert not (tmp_path / "run" / "config.yaml").exists()
     with locked(tmp_path / "run" / "lock", "train.run_dir", "busy"):  # and it released the lock
         pass
@@ -155,7 +155,7 @@ def test_two_runs_do_not_share_a_folder(config_file, tmp_path):
         locked(tmp_path / "lock", "train.run_dir", "busy"),
         pytest.raises(ValueError, match=r"^train\.run_dir: another process trains in"),
     ):
-        train(config, ALONE)  # pyright: ignore[reportArgumentType]
+        train(config, ALONE, None)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_folder_that_cannot_be_written_is_named(config_file, tmp_path):
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_is_named(config_file, tmp_path):
     for run in (tmp_path / "file", tmp_path / "file" / "run"):
         config = load_config(config_file, [f"train.run_dir={run}"])
         with pytest.raises(ValueError, match=rf"^train\.run_dir: {run} cannot be written"):
-            train(config, ALONE)  # pyright: ignore[reportArgumentType]
+            train(config, ALONE, None)  # pyright: ignore[reportArgumentType]
 
 
 def test_only_the_newest_are_kept_and_no_frozen_weight_is_in_them(runs):

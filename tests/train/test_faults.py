@@ -25,7 +25,7 @@ from longdraft.train import checkpoint
 from longdraft.train.config_file import load_config
 from longdraft.train.loop import train
 from longdraft.train.ranks import TIMEOUT, TrainingError
-from longdraft.train.setup import open_run
+from longdraft.train.setup import open_run, open_target
 from longdraft.train.tracking import read_metrics
 
 STEPS, SAVE_EVERY = 30, 5
@@ -257,8 +257,9 @@ def test_a_damaged_shard_is_named_with_its_checksums_on_all_ranks(story):
 
 def test_weights_that_are_no_numbers_are_never_saved(config_file, alone, tmp_path):
     config = load_config(config_file, [*SHORT, f"train.run_dir={tmp_path}", "train.save_every=2", "train.steps=2"])
-    train(config, alone)
-    opened = open_run(config, alone)
+    target = open_target(config, alone)
+    train(config, alone, target)
+    opened = open_run(config, alone, target)
     next(opened.engine.draft.parameters()).data.view(-1)[0] = torch.inf
     with pytest.raises(TrainingError, match=r"^step 3: weights of the draft are no longer numbers"):
         checkpoint.save(opened.engine, tmp_path, {"step": 3}, keep=1)

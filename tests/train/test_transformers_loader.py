@@ -16,7 +16,7 @@ from longdraft.models.hf import load_through_transformers
 from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.estimate import report
 from longdraft.train.export import export
-from longdraft.train.setup import open_run
+from longdraft.train.setup import open_run, open_target
 from longdraft.train.tracking import read_metrics
 
 VOCAB = 97
@@ -151,14 +151,14 @@ def test_a_draft_says_who_computes_its_target(trained, folders, tmp_path):
 def test_what_only_our_decoder_gives_is_refused(folders, config_file, alone, overrides, message):
     config = load_config(config_file, [f"target.path={folders['olmo2']}", LOADER, *overrides])
     with pytest.raises(ValueError, match=message):
-        open_run(config, alone)
+        open_run(config, alone, open_target(config, alone))
 
 
 def test_a_block_is_refused_where_keys_are_rotated_otherwise(tmp_path, config_file, alone):
     folder = model_folder(tmp_path / "stablelm", StableLmConfig, num_key_value_heads=2)
     config = load_config(config_file, [f"target.path={folder}", LOADER, *PLAIN["longspec"]])
     with pytest.raises(ValueError, match=r"^draft\.method: longspec "):
-        open_run(config, alone)
+        open_run(config, alone, open_target(config, alone))
 
 
 def test_the_estimate_says_that_it_does_not_cover_this_loader(folders, config_file):
