@@ -9,8 +9,10 @@ from math import prod
 
 import torch
 
+from longdraft.kernels import backend
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.cpu.layers import MOST_TOKENS
+from longdraft.kernels.tree import MOST_ROWS
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import available_bytes
@@ -56,7 +58,10 @@ def estimate_memory(
     config, weight, width = model.config, model.embed_tokens.weight, max(widths)
     dtype = weight.dtype
     verification = pass_bytes(config, batch * width, dtype) + batch * width * config.vocab_size * dtype.itemsize
-    passes, steps = max(pass_bytes(config, chunk, dtype), verification), 0
+    verification += exact_bytes(model, batch, min(width, MOST_ROWS), capacity)
+    last = min(chunk, MOST_ROWS)  # a prompt's last pass may be narrow
+    short = pass_bytes(config, last, dtype) + exact_bytes(model, 1, last, capacity)
+    passes, steps = max(pass_bytes(config, chunk, dtype), short, verification), 0
     if recorded is not None:  # a pool of memory for the passes, and the outputs of each width
         outputs = {"logits": config.vocab_size, "pre_norm": config.hidden_size, "post_norm": config.hidden_size}
         kept = sum(outputs.get(name, 0) for name in recorded)
@@ -87,6 +92,16 @@ def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
     )
     tables = 2 * config.head_dim
     return n_rows * (config.hidden_size + qkv + qk + max(stages) + tables) * dtype.itemsize
+
+
+def exact_bytes(model: Decoder, batch: int, n_rows: int, capacity: int) -> int:
+    """Bytes of attention's partial results in a pass of `n_rows` rows a slot, at most MOST_ROWS, if LONGDRAFT_EXACT=1
+    has it computed by kernels/triton/exact_attention.py, else 0."""
+    config, exact = model.config, backend.exact_kernels("exact_attention", model.embed_tokens.weight)
+    if exact is None:
+        return 0
+    queries = batch, n_rows, config.n_heads, config.head_dim
+    return size_of((shape, torch.float32) for shape in exact.partial_shapes(queries, config.n_kv_heads, capacity))
 
 
 def feed_forward_numbers(config: DecoderConfig) -> int:

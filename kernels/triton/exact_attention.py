@@ -13,6 +13,7 @@ Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/valu
 width. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -169,6 +170,16 @@ def _merge(
     tl.store(p_lse + i_row, tl.where(total == 0.0, float("-inf"), (most + tl.log2(some)) / LOG2E))
 
 
+def partial_shapes(queries: Sequence[int], n_kv: int, capacity: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the partial results, both fp32: for each run and the tail the outputs, and the log-sum-exps.
+
+    queries: B, T, H and d. capacity: rows of the cache in a slot.
+    """
+    n_slots, n_rows, n_heads, width = queries
+    lses = n_slots * n_kv, -(-capacity // RUN) + 1, n_heads // n_kv * n_rows
+    return (*lses, width), lses
+
+
 def tree_attention(
     q_BTHd: Tensor,
     keys_BSKd: Tensor,
@@ -188,11 +199,11 @@ def tree_attention(
     Returns: output [B, T, H, d] in q's dtype, natural log-sum-exps fp32 [B, T, H].
     """
     n_slots, n_rows, n_heads, width = q_BTHd.shape
-    n_kv, capacity = keys_BSKd.shape[2], keys_BSKd.shape[1]
-    group, n_runs = n_heads // n_kv, -(-capacity // RUN)
+    n_kv, group = keys_BSKd.shape[2], n_heads // keys_BSKd.shape[2]
     rows, block_d = group * n_rows, max(16, triton.next_power_of_2(width))
-    runs = torch.empty((n_slots * n_kv, n_runs + 1, rows, width), dtype=torch.float32, device=q_BTHd.device)
-    lses = torch.empty(runs.shape[:3], dtype=torch.float32, device=q_BTHd.device)
+    shapes_of_parts = partial_shapes(q_BTHd.shape, n_kv, keys_BSKd.shape[1])
+    runs, lses = (torch.empty(shape, dtype=torch.float32, device=q_BTHd.device) for shape in shapes_of_parts)
+    n_runs = runs.shape[1] - 1
     out_BTHd = torch.empty((n_slots, n_rows, n_heads, width), dtype=q_BTHd.dtype, device=q_BTHd.device)
     lse_BTH = torch.empty((n_slots, n_rows, n_heads), dtype=torch.float32, device=q_BTHd.device)
     strides = *q_BTHd.stride()[:3], *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3]

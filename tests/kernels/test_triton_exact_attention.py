@@ -1,6 +1,7 @@
 """triton/exact_attention.py in Triton's interpreter or on a GPU: its error, and the bits of plain decoding."""
 
 from importlib import import_module
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from longdraft.kernels import backend
 from longdraft.kernels.tree import PassPlan
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 from longdraft.kernels.triton import exact_attention as module
+from longdraft.models.footprint import estimate_memory
 from longdraft.models.passes import Pass
 
+EXACT = {"linear", "exact_attention"}
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 # The interpreter reads bf16 as integers.
@@ -63,14 +66,53 @@ def test_a_row_has_plain_decodings_bits(monkeypatch, shared, heads, width, lengt
         assert torch.equal(found[0][0, 0], out[slot, row]) and torch.equal(found[1][0, 0], lse[slot, row])
 
 
-@torch.no_grad()
-def test_a_models_logits_have_plain_decodings_bits(monkeypatch, shared, tiny_target):
-    """Through linear layers, attention and LM head: 8 rows of a chain and of a tree, and each path token by token."""
-    exact = {"linear", "exact_attention"}
+@pytest.fixture
+def exact_on_any_device(monkeypatch) -> None:
+    """The mode is on, in Triton's interpreter where there is no GPU."""
     monkeypatch.setenv("LONGDRAFT_EXACT", "1")
     if not ON_GPU:
-        kernels = lambda name, _: import_module(f"longdraft.kernels.triton.{name}") if name in exact else None  # noqa: E731
+        kernels = lambda name, _: import_module(f"longdraft.kernels.triton.{name}") if name in EXACT else None  # noqa: E731
         monkeypatch.setattr(backend, "triton_kernels", kernels)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "n_rows", "widths", "chunk"),
+    [
+        ("recorded steps", 3, 5, (1, 5), 40),
+        ("passes", 3, 5, (1, 5), 7),
+        ("passes", 2, 128, (160,), 1),  # the widest pass that is computed so
+        ("passes", 1, 128, (2,), 128),  # the last one of a prompt
+    ],
+)
+def test_the_partial_results_are_in_the_estimate_of_memory(
+    monkeypatch, exact_on_any_device, tiny_target, name, batch, n_rows, widths, chunk
+):
+    monkeypatch.setattr(module, "RUN", 128)
+    model, capacity, made, empty = tiny_target(vocab_size=61, dtype=DTYPE).model.to(DEVICE), 300, [], torch.empty
+
+    def estimates(chunk: int) -> list[int]:
+        """With the mode and without it."""
+        found = []
+        for value in ("1", "0"):
+            monkeypatch.setenv("LONGDRAFT_EXACT", value)
+            found.append(estimate_memory(model, batch, capacity, widths, chunk, ())[name])
+        return found
+
+    exact, other = estimates(chunk)
+    wide = estimates(4000)  # passes of a prompt that are not computed so
+    assert (wide[0] > wide[1]) == (name == "recorded steps")
+    q = torch.zeros(batch, n_rows, model.config.n_heads, model.config.head_dim, dtype=DTYPE, device=DEVICE)
+    keys_BSKd = model.new_cache(batch, capacity).keys[0]
+    for kernel in ("_runs", "_tails", "_merge"):
+        monkeypatch.setattr(module, kernel, MagicMock())
+    monkeypatch.setattr(module.torch, "empty", lambda *args, **kwargs: made.append(empty(*args, **kwargs)) or made[-1])
+    results = module.tree_attention(q, keys_BSKd, keys_BSKd, MagicMock(), None, MagicMock())
+    assert exact - other == sum(x.nbytes for x in made) - sum(x.nbytes for x in results)
+
+
+@torch.no_grad()
+def test_a_models_logits_have_plain_decodings_bits(exact_on_any_device, shared, tiny_target):
+    """Through linear layers, attention and LM head: 8 rows of a chain and of a tree, and each path token by token."""
     model = tiny_target(vocab_size=61, n_layers=2, dtype=DTYPE).model.to(DEVICE)
     mask = shared("kernels/test_tree_attention.py").random_tree(9, 3)[:8, :8]
     tokens = torch.randint(61, (1, 26), generator=torch.Generator().manual_seed(0)).to(DEVICE)
