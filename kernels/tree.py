@@ -40,15 +40,22 @@ def attended_rows(
     return allowed_BTS & (key_depth_BS[:, None, :] > depth_BT[:, :, None] - window)
 
 
+def depths(tree_mask_BTT: Tensor | None, n_slots: int, n_rows: int, device: torch.device) -> Tensor:
+    """How many ancestors each row has in the pass, int32 [B, T]; 0 for a row that reads nothing. None is a chain."""
+    if tree_mask_BTT is None:
+        return torch.arange(n_rows, dtype=torch.int32, device=device).repeat(n_slots, 1)
+    return (tree_mask_BTT.sum(-1) - 1).clamp(min=0).to(torch.int32)
+
+
 def pack_tree(tree_mask_BTT: Tensor | None, n_slots: int, n_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The tree for Triton: int64 [B, T, 2], where bit j of row i's two words is whether it reads row j of the pass, and
-    depths, int32 [B, T]. A mask of None is a chain. A row that reads nothing has depth 0. At most MOST_ROWS rows."""
+    `depths`. A mask of None is a chain. At most MOST_ROWS rows."""
     assert n_rows <= MOST_ROWS, f"a tree of {n_rows} rows has more than the {MOST_ROWS} that fit two words of ancestors"
+    depth_BT = depths(tree_mask_BTT, n_slots, n_rows, device)
     if tree_mask_BTT is None:
         tree_mask_BTT = torch.ones(n_rows, n_rows, dtype=torch.bool, device=device).tril().expand(n_slots, -1, -1)
     padded_BT2W = pad(tree_mask_BTT, (0, MOST_ROWS - n_rows)).unflatten(-1, (2, 64))
     weights_W = torch.ones(64, dtype=torch.int64, device=device) << torch.arange(64, device=device)
-    depth_BT = (tree_mask_BTT.sum(-1) - 1).clamp(min=0).to(torch.int32)
     return (padded_BT2W * weights_W).sum(-1), depth_BT
 
 
@@ -66,12 +73,17 @@ class PassPlan:
         return pack_tree(self.tree_mask_BTT, len(self.lengths_B), self.n_rows, self.lengths_B.device)
 
     @cached_property
+    def depth_BT(self) -> Tensor:
+        """The rows' `depths`, for attention that needs no bits."""
+        return depths(self.tree_mask_BTT, len(self.lengths_B), self.n_rows, self.lengths_B.device)
+
+    @cached_property
     def path_BTT(self) -> Tensor | None:
         """int32, each row's ancestors and itself in the order of their depths, then zeros; None for a chain."""
         mask_BTT = self.tree_mask_BTT
         if mask_BTT is None:
             return None
-        depth_BTT = self.tree[1].long()[:, None].expand(mask_BTT.shape)
+        depth_BTT = self.depth_BT.long()[:, None].expand(mask_BTT.shape)
         row_BTT = torch.arange(self.n_rows, dtype=torch.int32, device=mask_BTT.device).expand(mask_BTT.shape)
         place_BTT = torch.where(mask_BTT, depth_BTT, self.n_rows)  # the place after the last is cut
         return pad(torch.zeros_like(row_BTT), (0, 1)).scatter(2, place_BTT, row_BTT)[..., :-1].contiguous()

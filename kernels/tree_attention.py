@@ -51,7 +51,7 @@ def tree_attention(
         return rows.rows_with_sinks(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window, sinks_H)
     plan = plan or PassPlan(lengths_B, n_rows, tree_mask_BTT)
     if n_rows <= MOST_ROWS and (exact := backend.exact_kernels("exact_attention", q_BTHd)) is not None:
-        inputs = q_BTHd, keys_BSKd, values_BSKd, lengths_B, plan.path_BTT, plan.tree[1]
+        inputs = q_BTHd, keys_BSKd, values_BSKd, lengths_B, plan.path_BTT, plan.depth_BT
         out_BTHd, lse_BTH = exact.tree_attention(*inputs, window)
         return with_sinks(out_BTHd, lse_BTH, sinks_H)
     if (triton := triton_for(q_BTHd)) is not None:
