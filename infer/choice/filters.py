@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longdraft.infer.choice.penalties import column
 from longdraft.infer.sampling import SamplingParams
@@ -16,6 +17,7 @@ from longdraft.kernels import backend
 
 # Top-p looks at the sum over this many most probable tokens before it sorts the whole vocabulary.
 LIKELIEST = 256
+ALIGNED = 8  # numbers in fp32 that a GPU reads at once, at the most
 GREEDY = SamplingParams()
 
 
@@ -67,7 +69,7 @@ class Filters:
         The sum is mostly reached within a few hundred tokens, so a CPU sorts the others only where it is not. A GPU
         sorts all, because the host would have to wait for it to know.
         """
-        vocab, probs_BNV = scaled_BNV.shape[-1], scaled_BNV.softmax(-1)
+        vocab, probs_BNV = scaled_BNV.shape[-1], _softmax(scaled_BNV)
         for most in (min(LIKELIEST, vocab), vocab) if backend.is_host(scaled_BNV.device) else (vocab,):
             values_BNK, order_BNK = scaled_BNV.topk(most, dim=-1)
             short_BNK = _running_sum(probs_BNV.gather(-1, order_BNK)) < top_p_B11
@@ -78,7 +80,7 @@ class Filters:
         return (scaled_BNV < border_BN1) & (top_p_B11 < 1)
 
     def _below_eta(self, scaled_BNV: Tensor, eta_B11: Tensor) -> Tensor:
-        probs_BNV = scaled_BNV.softmax(-1)
+        probs_BNV = _softmax(scaled_BNV)
         # A running sum, because `sum` adds up in another order for one row than for several.
         entropy_BN1 = _running_sum(torch.special.entr(probs_BNV))[..., -1:].float()
         border_BN1 = torch.minimum(eta_B11, eta_B11.sqrt() * (-entropy_BN1).exp())
@@ -96,6 +98,15 @@ def _kth_largest(x_BNV: Tensor, k_B11: Tensor, most: int) -> Tensor:
     vocab = x_BNV.shape[-1]
     largest_BNK = x_BNV.topk(min(most, vocab), dim=-1).values
     return largest_BNK.gather(-1, (k_B11.clamp(1, vocab) - 1).expand(*x_BNV.shape[:-1], 1))
+
+
+def _softmax(x_BNV: Tensor) -> Tensor:
+    """Softmax over the last dimension, with the same bits for a row alone and among others.
+
+    PyTorch's sum on a GPU depends on the alignment of a row's first number, so all rows get the same one.
+    """
+    missing = 0 if backend.is_host(x_BNV.device) else -x_BNV.shape[-1] % ALIGNED
+    return pad(x_BNV, (0, missing), value=-torch.inf).softmax(-1)[..., :-missing] if missing else x_BNV.softmax(-1)
 
 
 def _running_sum(x_BNV: Tensor) -> Tensor:

@@ -164,9 +164,6 @@ class SlotSampling:
     ) -> Tensor:
         """`choose` at all nodes of a tree at once, int64 [B, N], so that scores are sorted once.
 
-        On a GPU the last bit of a probability may depend on the node's index if the vocabulary is no multiple of 8,
-        because PyTorch's softmax then starts each row at a different alignment.
-
         Args:
             history: valid through the roots.
             tokens_BN, positions_BN: int64, of the nodes, the root first.

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import (
     EtaLogitsWarper,
     MinPLogitsWarper,
@@ -90,6 +91,30 @@ def test_filters_do_not_depend_on_ids_nor_on_the_batch():
         assert torch.equal(many.filtered(rows[:, None, order])[:, 0].isfinite(), kept.isfinite()[:, order]), values
         for b in range(7):
             assert torch.equal(SlotSampling([params], CPU).filtered(rows[b : b + 1, None])[0, 0], kept[b]), values
+
+
+@pytest.mark.parametrize("vocab", [60, 61, 64])
+def test_on_a_gpu_all_rows_that_filters_add_up_are_aligned_alike(pretended_cuda, vocab):
+    """PyTorch adds up a row in an order that depends on its address; a vocabulary that is aligned costs no copy."""
+    torch.manual_seed(3)
+    params, logits, places = (
+        [SamplingParams(temperature=0.7, top_p=0.9, eta_cutoff=0.01)] * 2,
+        torch.randn(2, 5, vocab),
+        [],
+    )
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._softmax.default:
+                assert args[0].is_contiguous() and args[0].dtype == torch.float32
+                places.extend(args[0].data_ptr() + 4 * args[0].shape[-1] * row for row in range(10))
+            return func(*args, **(kwargs or {}))
+
+    with pretended_cuda.PretendedCuda() as gpu, Watch():
+        found = SlotSampling(params, torch.device("cuda")).filtered(logits.cuda()).cpu()
+    assert len(places) == 2 * 10 and not any(place % 32 for place in places)
+    assert (gpu.calls["constant_pad_nd"] > 0) == (vocab % 8 > 0)
+    assert torch.equal(found, SlotSampling(params, CPU).filtered(logits))
 
 
 def test_a_greedy_slot_ignores_filters_whoever_stands_beside_it():
