@@ -1,5 +1,6 @@
 """How a draft ranks its candidates: the best tokens of each node, and one level of beam search over a token tree.
 
+A word is an index into a row of logits: a token's id unless the draft has a restricted vocabulary.
 Shapes: B slots, T nodes that are extended, V vocabulary of the logits, K tokens or borders, C candidates of each node,
 W nodes of the new level, E draft vocabulary; N vocabulary of the noise, in `beam_level` the rows of the tree so far.
 """
@@ -68,14 +69,14 @@ class Level(NamedTuple):
     # score is -inf is padding: its parent is -2 and its token arbitrary.
     nodes_3BW: Tensor
     scores_BW: Tensor  # fp32, the sum of log-probabilities along each node's path; -inf for padding
-    open_BWN: Tensor  # bool [B, W, N + W], the rows that a node reads: its parent's, and of the new level its own
+    ancestors_BWN: Tensor  # bool [B, W, N + W], a node's ancestors and itself among the tree's rows, the new ones last
 
 
 def beam_level(
     log_probs_BTC: Tensor,
     words_BTC: Tensor,
     scores_BT: Tensor,
-    open_BTN: Tensor,
+    ancestors_BTN: Tensor,
     width: int,
     first_node: int,
     first_class: int,
@@ -90,7 +91,7 @@ def beam_level(
         log_probs_BTC: fp32, of the best candidates after each node, best first; no NaN.
         words_BTC: int64, the candidates as draft-vocabulary ids.
         scores_BT: fp32, the nodes' sums of log-probabilities.
-        open_BTN: bool, the rows of the tree that each node reads.
+        ancestors_BTN: bool, each node's ancestors and itself among the rows of the tree.
         width: W, the number of new nodes.
         first_node: the index in the tree of the first of the T nodes; the others follow it.
         first_class: the class of a child whose surprise (minus its log-probability) exceeds no border; each border that
@@ -101,7 +102,7 @@ def beam_level(
     width = min(width, log_probs_BTC[0].numel())
     on_cpu = log_probs_BTC.device.type == "cpu" and rows.library() is not None
     level = tokens.beam_level if on_cpu else beam_level_reference
-    inputs = log_probs_BTC, words_BTC, scores_BT, open_BTN, width, first_node, first_class, borders_K, token_ids_E
+    inputs = log_probs_BTC, words_BTC, scores_BT, ancestors_BTN, width, first_node, first_class, borders_K, token_ids_E
     return Level(*level(*inputs))
 
 
@@ -109,7 +110,7 @@ def beam_level_reference(
     log_probs_BTC: Tensor,
     words_BTC: Tensor,
     scores_BT: Tensor,
-    open_BTN: Tensor,
+    ancestors_BTN: Tensor,
     width: int,
     first_node: int,
     first_class: int,
@@ -124,6 +125,6 @@ def beam_level_reference(
     tokens_BW = words_BW if token_ids_E is None else token_ids_E[words_BW]
     parents_BW = (first_node + above_BW).masked_fill(padding_BW, -2)
     nodes_3BW = torch.stack((tokens_BW, parents_BW, first_class + torch.bucketize(surprise_BW, borders_K)))
-    own_WW = torch.eye(width, dtype=torch.bool, device=scores_BT.device).expand(len(scores_BT), -1, -1)
-    above_BWN = open_BTN.gather(1, above_BW[:, :, None].expand(-1, -1, open_BTN.shape[2]))
-    return nodes_3BW, scores_BW, torch.cat((above_BWN, own_WW), 2)
+    itself_WW = torch.eye(width, dtype=torch.bool, device=scores_BT.device).expand(len(scores_BT), -1, -1)
+    above_BWN = ancestors_BTN.gather(1, above_BW[:, :, None].expand(-1, -1, ancestors_BTN.shape[2]))
+    return nodes_3BW, scores_BW, torch.cat((above_BWN, itself_WW), 2)

@@ -19,12 +19,11 @@ import torch
 from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.build import build_drafter
-from longdraft.infer.drafters.longspec import WIDTHS
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.decoder import Decoder
 from longdraft.models.draft_folder import Draft
-from longdraft.models.drafts.longspec import LongSpec
+from longdraft.models.drafts.longspec import WIDTHS, LongSpec
 from longdraft.models.passes import Pass
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
@@ -34,7 +33,7 @@ from longdraft.train.methods.build import frozen_draft
 from longdraft.train.ranks import Ranks
 
 # A run of tokens in a row: (row, start, stop).
-Span = tuple[int, int, int]
+RowSpan = tuple[int, int, int]
 
 
 class Task(NamedTuple):
@@ -167,17 +166,17 @@ def _one_pass_of_all(model: Decoder, ranks: Ranks) -> Iterator[None]:
         model(Pass(token_11, needs={"last_kv"}))
 
 
-def beginnings(rows: ShardSet) -> list[list[Span]]:
+def beginnings(rows: ShardSet) -> list[list[RowSpan]]:
     """For each document, the runs of tokens from its first on, up to the first piece that is missing. They may lie in
     several rows."""
-    pieces: dict[str, dict[int, Span]] = defaultdict(dict)
+    pieces: dict[str, dict[int, RowSpan]] = defaultdict(dict)
     for i in range(len(rows)):
         for (name, number), (start, stop) in zip(rows.pieces(i), pairwise(rows[i]["borders"].tolist()), strict=True):
             pieces[name][number] = i, start, stop
     return [[spans[number] for number in takewhile(spans.__contains__, count())] for spans in pieces.values()]
 
 
-def held_out_prompts(rows: ShardSet, documents: Sequence[Sequence[Span]], context: int, n: int) -> list[list[int]]:
+def held_out_prompts(rows: ShardSet, documents: Sequence[Sequence[RowSpan]], context: int, n: int) -> list[list[int]]:
     """n prompts of `context` tokens: beginnings of documents, evenly spread over those that are long enough. Raises
     ValueError where there are fewer."""
     found = [spans for spans in documents if sum(stop - start for _, start, stop in spans) >= context]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from longdraft.models.draft_folder import Draft, DraftInfo, check_out, load_draft, save_draft, target_entry
 from longdraft.models.drafts.base import TOP_K
-from longdraft.models.drafts.longspec import LongSpec
+from longdraft.models.drafts.longspec import WIDTHS, LongSpec
 from longdraft.models.hf import lasting_name
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, model_card
@@ -20,8 +20,6 @@ from longdraft.train.methods.build import frozen_draft
 from longdraft.train.setup import open_rows, whole_target
 from longdraft.train.vocabulary import frequent_tokens
 
-# The drafter's default beam by level, of which a draft gets as many levels as it was trained with noise shifts.
-BEAM = (8, 16, 16, 16, 16)
 VERSIONS = ("longdraft", "torch", "transformers", "deepspeed", "safetensors")
 
 
@@ -82,7 +80,7 @@ def _restricted(config: Config, target: Target, draft: Draft, n: int) -> Draft:
 
 def _info(config: Config, saved: dict[str, Any], target: Target, draft: Draft) -> DraftInfo:
     noise = draft.config.noise if isinstance(draft, LongSpec) else None
-    levels: list[int] = [TOP_K] * draft.config.n_heads if noise is None else list(BEAM[:noise])  # pyright: ignore
+    levels: list[int] = [TOP_K] * draft.config.n_heads if noise is None else list(WIDTHS[:noise])  # pyright: ignore
     heldout = saved["extra"]["heldout"]
     return DraftInfo(
         # By the weights that the run began with, whatever lies at the target's path now.

@@ -3,33 +3,39 @@
 Pass l = 1, 2, ... runs the nodes of level l - 1 as queries (first the root, at position p) and proposes level l. The
 self-attention of these queries reads the draft's window and their ancestors. Their cross-attention reads the target's
 committed keys, which end at p - 1: the noise shift l of training. The draft's own keys and values depend on token and
-position only, so there is no prefill: committed tokens are read from the history, whoever proposed them.
-The block is in models/drafts/longspec.py, its passes and keys in infer/caches/longspec.py.
-Shapes: B slots, T queries of a pass, W nodes of a level, N rows of the tree so far, E draft vocabulary, D hidden.
+position only, so there is no prefill: a proposal first computes those that are missing, at most a window of them, from
+the committed tokens of the history, whoever proposed them.
+
+The block is in models/drafts/longspec.py. `_CPasses` runs it by one C call a level where the C kernels compute it,
+`_TorchPasses` by PyTorch's operations elsewhere.
+Shapes: B slots, T queries of a pass, N rows of the tree so far, C missing tokens, W rows of the window, S = W + N keys,
+P positions, E draft vocabulary, H query heads, K key/value heads, G = H / K, d head width.
 """
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
-from longdraft.infer.caches.longspec import DraftPasses, draft_passes, draft_rows
 from longdraft.infer.drafters.base import Count, DeviceDrafter, Levels, Request, check_draft
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import ROOT, TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.beam import Level, beam_level
-from longdraft.models.drafts.longspec import LongSpec, shape_of
+from longdraft.kernels.cpu import draft_block, rows
+from longdraft.kernels.linear import linear
+from longdraft.kernels.tree_attention import cross_attention
+from longdraft.models.decoder import Embedding
+from longdraft.models.drafts.longspec import WIDTHS, LongSpec, LongSpecConfig, shape_of
 from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
 from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
-# The paper's first level has 4 nodes. More need no further pass of the draft, and where verifying a few nodes costs
-# hardly more than verifying the root, this level brings most of the gain.
-WIDTHS = (8, 16, 16, 16, 16)
 # On a CPU, where every query token costs, only a level's best nodes are extended; a step commits almost as many tokens.
 EXTENDED_ON_CPU = 4
 # Borders of a level's classes, by surprise: minus a node's log-probability given its parent, in nats.
@@ -46,7 +52,7 @@ class LongSpecDrafter(DeviceDrafter):
     Args:
         target: the loaded target (models/target.py).
         draft: a trained block, in the target's dtype and on its device. A CPU with bf16 instructions runs a bf16 block
-            in int8 (infer/caches/longspec.py).
+            in int8.
         widths: nodes of each level; ones make a chain. A lower `max_nodes` narrows all levels alike.
         extended: how many nodes of a level, the best ones, are queries of the next pass; None: all on a GPU, and
             EXTENDED_ON_CPU on a CPU.
@@ -64,13 +70,14 @@ class LongSpecDrafter(DeviceDrafter):
         if len(widths) > draft.config.window:
             raise ValueError(f"widths: {len(widths)} levels, more than the {draft.config.window} of the draft's window")
         self.widths = widths
-        self.draft, self._target = draft, target.model
+        self.draft, self._embed = draft, target.model.embed_tokens
         self._head_ED = draft.head(target.model.lm_head.weight)
         self.max_nodes, self.max_depth = sum(self.widths), len(self.widths)
         self.extended = extended or (EXTENDED_ON_CPU if backend.is_host(self._head_ED.device) else max(self.widths))
         # The last level's nodes are never queries.
         self._tree_rows = 1 + sum(min(width, self.extended) for width in self.widths[:-1])
         self._borders = torch.tensor(SURPRISE, device=self._head_ED.device)
+        self._kind = _CPasses if _runs_in_c(draft, self._embed, self._head_ED) else _TorchPasses
         self._passes: DraftPasses | None = None
 
     @property
@@ -83,8 +90,8 @@ class LongSpecDrafter(DeviceDrafter):
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._passes is None or self._passes.cache is not cache:
-            self._passes = draft_passes(self.draft, self._target, self._head_ED, cache, self._tree_rows)
-        self._passes.start(slot, len(request.prompt))
+            self._passes = self._kind(self.draft, self._embed, self._head_ED, cache, self._tree_rows)
+        self._passes.on_start(len(request.prompt))
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._passes is not None
@@ -97,32 +104,33 @@ class LongSpecDrafter(DeviceDrafter):
         self._passes = None
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
-        return {"draft window": draft_rows(self.draft, self._target, self._head_ED, batch, capacity, self._tree_rows)}
+        shape = self._kind.kept_shape(self.draft.config, batch, capacity, self._tree_rows)
+        return {"draft window": [(shape, self._head_ED.dtype)]}
 
     def plan(self, state: SlotState, budget: Budget) -> tuple[int, ...]:
-        """How many positions before the roots the draft must read, at most, and the widths of the levels."""
+        """The most tokens before a root whose keys are missing, and the widths of the levels."""
         assert self._passes is not None
         widths = _fit(self.widths, budget.max_nodes)[: budget.stages]
         self.num_query_tokens = min(max(widths, default=1), self.extended)
-        return self._passes.plan(state, len(widths)), *widths
+        return self._passes.take_missing(state) if widths else 0, *widths
 
     def grow(self, state: SlotState, budget: Budget, plan: tuple[int, ...]) -> TokenTree:
-        n_unread, *widths = plan
+        n_missing, *widths = plan
         assert self._passes is not None
-        self._passes.begin(state, n_unread)
+        self._passes.catch_up(state, n_missing)
         level = self._root_level(state)
         nodes_3BN, first = level.nodes_3BW, 0  # of the tree so far; index in it of the first node that is extended
         tree = TokenTree(*nodes_3BN)
         for stage, width in enumerate(widths, start=1):
-            tokens_BT, scores_BT, open_BTN = level.nodes_3BW[0], level.scores_BW, level.open_BWN
+            tokens_BT, scores_BT, ancestors_BTN = level.nodes_3BW[0], level.scores_BW, level.ancestors_BWN
             if (others := tokens_BT.shape[1] - self.extended) > 0:
                 tokens_BT, scores_BT = tokens_BT[:, :-others], scores_BT[:, :-others]
-                open_BTN = open_BTN[:, :-others, :-others]  # the level's own columns are the last ones
-            logits_BTE = self._passes.logits(state, tokens_BT, stage, open_BTN)
+                ancestors_BTN = ancestors_BTN[:, :-others, :-others]  # the level's own columns are the last ones
+            logits_BTE = self._passes.logits(state, tokens_BT, stage, ancestors_BTN)
             best = state.best(logits_BTE, stage, min(width, logits_BTE.shape[-1]), self.draft.token_ids)
             first_class = 1 + (stage - 1) * (len(SURPRISE) + 1)
             level = beam_level(
-                *best, scores_BT, open_BTN, width, first, first_class, self._borders, self.draft.token_ids
+                *best, scores_BT, ancestors_BTN, width, first, first_class, self._borders, self.draft.token_ids
             )
             first = nodes_3BN.shape[2]
             nodes_3BN = torch.cat((nodes_3BN, level.nodes_3BW), 2)
@@ -149,3 +157,183 @@ def _fit(widths: Sequence[int], max_nodes: int) -> list[int]:
     for level, width in enumerate(widths):  # what rounding left over widens the first levels
         narrow[level] += min(width - narrow[level], max_nodes - sum(narrow))
     return narrow
+
+
+class DraftPasses:
+    """The block's passes over the slots of one cache of the target, with the block's own keys and values.
+
+    Attributes:
+        cache: the target's.
+        window: how many positions before its own a query reads at most: the configured window, or fewer positions.
+        kept: the block's own keys and values [B, P + rows of a tree, K, d]: of the token at position p in row p % P.
+        keeps_roots: whether the keys of a root that was a query are kept from then on.
+
+    Args:
+        tree_rows: the most rows of a tree that are ever queries.
+    """
+
+    keeps_roots = False
+
+    def __init__(self, draft: LongSpec, embed: nn.Embedding, head_ED: Tensor, cache: KVCache, tree_rows: int):
+        self.draft, self.cache, self._embed, self._head_ED = draft, cache, embed, head_ED
+        self.window = min(draft.config.window, draft.config.max_positions)
+        # Zeros, because masked rows are still multiplied by 0, and uninitialised memory may be NaN.
+        keys, values = head_ED.new_zeros(self.kept_shape(draft.config, cache.batch, cache.capacity, tree_rows))
+        self.kept, self._n_positions = (keys, values), keys.shape[1] - tree_rows
+        self._slots_B1 = torch.arange(cache.batch, device=head_ED.device)[:, None]
+        self._missing = 0  # the most tokens before its root whose keys a slot lacks
+        self._roots_queried = False  # whether the roots were queries in this step
+
+    @classmethod
+    def kept_shape(cls, config: LongSpecConfig, batch: int, capacity: int, tree_rows: int) -> tuple[int, ...]:
+        """The shape of keys and values together, for a cache of the target with `batch` slots of `capacity` rows."""
+        return 2, batch, cls.n_positions(config, capacity) + tree_rows, config.n_kv_heads, config.head_dim
+
+    @staticmethod
+    def n_positions(config: LongSpecConfig, capacity: int) -> int:
+        """P: of how many positions keys and values are kept."""
+        raise NotImplementedError
+
+    def on_start(self, length: int) -> None:
+        """Another sequence starts on a slot. length: tokens of its prompt."""
+        self._missing = min(max(self._missing, length), self.window)
+
+    def on_step(self, most: int) -> None:
+        """A step committed at most `most` tokens to each slot."""
+        self._missing = min(self._missing + most - (self._roots_queried and self.keeps_roots), self.window)
+        self._roots_queried = False
+
+    def take_missing(self, state: SlotState) -> int:
+        """The host's part of a proposal: how many tokens it will `catch_up` with."""
+        count, self._missing, self._roots_queried = min(state.rounded(self._missing), self.window), 0, True
+        return count
+
+    def catch_up(self, state: SlotState, n_missing: int) -> None:
+        """Compute the keys and values of the last `n_missing` tokens before the roots."""
+        if n_missing:
+            last_C = torch.arange(-n_missing, 0, device=state.positions.device)
+            positions_BC = (state.positions[:, None] + last_C).clamp(min=0)  # position 0 again where there are fewer
+            embeddings_BCD = self._embed(state.history.read(state.positions - n_missing, n_missing))
+            tables = self.draft.tables(positions_BC, state.history.prompt_lengths)
+            places = self._slots_B1, positions_BC % self._n_positions
+            self.kept[0][places], self.kept[1][places] = self.draft.self_kv(embeddings_BCD, tables)
+
+    def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
+        """Logits [B, T, E] after the nodes of `level` - 1, which are at position p + level - 1 for a root at p.
+
+        ancestors_BTN: bool, which of the tree's rows so far each node reads; the nodes' own rows are the last T.
+        """
+        raise NotImplementedError
+
+
+class _TorchPasses(DraftPasses):
+    """Passes by PyTorch's operations. Keys and values are kept of the last W positions before the root, and a proposal
+    catches up with these. The tree's rows follow, so that a pass attends to one piece of memory under one mask."""
+
+    @staticmethod
+    def n_positions(config: LongSpecConfig, capacity: int) -> int:
+        return min(config.window, config.max_positions)
+
+    def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
+        cache, n_rows, n_nodes = self.cache, *ancestors_BTN.shape[1:]
+        at_B, last_B1 = state.positions + level - 1, state.positions[:, None] - 1
+        positions_BW = last_B1 - (last_B1 - torch.arange(self.window, device=at_B.device)) % self.window
+        in_window_BW = positions_BW >= (at_B[:, None] - self.window).clamp(min=0)
+        mask_BTS = torch.cat([in_window_BW[:, None].expand(-1, n_rows, -1), ancestors_BTN], dim=2)
+        end = self.window + n_nodes
+
+        def attend_self(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+            keys, values = self.kept
+            keys[:, end - n_rows : end], values[:, end - n_rows : end] = k_BTKd, v_BTKd
+            return _attend(q_BTHd, keys[:, :end], values[:, :end], mask_BTS)
+
+        def attend_cross(q_BTHd: Tensor) -> Tensor:
+            return cross_attention(q_BTHd, cache.keys[-1], cache.values[-1], cache.lengths)
+
+        tables = self.draft.tables(at_B[:, None].expand_as(nodes_BT), state.history.prompt_lengths)
+        hidden_BTD = self.draft.block(self._embed(nodes_BT), tables, attend_self, attend_cross)
+        return linear(hidden_BTD, self._head_ED)
+
+
+def _attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask_BTS: Tensor) -> Tensor:
+    """Attention [B, T, H, d] over the rows in each query's mask. Query groups are folded into the query length, so that
+    keys and values are read once and never repeated."""
+    batch, n_rows, n_heads, head_dim = q_BTHd.shape
+    n_kv_heads = k_BSKd.shape[2]
+    groups = n_heads // n_kv_heads
+    q_BKGTd = q_BTHd.view(batch, n_rows, n_kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
+    out_BKQd = scaled_dot_product_attention(
+        q_BKGTd.reshape(batch, n_kv_heads, groups * n_rows, head_dim),
+        k_BSKd.transpose(1, 2),
+        v_BSKd.transpose(1, 2),
+        attn_mask=mask_BTS.repeat(1, groups, 1)[:, None],
+    )
+    out_BKGTd = out_BKQd.view(batch, n_kv_heads, groups, n_rows, head_dim)
+    return out_BKGTd.permute(0, 3, 1, 2, 4).reshape(batch, n_rows, n_heads, head_dim)
+
+
+class _CPasses(DraftPasses):
+    """Passes by one C call a level, over keys and values of all positions; none before the window is read."""
+
+    keeps_roots = True
+
+    def __init__(self, draft: LongSpec, embed: nn.Embedding, head_ED: Tensor, cache: KVCache, tree_rows: int):
+        super().__init__(draft, embed, head_ED, cache, tree_rows)
+        config = draft.config
+        cos, sin = draft.tables(torch.arange(cache.capacity + tree_rows)[None])
+        self._n_missing = 0  # tokens before the roots that the next level's call catches up with
+        scale, weights = _scale_of(embed), block_weights(draft, head_ED)
+        assert scale is not None
+        # A level is bound by the bytes that it reads, and its first candidates hardly change.
+        in_int8 = weights.dtype == torch.bfloat16 and rows.multiplies_bf16()
+        self._block = draft_block.DraftBlock(
+            weights.in_bytes() if in_int8 else weights,
+            draft_block.Inputs(embed.weight.detach(), scale, cos.flatten(0, -2), sin.flatten(0, 1).flatten(1)),
+            config.n_heads, config.n_kv_heads, config.rms_norm_eps, self.window + 1,  # with a row's own key
+            self.kept, (cache.keys[-1], cache.values[-1]),
+        )  # fmt: skip
+
+    @staticmethod
+    def n_positions(config: LongSpecConfig, capacity: int) -> int:
+        return capacity
+
+    def catch_up(self, state: SlotState, n_missing: int) -> None:
+        if self.cache.batch * n_missing <= rows.MOST_LINEAR_ROWS:
+            self._n_missing = n_missing  # they go along with the first level
+        else:
+            super().catch_up(state, n_missing)
+
+    def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
+        n_missing, self._n_missing = self._n_missing, 0
+        lengths_B, tokens_BS = self.cache.lengths, state.history.tokens
+        return self._block.run(nodes_BT, state.positions, level - 1, ancestors_BTN, lengths_B, tokens_BS, n_missing)
+
+
+def _runs_in_c(draft: LongSpec, embed: nn.Embedding, head_ED: Tensor) -> bool:
+    """Whether the C kernels compute this block here. Their RoPE is a table by position, so it must not depend on the
+    sequence's length."""
+    has_kernel = draft_block.can_run(block_weights(draft, head_ED), draft.config.head_dim)
+    same_form = (embed.weight.dtype, embed.weight.device) == (head_ED.dtype, head_ED.device)
+    plain_table = _scale_of(embed) is not None and embed.weight.is_contiguous()
+    return has_kernel and same_form and plain_table and not draft.rope.length_dependent
+
+
+def _scale_of(embed: nn.Embedding) -> float | None:
+    """The factor of the table's rows; None for a class that may do anything with them."""
+    if isinstance(embed, Embedding):
+        return embed.scale
+    return 1.0 if type(embed) is nn.Embedding and embed.max_norm is None else None
+
+
+def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
+    """The weights of a draft and its LM head for C, without a copy."""
+    layers = draft.self_qkv, draft.self_o, draft.cross_q, draft.cross_o, draft.gate_up, draft.down
+    matrices = (rows.Weight(weight.detach()) for weight in (*(layer.weight for layer in layers), head_ED))
+    vectors = (
+        draft.self_qkv.bias,
+        draft.cross_q.bias,
+        *(norm.weight for norm in (draft.self_norm, draft.cross_norm, draft.mlp_norm)),
+        None if draft.final_norm is None else draft.final_norm.weight,
+    )
+    detached = draft_block.Vectors._make(None if vector is None else vector.detach() for vector in vectors)
+    return draft_block.BlockWeights(draft_block.Matrices(*matrices), detached)

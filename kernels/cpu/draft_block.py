@@ -2,7 +2,7 @@
 cache, feed-forward.
 
 As separate calls a pass of one query token spends half of its time between them (docs/log). The bits are the same.
-Shapes: B slots, T query tokens, N rows behind the committed ones that the pass may read, S cache rows, D hidden width,
+Shapes: B slots, T query tokens, N rows of the tree so far, after the committed ones, S cache rows, D hidden width,
 F feed-forward width, H query heads, K key/value heads, X = (H + 2 K) d, d head width, E draft vocabulary, P positions.
 """
 
@@ -58,14 +58,14 @@ class BlockWeights(NamedTuple):
 # `draft_weights`, in which each matrix is its numbers and its scales, `draft_calls` and `draft_block` of rows.c.
 Weights = structure(addresses=" ".join((*(f"{name} {name}_scales" for name in Matrices._fields), *Vectors._fields)))
 Calls = structure(
-    (rows.Linear, "behind qkv self_o cross_q cross_o gate_up down head"),
-    (rows.Rotation, "behind_turned turned cross_turned"),
+    (rows.Linear, "missing qkv self_o cross_q cross_o gate_up down head"),
+    (rows.Rotation, "missing_turned turned cross_turned"),
     (rows.Attention, "attended crossed"),
 )
 Block = structure(
     addresses="weights calls tokens embeddings cos sin logits rest keys values lengths ends mask "
-    "target_keys target_values target_lengths history behind_starts behind_rest",
-    sizes="batch rows before n_behind hidden heads kv_heads width inner vocab window slot row "
+    "target_keys target_values target_lengths history missing_starts missing_rest",
+    sizes="batch rows before n_missing hidden heads kv_heads width inner vocab window slot row "
     "target_slot target_row history_slot offset",
     floats="eps scale embedding_scale",
 )
@@ -116,9 +116,9 @@ class DraftBlock:
         (vocab, hidden), inner = weights.matrices.head.numbers_NI.shape, weights.matrices.down.numbers_NI.shape[1]
         self._batch, self._rows = len(keys), min(keys.shape[1], len(inputs.cos_PF))
         self._dtype, self._vocab, kv, turning = weights.dtype, vocab, n_kv_heads * width, width // 2 * 3
-        # Numbers of scratch for each row of the pass, and for each of the `n_behind` rows before it.
+        # Numbers of scratch for each row of the pass, and for each of the `n_missing` rows before it.
         self._scratch = 6 * n_heads * width + 3 * kv + 4 * hidden + inner + turning
-        self._scratch_behind = hidden + 3 * kv + turning
+        self._scratch_missing = hidden + 3 * kv + turning
         scale = torch.tensor(inputs.scale, dtype=weights.dtype).item()
         (slot, row), (target_slot, target_row) = keys.stride()[:2], target_cache[0].stride()[:2]
         a = self._arguments = Block(
@@ -138,7 +138,7 @@ class DraftBlock:
         mask_BTN: Tensor,
         target_lengths_B: Tensor,
         history_BS: Tensor | None = None,
-        n_behind: int = 0,
+        n_missing: int = 0,
     ) -> Tensor:
         """Run one pass: logits [B, T, E] in the weights' dtype. Raises MemoryError if there is no memory for it.
 
@@ -149,14 +149,14 @@ class DraftBlock:
             offset: from the lengths to the tokens' position.
             mask_BTN: bool, which of the N rows each token reads, its own included.
             target_lengths_B: int64, how many rows of the target's cache are read.
-            history_BS: int64, the token ids of each slot by position, up to its length; needed if n_behind > 0.
-            n_behind: keys and values of this many last committed tokens are computed and written first, or of all if
+            history_BS: int64, the token ids of each slot by position, up to its length; needed if n_missing > 0.
+            n_missing: keys and values of this many last committed tokens are computed and written first, or of all if
                 there are fewer.
         """
         batch, n_tokens = tokens_BT.shape
         before, a = mask_BTN.shape[2] - n_tokens, self._arguments
         assert before >= 0 and batch <= self._batch
-        assert int(lengths_B.max()) + max(before + n_tokens, offset + 1) <= self._rows, "no room behind the lengths"
+        assert int(lengths_B.max()) + max(before + n_tokens, offset + 1) <= self._rows, "no room after the lengths"
         tokens_BT, mask_BTN = tokens_BT.contiguous(), mask_BTN.contiguous()
         lengths_B, target_lengths_B = lengths_B.contiguous(), target_lengths_B.contiguous()
         assert fits(tokens_BT, torch.int64, batch, n_tokens)
@@ -167,14 +167,14 @@ class DraftBlock:
         ends_B = lengths_B + before if before else lengths_B
         a.tokens, a.mask, a.logits, a.rest = pointers(tokens_BT, mask_BTN, logits, rest)
         a.lengths, a.ends, a.target_lengths = pointers(lengths_B, ends_B, target_lengths_B)
-        if n_behind:
+        if n_missing:
             assert history_BS is not None and len(history_BS) == batch
             assert (history_BS.dtype, history_BS.stride(1)) == (torch.int64, 1)
-            starts_B = lengths_B - n_behind
-            rest_behind = torch.empty(batch * n_behind * self._scratch_behind, dtype=self._dtype)
-            a.history, a.behind_starts, a.behind_rest = pointers(history_BS, starts_B, rest_behind)
+            starts_B = lengths_B - n_missing
+            rest_missing = torch.empty(batch * n_missing * self._scratch_missing, dtype=self._dtype)
+            a.history, a.missing_starts, a.missing_rest = pointers(history_BS, starts_B, rest_missing)
             a.history_slot = history_BS.stride(0)
-        a.batch, a.rows, a.before, a.n_behind, a.offset = batch, n_tokens, before, n_behind, offset
+        a.batch, a.rows, a.before, a.n_missing, a.offset = batch, n_tokens, before, n_missing, offset
         make_call("draft_block", self._dtype, a, f"a block of {batch * n_tokens} tokens")
         return logits
 

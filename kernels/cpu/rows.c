@@ -167,8 +167,8 @@ typedef struct {
     const void *x, *cos, *sin; /* x [m, heads, d], rows `stride` apart; cos [m, d / 2]; sin [m, d], signs included */
     const void *q_norm, *k_norm; /* [d], RMSNorms of the first `queries` heads and of the others; or both NULL */
     void *y;                   /* [m, heads, d] contiguous */
-    /* A cache, or NULL. Row r of slot b goes to cache row lengths[b] + r unless that is negative: the rotated heads behind
-     * the queries to `keys`, and the equally many heads behind these in x, unchanged, to `values`. */
+    /* A cache, or NULL. Row r of slot b goes to cache row lengths[b] + r unless that is negative: the rotated heads after
+     * the queries to `keys`, and the equally many heads after these in x, unchanged, to `values`. */
     void *keys, *values;
     const int64_t *lengths;
     ix m, heads, d, stride, period; /* row i is rotated by row i % period of cos and sin */
@@ -221,8 +221,8 @@ typedef struct {
     const void *qkv_bias, *cross_q_bias, *self_norm, *cross_norm, *mlp_norm, *final_norm; /* biases and the last may be NULL */
 } draft_weights;
 typedef struct {
-    linear behind, qkv, self_o, cross_q, cross_o, gate_up, down, head;
-    rotation behind_turned, turned, cross_turned;
+    linear missing, qkv, self_o, cross_q, cross_o, gate_up, down, head;
+    rotation missing_turned, turned, cross_turned;
     attention attended, crossed;
 } draft_calls;
 typedef struct {
@@ -237,11 +237,11 @@ typedef struct {
     const uint8_t *mask;    /* as in attention */
     const void *target_keys, *target_values; /* of equal strides, heads contiguous */
     const int64_t *target_lengths;
-    /* Keys and values of the last n_behind committed tokens are written first, from behind_starts = lengths - n_behind on;
+    /* Keys and values of the last n_missing committed tokens are written first, from missing_starts = lengths - n_missing on;
      * history: tokens by position, slots history_slot apart. */
-    const int64_t *history, *behind_starts;
-    void *behind_rest; /* scratch [batch * n_behind, hidden + 3 * kv + 3 * d / 2] */
-    ix batch, rows, before, n_behind, hidden, heads, kv_heads, width, inner, vocab, window;
+    const int64_t *history, *missing_starts;
+    void *missing_rest; /* scratch [batch * n_missing, hidden + 3 * kv + 3 * d / 2] */
+    ix batch, rows, before, n_missing, hidden, heads, kv_heads, width, inner, vocab, window;
     ix slot, row, target_slot, target_row, history_slot, offset; /* strides in elements */
     float eps, scale, embedding_scale;
 } draft_block;

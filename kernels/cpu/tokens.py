@@ -17,7 +17,7 @@ BestTokens = structure(
     addresses="logits divisors noise ids parts log_probs words", sizes="batch rows vocab count noise_row"
 )
 Beam = structure(
-    addresses="log_probs words ids scores borders open nodes sums below",
+    addresses="log_probs words ids scores borders ancestors nodes sums ancestors_below",
     sizes="batch rows count width before n_borders first_node first_class",
 )
 
@@ -56,7 +56,7 @@ def beam_level(
     log_probs_BTC: Tensor,
     words_BTC: Tensor,
     scores_BT: Tensor,
-    open_BTN: Tensor,
+    ancestors_BTN: Tensor,
     width: int,
     first_node: int,
     first_class: int,
@@ -64,17 +64,17 @@ def beam_level(
     token_ids_E: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `longdraft.kernels.beam.beam_level`."""
-    (batch, n_rows, count), before, lib = log_probs_BTC.shape, open_BTN.shape[2], library()
+    (batch, n_rows, count), before, lib = log_probs_BTC.shape, ancestors_BTN.shape[2], library()
     dtypes = (torch.float32, torch.int64, torch.int64, torch.float32, torch.float32, torch.bool)
-    given = log_probs_BTC, words_BTC, token_ids_E, scores_BT, borders_K, open_BTN
+    given = log_probs_BTC, words_BTC, token_ids_E, scores_BT, borders_K, ancestors_BTN
     inputs = [None if tensor is None else tensor.contiguous() for tensor in given]
     assert all(tensor is None or tensor.dtype == dtype for tensor, dtype in zip(inputs, dtypes, strict=True))
-    assert words_BTC.shape == log_probs_BTC.shape and scores_BT.shape == open_BTN.shape[:2] == (batch, n_rows)
+    assert words_BTC.shape == log_probs_BTC.shape and scores_BT.shape == ancestors_BTN.shape[:2] == (batch, n_rows)
     assert 0 < width <= n_rows * count and lib is not None
     nodes_3BW = torch.empty(3, batch, width, dtype=torch.int64)
     scores_BW = torch.empty(batch, width, dtype=torch.float32)
-    open_BWN = torch.empty(batch, width, before + width, dtype=torch.bool)
+    ancestors_BWN = torch.empty(batch, width, before + width, dtype=torch.bool)
     sizes = batch, n_rows, count, width, before, len(borders_K), first_node, first_class
-    arguments = Beam(*pointers(*inputs, nodes_3BW, scores_BW, open_BWN), *sizes)
+    arguments = Beam(*pointers(*inputs, nodes_3BW, scores_BW, ancestors_BWN), *sizes)
     lib.beam_level(ctypes.addressof(arguments))
-    return nodes_3BW, scores_BW, open_BWN
+    return nodes_3BW, scores_BW, ancestors_BWN

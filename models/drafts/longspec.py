@@ -30,6 +30,9 @@ from longdraft.models.schema import Bool, Float, validated_dataclass
 from longdraft.models.stream import RMSNorm, Stream
 
 INIT_STD = 0.02
+# Nodes of a beam's levels. The paper's first level has 4. More need no further pass of the draft, and where verifying a
+# few nodes costs hardly more than verifying the root, this level brings most of the gain.
+WIDTHS = (8, 16, 16, 16, 16)
 # Config fields that are copied from the target.
 SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "head_dim", "rms_norm_eps",

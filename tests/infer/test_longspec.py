@@ -9,10 +9,9 @@ import torch
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
-from longdraft.infer.caches.longspec import _CPasses
 from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Request
-from longdraft.infer.drafters.longspec import EXTENDED_ON_CPU, WIDTHS, LongSpecDrafter, _fit
+from longdraft.infer.drafters.longspec import EXTENDED_ON_CPU, LongSpecDrafter, _CPasses, _fit
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
@@ -21,7 +20,7 @@ from longdraft.infer.tree import PAD, TokenTree
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.kernels.cpu import draft_block
 from longdraft.models.drafts.heads import Medusa, MedusaConfig
-from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig, plan_queries
+from longdraft.models.drafts.longspec import WIDTHS, LongSpec, LongSpecConfig, plan_queries
 from longdraft.models.footprint import sizes
 from longdraft.models.passes import Pass
 
@@ -182,6 +181,7 @@ def test_logits_are_the_whole_rows_after_any_commits(target, restricted):
         lambda: None,
         lambda: bench.commit(some(1), some(4), some(2)),
         lambda: [bench.commit(some(3), [], some(1)) for _ in range(4)],  # steps in which nothing was proposed
+        lambda: [(bench.propose(0), bench.commit(some(2), some(1), some(3))) for _ in range(2)],  # roots alone
         lambda: bench.commit(some(WINDOW + 3), some(2), some(12)),
         lambda: bench.begin(1, some(30)),
         lambda: bench.commit(some(1), some(1), some(1)),

@@ -18,9 +18,9 @@ def given(batch, n_rows, count, before, seed=0):
     log_probs_BTC = torch.randn(batch, n_rows, count, generator=generator).sort(-1, descending=True).values - 2
     words_BTC = torch.rand(batch, n_rows, 50, generator=generator).argsort(-1)[..., :count]
     scores_BT = torch.randn(batch, n_rows, generator=generator) - 3
-    open_BTN = torch.rand(batch, n_rows, before, generator=generator) < 0.5
+    ancestors_BTN = torch.rand(batch, n_rows, before, generator=generator) < 0.5
     own_TT = torch.eye(n_rows, dtype=torch.bool).expand(batch, -1, -1)
-    return log_probs_BTC, words_BTC, scores_BT, torch.cat((open_BTN, own_TT), 2)
+    return log_probs_BTC, words_BTC, scores_BT, torch.cat((ancestors_BTN, own_TT), 2)
 
 
 @pytest.mark.parametrize("width", [1, 7, 16])

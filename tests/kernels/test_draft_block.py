@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longdraft.infer.caches.longspec import block_weights
+from longdraft.infer.drafters.longspec import block_weights
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.cpu.draft_block import DraftBlock, Inputs, Matrices, can_run
 from longdraft.kernels.tree_attention import cross_attention_reference as cross_attention
@@ -151,26 +151,26 @@ def test_a_row_alone_has_the_bits_of_a_row_among_others():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_behind_leave_the_keys_and_values_of_the_network(kind, dtype):
+def test_missing_rows_get_the_keys_and_values_of_the_network(kind, dtype):
     """Those of the last committed tokens, of which a slot may have fewer. No other row changes but the pass's own."""
     draft, head_ED = block_of(kind, dtype)
-    config, generator, n_behind = draft.config, torch.Generator().manual_seed(4), 5
-    lengths_B, positions_5 = torch.tensor([30, 3, 0]), torch.arange(-n_behind, 0)
+    config, generator, n_missing = draft.config, torch.Generator().manual_seed(4), 5
+    lengths_B, positions_5 = torch.tensor([30, 3, 0]), torch.arange(-n_missing, 0)
     shape = 3, CAPACITY, config.n_kv_heads, config.head_dim
     keys, values, seen = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
     embeddings_VD = embeddings_of(config, dtype, generator)
     tokens_B1 = some_tokens(3, 1, generator=generator)
     history_BS = some_tokens(3, 2 * CAPACITY, generator=generator)[:, :CAPACITY]  # rows apart
     positions_B5 = (lengths_B[:, None] + positions_5).clamp(min=0)
-    behind_BTD = embeddings_VD[history_BS.gather(1, positions_B5)]
-    expected, own_kv = (keys.clone(), values.clone()), draft.self_kv(behind_BTD, draft.tables(positions_B5))
+    missing_BTD = embeddings_VD[history_BS.gather(1, positions_B5)]
+    expected, own_kv = (keys.clone(), values.clone()), draft.self_kv(missing_BTD, draft.tables(positions_B5))
     for slot, length in enumerate(lengths_B.tolist()):
         for kept, fresh_BTKd in zip(expected, own_kv, strict=True):
-            count = min(n_behind, length)
-            kept[slot, length - count : length] = fresh_BTKd[slot, n_behind - count :]
+            count = min(n_missing, length)
+            kept[slot, length - count : length] = fresh_BTKd[slot, n_missing - count :]
     block = block_for(draft, block_weights(draft, head_ED), embeddings_VD, (keys, values), (seen, seen))
     mask_B11 = torch.ones(3, 1, 1, dtype=torch.bool)
-    found = block.run(tokens_B1, lengths_B, 0, mask_B11, lengths_B, history_BS, n_behind)
+    found = block.run(tokens_B1, lengths_B, 0, mask_B11, lengths_B, history_BS, n_missing)
     for kept, wanted in zip((keys, values), expected, strict=True):
         for slot, length in enumerate(lengths_B.tolist()):
             torch.testing.assert_close(kept[slot, :length], wanted[slot, :length])
@@ -206,5 +206,5 @@ def test_a_position_without_a_row_is_refused():
     one, mask = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, 1, dtype=torch.bool)
     block.run(one, torch.tensor([CAPACITY - 1]), 0, mask, torch.tensor([3]))
     for length, offset in ((CAPACITY, 0), (CAPACITY - 1, 1)):
-        with pytest.raises(AssertionError, match="no room behind the lengths"):
+        with pytest.raises(AssertionError, match="no room after the lengths"):
             block.run(one, torch.tensor([length]), offset, mask, torch.tensor([3]))
