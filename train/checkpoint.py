@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longdraft.models.files import file_digest, sync, write_tensors
-from longdraft.train.config import Config, saved_config_from_dict, to_flat_dict
+from longdraft.train.config import Config, config_from_dict, to_dict
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.ranks import Ranks, TrainingError
 
@@ -40,6 +40,8 @@ FREE = (
     "train.max_skipped", "train.device", "log", "heldout", "decoding", "data.max_dropped_share", "data.path",
     "draft.start_from",
 )  # fmt: skip
+# Fields of former versions, which the configs of their runs and drafts still have.
+REMOVED = ("decoding.share", "log.wandb_project")
 # A checkpoint's folder and its state.json.
 Found = tuple[Path, dict[str, Any]]
 
@@ -112,15 +114,24 @@ def best(run_dir: str | Path) -> Found | None:
 
 
 def saved_config(run_dir: str | Path, state: Mapping[str, Any]) -> Config:
-    """The config that a checkpoint was saved with, with the place where its run lies now.
+    """The config that a checkpoint was saved with, with the place where its run lies now. One of a former version may
+    have fields in REMOVED, null for a field's default, and `gguf_file`, which is a part of the path now.
 
     Raises ValueError where this version cannot read it.
     """
-    values = state["config"]
-    target = dict(values["target"])
-    if file := target.pop("gguf_file", None):  # of a former version: now a part of the path
-        target["path"] += f"/{file}"
-    return saved_config_from_dict(values | {"target": target, "train": values["train"] | {"run_dir": str(run_dir)}})
+    values = {
+        name: {key: value for key, value in section.items() if value is not None and f"{name}.{key}" not in REMOVED}
+        for name, section in state["config"].items()
+    }
+    if file := values["target"].pop("gguf_file", None):
+        values["target"]["path"] += f"/{file}"
+    values["train"]["run_dir"] = str(run_dir)
+    return config_from_dict(values)
+
+
+def _by_field(config: Config) -> dict[str, Any]:
+    """The config's values by `section.field`."""
+    return {f"{section}.{name}": value for section, fields in to_dict(config).items() for name, value in fields.items()}
 
 
 def check_continues(state: Mapping[str, Any], config: Config, rows: Mapping[str, Any]) -> None:
@@ -131,7 +142,7 @@ def check_continues(state: Mapping[str, Any], config: Config, rows: Mapping[str,
         state: the checkpoint's. rows: what identifies the training rows (`ShardSet.identity`).
     """
     run_dir = config.train.run_dir
-    saved, now = (to_flat_dict(one) for one in (saved_config(run_dir, state), config))
+    saved, now = (_by_field(one) for one in (saved_config(run_dir, state), config))
     changed = {name: (now[name], saved.get(name)) for name in now if now[name] != saved.get(name)}
     changed = {name: pair for name, pair in changed.items() if name not in FREE and name.split(".")[0] not in FREE}
     if state["extra"]["data"] != rows:

@@ -19,8 +19,6 @@ from longdraft.models.schema import Bool, Float, Int, Schema, Str, validate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MAX_NUMBER = 2**31 - 1
-# Fields of former versions, which the configs of their runs and drafts still have.
-REMOVED = ("decoding.share", "log.wandb_project")
 
 Count = Annotated[Int, Field(gt=0, le=MAX_NUMBER)]
 Natural = Annotated[Int, Field(ge=0, le=MAX_NUMBER)]
@@ -324,25 +322,9 @@ def config_from_dict(values: Any) -> Config:
     return validate(Config, values)
 
 
-def saved_config_from_dict(values: Mapping[str, Mapping[str, Any]]) -> Config:
-    """The config that this version or a former one saved. A former one may have fields in REMOVED, and null for a
-    field's default."""
-    return config_from_dict(
-        {
-            name: {key: value for key, value in section.items() if value is not None and f"{name}.{key}" not in REMOVED}
-            for name, section in values.items()
-        }
-    )
-
-
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain dicts, lists and scalars, for JSON and W&B."""
     return config.model_dump(mode="json")
-
-
-def to_flat_dict(config: Config) -> dict[str, Any]:
-    """`to_dict` with keys `section.field`."""
-    return {f"{section}.{name}": value for section, fields in to_dict(config).items() for name, value in fields.items()}
 
 
 def to_yaml(config: Config) -> str:

@@ -1,6 +1,5 @@
 """DeepSpeed around the draft: its settings, the optimizer and its state, one step. The frozen target stays outside."""
 
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, redirect_stdout
 from io import StringIO
@@ -45,15 +44,6 @@ def deepspeed_dict(train: TrainSection, clip: float, world_size: int, n_weights:
         "communication_data_type": "fp32",
         "steps_per_print": 10**9,
     }
-
-
-def learning_rate(step: int, steps: int, optimizer: OptimizerSection) -> float:
-    """The rate of step 0, 1, ...: (step + 1) / warmup of the peak, then a cosine that would reach 0 at `steps`."""
-    warmup = optimizer.warmup_steps or 0
-    if step < warmup:
-        return optimizer.peak_lr * (step + 1) / warmup
-    progress = (step - warmup) / (steps - warmup)
-    return optimizer.peak_lr * (1 + math.cos(math.pi * progress)) / 2
 
 
 def parameter_groups(draft: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ about too many skipped passes is raised later.
 Shapes: P parts of the loss, K ranks counted.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from longdraft.kernels.linear_loss import LinearLoss
 from longdraft.kernels.transfer import HostCopy, Moment, from_host
 from longdraft.models.drafts.base import TOP_K
 from longdraft.train.batches import EpochRow, rank_rows, read_batch, step_rows
-from longdraft.train.deepspeed_engine import learning_rate
+from longdraft.train.config import OptimizerSection
 from longdraft.train.estimate import operations
 from longdraft.train.methods.base import MicroBatch
 from longdraft.train.ranks import TrainingError, log
@@ -46,34 +47,9 @@ class StepResult:
     target_seconds: float
 
 
-def begin_step_sum(run: Run, n_skipped: int = 0) -> None:
-    """Start the one all-reduce at a step's end: the passes that this rank skipped, whether it wants to stop, and the
-    label counts of the next step's rows."""
-    n_labels = () if run.next_input is None else run.next_input.n_labels
-    run.sums = run.ranks.begin_sum([n_skipped, float(bool(run.stop)), *n_labels])
-
-
-def finish_step_sum(run: Run) -> tuple[bool, list[float]]:
-    """Whether any rank wished to stop, and all ranks' labels of each part of the next step's loss. The skipped passes
-    are counted the first time. All ranks call it before a step is logged, saved or followed by another.
-
-    Raises TrainingError above train.max_skipped.
-    """
-    n_skipped, stopping, *n_labels = run.sums()
-    run.sums = lambda: [0.0, stopping, *n_labels]
-    run.skipped += int(n_skipped)
-    most = run.config.train.max_skipped
-    if run.skipped > most:
-        raise TrainingError(
-            f"step {run.step}: {run.skipped} times a loss or gradient was not a number, more than train.max_skipped = "
-            f"{most}; what was saved before is good: lower optimizer.peak_lr and start a new run, or look at these rows"
-        )
-    return bool(stopping), n_labels
-
-
 def train_step(run: Run) -> StepResult | None:
-    """Take one step on this rank's rows. Returns None, with nothing done, if any rank had something in `run.stop`
-    before the step or during a pass before its last one."""
+    """Take one step on this rank's rows. Returns None, with the weights as they were, if any rank had something in
+    `run.stop` before the step or during a pass before its last one."""
     train, ranks = run.config.train, run.ranks
     if run.next_input is None:  # the run's first step
         run.next_input = _read_input(run, run.step)
@@ -120,6 +96,40 @@ def train_step(run: Run) -> StepResult | None:
         _wait_for(ranks.device)
         target_seconds = sum(begun.seconds_to(ended) for begun, ended in laps)
     return StepResult(loss, n_labels, time.perf_counter() - begin, target_seconds)
+
+
+def begin_step_sum(run: Run, n_skipped: int = 0) -> None:
+    """Start the one all-reduce at a step's end: the passes that this rank skipped, whether it wants to stop, and the
+    label counts of the next step's rows."""
+    n_labels = () if run.next_input is None else run.next_input.n_labels
+    run.sums = run.ranks.begin_sum([n_skipped, float(bool(run.stop)), *n_labels])
+
+
+def finish_step_sum(run: Run) -> tuple[bool, list[float]]:
+    """Whether any rank wished to stop, and all ranks' labels of each part of the next step's loss. The skipped passes
+    are counted the first time. All ranks call it before a step is logged, saved or followed by another.
+
+    Raises TrainingError above train.max_skipped.
+    """
+    n_skipped, stopping, *n_labels = run.sums()
+    run.sums = lambda: [0.0, stopping, *n_labels]
+    run.skipped += int(n_skipped)
+    most = run.config.train.max_skipped
+    if run.skipped > most:
+        raise TrainingError(
+            f"step {run.step}: {run.skipped} times a loss or gradient was not a number, more than train.max_skipped = "
+            f"{most}; what was saved before is good: lower optimizer.peak_lr and start a new run, or look at these rows"
+        )
+    return bool(stopping), n_labels
+
+
+def learning_rate(step: int, steps: int, optimizer: OptimizerSection) -> float:
+    """The rate of step 0, 1, ...: (step + 1) / warmup of the peak, then a cosine that would reach 0 at `steps`."""
+    warmup = optimizer.warmup_steps or 0
+    if step < warmup:
+        return optimizer.peak_lr * (step + 1) / warmup
+    progress = (step - warmup) / (steps - warmup)
+    return optimizer.peak_lr * (1 + math.cos(math.pi * progress)) / 2
 
 
 def _wait_for(device: torch.device) -> None:

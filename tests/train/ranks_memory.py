@@ -24,10 +24,10 @@ from longdraft.models.target import Target
 from longdraft.train.batches import epoch_order
 from longdraft.train.config import Config
 from longdraft.train.config_file import load_config
-from longdraft.train.deepspeed_engine import DraftEngine, learning_rate
+from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
 from longdraft.train.setup import open_run, open_target
-from longdraft.train.step import train_step
+from longdraft.train.step import learning_rate, train_step
 
 WIDTH, MATRICES, PASSES, STEPS = 1024, 4, 2, 2
 

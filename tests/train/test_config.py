@@ -18,7 +18,6 @@ from longdraft.train.config import (
     MedusaSection,
     TokenSwiftSection,
     config_from_dict,
-    saved_config_from_dict,
     to_dict,
     to_yaml,
 )
@@ -271,7 +270,7 @@ def test_saved_configs_of_former_versions_are_read(config_file):
     config = load_config(config_file)
     values = to_dict(config)
     values["data"]["sinks"], values["decoding"]["share"] = None, 0.1
-    assert saved_config_from_dict(values) == config and config.data.sinks == 4
+    assert saved_config(config.train.run_dir, {"config": values}) == config and config.data.sinks == 4
     for name in shipped_drafts():
         saved_config("run", {"config": read_info(name).train_config, "step": 1})
     values["target"] |= {"path": "folder", "gguf_file": "a.gguf"}

@@ -21,12 +21,13 @@ from longdraft.train import checkpoint
 from longdraft.train.batches import step_rows
 from longdraft.train.config import DTYPES, OptimizerSection
 from longdraft.train.config_file import load_config
-from longdraft.train.deepspeed_engine import learning_rate, parameter_groups
+from longdraft.train.deepspeed_engine import parameter_groups
 from longdraft.train.export import export
 from longdraft.train.loop import train
 from longdraft.train.methods.build import open_method
 from longdraft.train.ranks import TrainingError
 from longdraft.train.setup import open_rows
+from longdraft.train.step import learning_rate
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import Tracker, _flat, read_metrics, wandb_mode
 
