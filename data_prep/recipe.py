@@ -105,7 +105,7 @@ class PrepareConfig(Schema):
     def _settings_fit_the_sources(self) -> Self:
         check_outside(self.out, (source.path for source in self.sources.values()))
         if self.chat_template is not None and not any(source.is_chat for source in self.sources.values()):
-            raise ValueError("chat_template is for conversations; give --chat-field, or leave it out")
+            raise ValueError("chat_template is for conversations; give --chat-field, or omit it")
         if self.max_tokens is None and any(source.weight != 1 for source in self.sources.values()):
             raise ValueError("max_tokens is missing, and weights share it out: say how many tokens the mix is to have")
         return self

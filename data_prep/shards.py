@@ -143,7 +143,7 @@ class ShardSet:
                     f"{vocab_size}; prepare it for this target"
                 )
 
-    def left_out(self) -> tuple[float, dict[str, int]]:
+    def dropped_share(self) -> tuple[float, dict[str, int]]:
         """The fraction of all documents seen that was bad or did not fit, and how many for each reason."""
         reasons = {**self.manifest.get("bad", {}), **self.manifest.get("dropped", {})}
         reasons.pop("beyond_max_tokens", None)  # --max-tokens asked for it

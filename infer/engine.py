@@ -90,7 +90,7 @@ class Engine:
 
         Returns: the generations in the prompts' order.
         """
-        pieces = self._decode(*self._read(prompts, params))
+        pieces = self._decode(*self._prepare(prompts, params))
         return sorted((piece.generation for piece in pieces if piece.generation), key=lambda one: one.index)
 
     def stream(
@@ -98,7 +98,7 @@ class Engine:
     ) -> Generator[Piece]:
         """Like `generate`, but yields every sequence's tokens as soon as they are committed. Closing it ends all
         sequences."""
-        return self._decode(*self._read(prompts, params))
+        return self._decode(*self._prepare(prompts, params))
 
     def serve(self, arrivals: Arrivals) -> Generator[Piece]:
         """Like `stream`, for requests that come while others run (`read_requests` makes them; each needs its own
@@ -111,7 +111,7 @@ class Engine:
         """End prompt `index` of the running stream. Its next piece carries the generation so far."""
         self._cancelled.add(index)
 
-    def _read(
+    def _prepare(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> tuple[list[Request], int, int]:
         """Check the prompts. Returns the requests, the number of slots for them and the positions of each slot."""
@@ -168,11 +168,11 @@ class Engine:
         for sequence in ended:
             yield sequence.cancel()
 
-    def _collect(self, stepped: list[ActiveSequence | None], step: Step) -> Iterator[Piece]:
-        """Read a step, and give its tokens to the sequences of that step that have not finished meanwhile."""
-        present = [sequence is not None and not sequence.result.finish_reason for sequence in stepped]
+    def _collect(self, decoding: list[ActiveSequence | None], step: Step) -> Iterator[Piece]:
+        """Read a step, and give its tokens to the sequences that it decoded and that have not finished meanwhile."""
+        present = [sequence is not None and not sequence.result.finish_reason for sequence in decoding]
         self.runner.read(step, present)
-        for slot, sequence in enumerate(stepped):
+        for slot, sequence in enumerate(decoding):
             if sequence is None or sequence.result.finish_reason:
                 continue
             piece = sequence.commit(step.tokens[slot], step.logprobs[slot] if step.logprobs else ())

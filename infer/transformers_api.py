@@ -138,7 +138,7 @@ def _supported(values: Mapping[str, Any]) -> Supported:
         if name in Supported.model_fields:
             asked[name] = value
         elif not off and not name.startswith("_") and name != "transformers_version":
-            raise ValueError(f"{name}: not supported here; leave it out, or use model.generate")
+            raise ValueError(f"{name}: not supported here; omit it, or use model.generate")
     return validate(Supported, asked)
 
 

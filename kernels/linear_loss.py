@@ -116,9 +116,9 @@ class _LinearLoss(torch.autograd.Function):
         grads = [weight_VD.new_empty(len(part.rows), width) if one_learns else None for part, one_learns in sizes]
         for start in range(0, n_labels, n_rows):
             chunk = slice(start, min(start + n_rows, n_labels))
-            pieces, labels_C = _pieces(borders, chunk), labels_T[chunk]
+            shared, labels_C = _shared(borders, chunk), labels_T[chunk]
             states, logits = (x[: len(labels_C)] for x in (states_CD, logits_CV))
-            for part, of_all, of_chunk, _ in pieces:
+            for part, of_all, of_chunk, _ in shared:
                 torch.index_select(hiddens[part], 0, rows_T[of_all], out=states[of_chunk])
             torch.mm(states, weight_VD.T, out=logits)
             arguments = logits, labels_C, loss_T[chunk], before_T[chunk], top_k, learns
@@ -129,7 +129,7 @@ class _LinearLoss(torch.autograd.Function):
             if learns:
                 torch.mm(logits, weight_VD, out=states)
                 states.masked_fill_((labels_C == IGNORED)[:, None], 0.0)
-            for part, _, of_chunk, of_part in pieces:
+            for part, _, of_chunk, of_part in shared:
                 if (grad_MD := grads[part]) is not None:
                     grad_MD[of_part] = states[of_chunk]
         ctx.grads, ctx.rows, ctx.n_states = grads, [part.rows for part in parts], [len(x) for x in hiddens]
@@ -156,15 +156,15 @@ class _LinearLoss(torch.autograd.Function):
         return *[None] * 5, *state_grads
 
 
-def _pieces(borders: list[int], chunk: slice) -> list[tuple[int, slice, slice, slice]]:
+def _shared(borders: list[int], chunk: slice) -> list[tuple[int, slice, slice, slice]]:
     """The labels that a chunk and each part share: the part, and where they are among all labels, in the chunk and in
     the part."""
-    pieces = []
+    shared = []
     for part, (first, last) in enumerate(pairwise(borders)):
         start, stop = max(first, chunk.start), min(last, chunk.stop)
         if start < stop:
-            pieces.append((part, *(slice(start - begin, stop - begin) for begin in (0, chunk.start, first))))
-    return pieces
+            shared.append((part, *(slice(start - begin, stop - begin) for begin in (0, chunk.start, first))))
+    return shared
 
 
 def chunk_losses(

@@ -18,7 +18,7 @@ def hub_folder(
     """Download files of a hub repository, or find them in the hub's cache. Returns the folder that they are in.
 
     Args:
-        files: patterns of the files to download; `ignored`: of those to leave out although they match.
+        files: patterns of the files to download; `ignored`: of those to skip although they match.
         weights: groups of patterns, the preferred one first. The first group that the repository has is downloaded too.
         refusal: the beginning of the error that then quotes the hub.
     Raises: ValueError if there is no such repository or revision, it cannot be reached, or its files cannot be stored.

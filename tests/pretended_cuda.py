@@ -12,7 +12,7 @@ What it can show:
 - `waits`: where the host would wait for what is queued. Values read (`item`, `tolist`, a branch, an index), results
   whose size the values decide (`nonzero`, a mask as index), copies between host and device that are not queued (from or
   to memory that is not pinned, a number put into one place of a tensor, a list as index), `torch.cuda.synchronize`, an
-  event that is waited for before anything is queued behind it.
+  event that is waited for before anything is queued after it.
 - `late`: events waited for later than that, as `HostCopy` does. `queued`: copies that nobody waits for.
 - Tensors of two devices in one operation raise, as in PyTorch.
 - Recorded work (infer/graphs.py) runs under a ban of all waits and copies, at each replay.
@@ -257,7 +257,7 @@ class PretendedCuda:
 
             def synchronize(self) -> None:
                 if self._calls >= 0 and not self.query():
-                    gpu.wait("an event that nothing is queued behind")
+                    gpu.wait("an event that nothing is queued after")
                 else:
                     gpu._see(gpu.late, "event")
 

@@ -76,7 +76,7 @@ def test_two_devices_do_not_mix(gpu):
         choose(torch.ones(1, 2, 8).to("cuda"), torch.ones(1), torch.ones(1, 2), torch.ones(1))
 
 
-def test_a_copy_read_behind_other_work_is_late_and_no_wait(gpu):
+def test_a_copy_read_after_other_work_is_late_and_no_wait(gpu):
     x = torch.arange(4.0).to("cuda")
     gpu.forget()
     copy = HostCopy(x, x + 1)

@@ -193,7 +193,7 @@ def check_draft(section: DraftSection, target: Target) -> None:
     for name in (name for name, is_lacking in lacks.items() if is_lacking):
         raise ValueError(
             f"draft.{name}: {getattr(section, name)} needs of {target.name} what target.loader=transformers does not "
-            "give; leave it out, or take draft.method=tokenswift or medusa"
+            "give; omit it, or take draft.method=tokenswift or medusa"
         )
 
 
@@ -224,12 +224,12 @@ def open_rows(data: DataSection, split: str, target: Target) -> ShardSet:
         )
     if not len(rows) or not rows.manifest.get("supervised_tokens", 1):  # older manifests do not count them
         raise ValueError(f"data.path: {place} has no token that the loss counts; look at longdraft prepare --inspect")
-    share, reasons = rows.left_out()
+    share, reasons = rows.dropped_share()
     if share > data.max_dropped_share:
         why = ", ".join(f"{reason}: {n:,}" for reason, n in reasons.items() if n)
         raise ValueError(
             f"data.max_dropped_share: {data.max_dropped_share:g}, but {share:.0%} of the documents of {place} were "
-            f"left out ({why}); fix the sources, or raise it"
+            f"bad or did not fit ({why}); fix the sources, or raise it"
         )
     data.check_positions(target.name, target.model.config.max_positions)
     return rows

@@ -64,7 +64,7 @@ class Body(Schema):
     def _is_served(self) -> Self:
         for name, value in (self.model_extra or {}).items():
             if name in NOT_SERVED and value and value not in ("none", NOT_SERVED[name]):
-                raise ValueError(f"{name}: {short_repr(value)}; this is not served: leave it out")
+                raise ValueError(f"{name}: {short_repr(value)}; this is not served: omit it")
         return self
 
 
@@ -142,7 +142,7 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
     if isinstance(body, Chat):
         names["prompt"], variables = "messages", body.chat_template_kwargs
         if wrong := sorted(variables.keys() & own.keys()):
-            text = f"chat_template_kwargs.{wrong[0]}: this is no variable of a template; leave it out"
+            text = f"chat_template_kwargs.{wrong[0]}: this is no variable of a template; omit it"
             raise ApiError(400, text, "chat_template_kwargs")
     requests = list[Request]()
     for i, prompt in enumerate(body.prompts):

@@ -25,6 +25,7 @@ from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, Size
 from longdraft.models.drafts.base import TOP_K, DraftModule, Projection
 from longdraft.models.layer import Experts, Layer
+from longdraft.models.passes import Span
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.schema import Bool, Float, validated_dataclass
 from longdraft.models.stream import RMSNorm, Stream
@@ -108,7 +109,7 @@ class Queries(NamedTuple):
 
 
 def plan_queries(
-    borders: Sequence[int], shifts: Sequence[int], window: int, ranges: Sequence[tuple[int, int]] | None = None
+    borders: Sequence[int], shifts: Sequence[int], window: int, spans: Sequence[Span] | None = None
 ) -> Queries:
     """Decide which keys each query reads: token t of a piece reads tokens t - window .. t by self-attention, and the
     target's keys up to t - j by cross-attention.
@@ -120,22 +121,22 @@ def plan_queries(
         borders: where each piece starts, then N.
         shifts: the noise shift j >= 1 of each piece.
         window: rows before its own that a query reads.
-        ranges: [start, stop) of the tokens to run for, in order, each within a piece; None: all.
+        spans: of the tokens to run for, in order, each within a piece; None: all.
     """
     assert len(shifts) == len(borders) - 1 and min(shifts, default=1) >= 1, f"shifts: {list(shifts)}"
-    runs = list(pairwise(borders)) if ranges is None else list(ranges)
+    runs = list(pairwise(borders)) if spans is None else list(spans)
     self_segments, cross_segments, done, last, piece = [], [], 0, 0, 0
     for start, stop in runs:
         while piece + 1 < len(shifts) and start >= borders[piece + 1]:
             piece += 1
         first, shift = borders[piece], shifts[piece]
-        assert max(first, last) <= start <= stop <= borders[piece + 1], f"ranges: [{start}, {stop}) is not in a piece"
+        assert max(first, last) <= start <= stop <= borders[piece + 1], f"spans: [{start}, {stop}) is not in a piece"
         end, last = done + stop - start, stop
         self_segments.append(Segment(done, end, max(first, start - window), stop))
         first_seeing = min(max(start, first + shift), stop)  # earlier tokens of the piece see no target key
         cross_segments.append(Segment(done + first_seeing - start, end, first, max(first, stop - shift)))
         done = end
-    rows = None if ranges is None else torch.cat([torch.arange(*run) for run in runs] or [torch.empty(0).long()])
+    rows = None if spans is None else torch.cat([torch.arange(*run) for run in runs] or [torch.empty(0).long()])
     return Queries(rows, self_segments, cross_segments, list(borders))
 
 

@@ -1,7 +1,7 @@
 """The pages tell the truth: their commands run, or at least parse, and what they name is there.
 
 A fenced block of commands (bash) or of Python runs on tiny real data, page by page in the order of PAGES, in one
-folder: what a page prepares, trains and exports, the next ones use. Where it cannot, a word behind the language says
+folder: what a page prepares, trains and exports, the next ones use. Where it cannot, a word after the language says
 why, which a reader does not see: `hub` (weights or data sets of the model hub), `gpu`, `cluster` (several machines) or
 `long` (minutes). Such commands are parsed: their options, and the fields of their configs. A block `text output` has
 lines that the commands so far have printed, whatever the numbers.
@@ -57,7 +57,7 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: `line` is where it begins, `words` stand behind the language."""
+    """A fenced block: `line` is where it begins, `words` stand after the language."""
 
     page: str
     line: int

@@ -161,7 +161,7 @@ FILLED = [0, 300, 37]  # the lengths of three slots
 
 @torch.no_grad()
 def wide_logits(target, tokens_BT: torch.Tensor, mask_TT: torch.Tensor | None, width: int) -> torch.Tensor:
-    """Logits on the CPU of rows behind FILLED committed ones, from passes of `width` rows, or of all under a mask."""
+    """Logits on the CPU of rows after FILLED committed ones, from passes of `width` rows, or of all under a mask."""
     model, device = target.model, target.model.embed_tokens.weight.device
     cache, n_rows = model.new_cache(len(FILLED), max(FILLED) + tokens_BT.shape[1]), tokens_BT.shape[1] - max(FILLED)
     cache.keys.fill_(float("nan"))
@@ -189,7 +189,7 @@ def wide_logits(target, tokens_BT: torch.Tensor, mask_TT: torch.Tensor | None, w
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_pass_of_many_rows_on_a_filled_cache(tiny_target, device, shared, dtype, tree, windows):
-    """150 rows behind ragged lengths, with NaN behind what is written, against the CPU in fp32. In bf16 the error is at
+    """150 rows after ragged lengths, with NaN after what is written, against the CPU in fp32. In bf16 the error is at
     most twice that of passes of few rows."""
     options = {"vocab_size": exactness.VOCAB, "max_positions": 512, "sliding_windows": windows, "dtype": dtype}
     target = tiny_target(**options)

@@ -1,5 +1,5 @@
 """Long contexts on a real model's first layers, whose passes are as wide as the whole model's: decoding up to the last
-of 8192 positions, in the memory that was estimated, and exact drafters behind 32768."""
+of 8192 positions, in the memory that was estimated, and exact drafters after 32768."""
 
 import argparse
 import json
@@ -80,7 +80,7 @@ def test_decoding_from_8000_to_8192_tokens_stops_cleanly(c_kernels):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_drafters_of_long_contexts_are_exact_behind_32768_positions(shared, plain_tokens):
+def test_drafters_of_long_contexts_are_exact_after_32768_positions(shared, plain_tokens):
     """Two layers of SmolLM2 with more positions, whose text is Python's own library; fp32."""
     smollm2 = shared("infer/test_smollm2.py")
     whole = load_target("smollm2-135m", torch.float32)

@@ -98,7 +98,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 def counted(config: DecoderConfig, dtype: torch.dtype, chunk: int, context: int, device: str, needs: set[str]) -> int:
-    """The most bytes that a chunk allocates at a time behind this context, beyond weights and cache."""
+    """The most bytes that a chunk allocates at a time after this context, beyond weights and cache."""
     with torch.device(device):
         model, tokens = Decoder(config).to(dtype), torch.zeros(1, chunk, dtype=torch.int64)
     cache = model.new_cache(1, context + chunk)

@@ -121,7 +121,7 @@ class Bench:
 
 
 def truth(target, draft, path, level) -> torch.Tensor:
-    """Logits behind a path, by the network's training form over the whole row."""
+    """Logits after a path, by the network's training form over the whole row."""
     tokens = torch.tensor(path)
     keys, values = target.model(Pass(tokens[None], needs={"last_kv"})).last_kv
     queries = plan_queries([0, len(path)], [level], draft.config.window)

@@ -67,7 +67,7 @@ class Authors:
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
     def draft(self, tokens, keys, values):
-        """Log-probabilities behind the last token; keys, values: the target's last layer's, of the committed ones."""
+        """Log-probabilities after the last token; keys, values: the target's last layer's, of the committed ones."""
         x = self.target.get_input_embeddings()(torch.tensor(tokens))
         at = torch.arange(len(tokens))
         h = self.norm(x, "input_layernorm")

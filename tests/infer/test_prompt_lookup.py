@@ -53,7 +53,7 @@ def test_the_longest_match_is_continued():
     tree, paths = proposed(sequence, length=4, candidates=1)
     assert paths[:4] == [[7], [7, 8], [7, 8, 9], [7, 8, 9, 2]]
     _, both = proposed(sequence, length=2, candidates=2)
-    # "1 2" in front of the last token stood at the beginning too; behind the 3 there comes the 7 that is known already.
+    # "1 2" in front of the last token stood at the beginning too; after the 3 there comes the 7 that is known already.
     assert {tuple(path) for path in both} == {(7,), (7, 8), (5,), (5, 1)}
     assert tree.tokens[0, 0] == 3 and both[0] == [7]
 
@@ -64,7 +64,7 @@ def test_a_loop_is_proposed_whole():
 
 
 def test_a_replaced_token_does_not_end_a_copy():
-    """9 is new; what was copied up to it goes on behind the token whose place it took."""
+    """9 is new; what was copied up to it goes on after the token whose place it took."""
     source = [10, 11, 12, 13, 14, 15, 16]
     _, paths = proposed([*source, 0, 10, 11, 12, 9], length=3)
     assert paths == [[14], [14, 15], [14, 15, 16]]

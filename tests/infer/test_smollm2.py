@@ -79,7 +79,7 @@ DRAFTERS = {
 
 @pytest.fixture(scope="module")
 def text(smollm2):
-    """180 tokens of real text, behind which 20 more are decoded."""
+    """180 tokens of real text, after which 20 more are decoded."""
     return smollm2.tokenizer(inspect.getsource(argparse.Action)).input_ids[:180]
 
 

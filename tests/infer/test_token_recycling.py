@@ -212,7 +212,7 @@ def test_options_and_a_small_vocabulary(target, tiny_target, exact_dtype):
     assert ours[0].tokens == plain[0].tokens
 
 
-def test_behind_tokens_of_an_earlier_prompt_states_are_those_of_their_own_tokens(target, exact_dtype):
+def test_after_tokens_of_an_earlier_prompt_states_are_those_of_their_own_tokens(target, exact_dtype):
     drafter, prompt = TokenRecycling(target), [3, 4, 5, 6, 7, 8, 0]
     post_norm = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(1)).to(exact_dtype)
     drafter.on_start(0, Request(0, prompt, SamplingParams()), target.model.new_cache(1, 8))

@@ -46,7 +46,7 @@ def test_sums_are_in_one_order_at_every_width(order, k):
         assert torch.equal(rows.linear_rows(x[:m], weight, bias), (exact[:m] + bias.float()).bfloat16())
 
 
-def test_what_is_behind_a_row_is_not_read(order):
+def test_what_is_after_a_row_is_not_read(order):
     """40 numbers are not a whole number of steps, and NaN follows them, in the next row."""
     x, weight = torch.ones(7, 40).bfloat16(), torch.ones(9, 40).bfloat16()
     x[1::2], weight[1::2] = torch.nan, torch.nan

@@ -28,7 +28,7 @@ def random_tree(width, generator):
 
 
 def cache_with(keys, values, capacity):
-    """Both in larger tensors of different strides, with NaN behind their rows."""
+    """Both in larger tensors of different strides, with NaN after their rows."""
     batch, n, heads, width = keys.shape
     k = torch.full((batch, capacity, heads, width), torch.nan, dtype=keys.dtype)
     v = torch.full((batch, heads, capacity, width + 8), torch.nan, dtype=keys.dtype)[..., :width].transpose(1, 2)

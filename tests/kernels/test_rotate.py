@@ -134,13 +134,13 @@ def test_one_table_for_all_rows_of_a_slot(triton, n_slots):
     assert triton == ["rotate"]
 
 
-def test_rows_behind_the_capacity_are_dropped(triton):
+def test_rows_beyond_the_capacity_are_dropped(triton):
     """They must not be written into the next slot, which follows in memory."""
     heads, lengths, n_rows = (4, 2, 20), [9, 3], 4
     qkv, cos, sin, norms = drawn(heads, lengths, n_rows, torch.float32)
     lengths = torch.tensor(lengths, device=DEVICE)
     wide, narrow = torch.full((2, 2, 2, 16, 2, 20), NAN, device=DEVICE)
-    cut = narrow.flatten(1, 2)[:, :22].unflatten(1, (2, 11))  # 11 rows per slot, one slot behind the other
+    cut = narrow.flatten(1, 2)[:, :22].unflatten(1, (2, 11))  # 11 rows per slot, one slot after the other
     for keys, values in (wide, cut):
         rotate_append(qkv, cos, sin, keys, values, lengths, norms)
     torch.testing.assert_close(cut, wide[:, :, :11], rtol=0, atol=0, equal_nan=True)

@@ -70,7 +70,7 @@ def test_equal_infinite_and_large_logits(block, monkeypatch):
     logits, labels = drawn(10, 150)
     labels[[0, 5, 6]] = 75
     logits[0] = 2.5  # all equal, the label in the middle
-    logits[1], logits[1, 149], labels[1] = 0.0, 1.0, 148  # behind 148 equal logits and a larger one
+    logits[1], logits[1, 149], labels[1] = 0.0, 1.0, 148  # after 148 equal logits and a larger one
     logits[2, :100], labels[2] = -INF, 120  # whole blocks of nothing
     logits[3], logits[3, 130], labels[3] = -INF, 7.0, 130  # one open word
     logits[4, labels[4]] = -INF  # the label has no chance: infinite loss

@@ -190,7 +190,7 @@ def test_runs_follow_the_shapes_alone():
 @pytest.mark.parametrize("n_splits", [None, 4])
 @pytest.mark.parametrize("case", [(4, 4, 16, [0], 1), (6, 2, 64, [1, 0, 130], 9), (8, 1, 80, [64, 63], 16)], ids=str)
 def test_cross_attention_reads_no_row_of_the_pass(trees, case, n_splits):
-    """The cache ends at the longest slot's length, without room for the pass, and has NaN behind each length."""
+    """The cache ends at the longest slot's length, without room for the pass, and has NaN after each length."""
     n_heads, n_kv, width, lengths, n_rows = case
     keys, values = trees.poisoned(lengths, 0, max(*lengths, 1), n_kv, width)
     q, lengths_B = trees.draw(len(lengths), n_rows, n_heads, width, seed=3), torch.tensor(lengths)

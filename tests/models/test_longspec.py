@@ -61,8 +61,8 @@ def row_of(target, borders=BORDERS, offset=0, seed=5) -> Row:
     return Row(model.embed_tokens(tokens).detach(), positions, *(x[0] for x in output.last_kv))
 
 
-def planned(draft, borders=BORDERS, shifts=SHIFTS, ranges=None) -> Queries:
-    return plan_queries(borders, shifts, draft.config.window, ranges)
+def planned(draft, borders=BORDERS, shifts=SHIFTS, spans=None) -> Queries:
+    return plan_queries(borders, shifts, draft.config.window, spans)
 
 
 def rotated(x_Hd, position, config):
@@ -145,22 +145,22 @@ def test_a_token_depends_on_what_it_may_read_and_on_nothing_else(target):
                 assert torch.equal((after != before).any(1), readers[:, token]), (names, token)
 
 
-RANGES = {
+SPANS = {
     "blocks": [(0, 4), (4, 9), (13, 14), (20, 37)],
     "single tokens": [(t, t + 1) for t in range(0, 37, 5)],
     "empty ones": [(0, 0), (3, 5), (11, 11), (37, 37)],
 }
 
 
-@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("spans", SPANS)
 @pytest.mark.parametrize("restricted", [False, True])
-def test_a_subset_of_queries_is_the_whole_row_at_these(target, ranges, restricted):
+def test_a_subset_of_queries_is_the_whole_row_at_these(target, spans, restricted):
     """The states, and the gradient of a loss on them; of a restricted vocabulary's, too."""
     ids = torch.arange(5, 40) if restricted else None
     draft = drafted(target, window=4, final_norm=True, draft_vocab_size=35 if restricted else None, token_ids=ids)
     row, head = row_of(target, offset=20), target.model.lm_head.weight
-    queries = planned(draft, ranges=RANGES[ranges])
-    rows = torch.cat([torch.arange(*span) for span in RANGES[ranges]])
+    queries = planned(draft, spans=SPANS[spans])
+    rows = torch.cat([torch.arange(*span) for span in SPANS[spans]])
     assert torch.equal(queries.rows, rows)
     whole, some = draft.states(*row, planned(draft)), draft.states(*row, queries)
     torch.testing.assert_close(some, whole[rows], rtol=1e-5, atol=1e-5)
@@ -225,7 +225,7 @@ def test_gradients_reach_every_weight_and_nothing_of_the_target(target, dtype, s
     row = row_of(target).to(dtype)
     head.requires_grad_()
     part = LossPart(torch.arange(9), torch.arange(9))
-    loss = draft(*row, planned(draft, ranges=[(3, 9), (30, 37)] if subset else None), [part], head, True)
+    loss = draft(*row, planned(draft, spans=[(3, 9), (30, 37)] if subset else None), [part], head, True)
     loss.sums.sum().backward()
     for name, parameter in draft.named_parameters():
         assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
@@ -243,11 +243,11 @@ def test_every_weight_has_a_gradient_where_nothing_reads_the_target(target):
         assert parameter.grad is not None and bool(parameter.grad.any()) is ("cross" not in name), name
 
 
-@pytest.mark.parametrize("ranges", [None, [(2, 9), (11, 14)]])
-def test_without_gradients_the_same_and_nothing_is_kept(target, ranges):
+@pytest.mark.parametrize("spans", [None, [(2, 9), (11, 14)]])
+def test_without_gradients_the_same_and_nothing_is_kept(target, spans):
     """The frozen layers' fast paths are taken then."""
     draft, row = drafted(target), row_of(target)
-    queries, kept = planned(draft, ranges=ranges), []
+    queries, kept = planned(draft, spans=spans), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         with torch.no_grad():
             without = draft.states(*row, queries)
@@ -258,7 +258,7 @@ def test_without_gradients_the_same_and_nothing_is_kept(target, ranges):
 
 
 def test_rope_that_depends_on_the_length_goes_by_the_piece(tiny_target):
-    """A short piece packed behind a long one has the table of its own length."""
+    """A short piece packed after a long one has the table of its own length."""
     target = tiny_target(rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}, max_positions=16)
     draft, row = drafted(target), row_of(target)
     out = draft.states(*row, planned(draft))

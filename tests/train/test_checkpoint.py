@@ -59,7 +59,7 @@ def test_every_file_has_its_digest(runs, name):
         assert hashlib.sha256(files[file].read_bytes()).hexdigest() == digest, file
 
 
-def test_a_run_goes_back_behind_a_flipped_bit(runs, run, go_on):
+def test_a_run_goes_back_before_a_flipped_bit(runs, run, go_on):
     """It ends with the bytes that it would have ended with."""
     file = folder(run, 20) / "optimizer-00000.safetensors"
     flip(file)
@@ -81,7 +81,7 @@ def test_a_run_without_a_sound_checkpoint_says_so(run, go_on):
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_export_goes_back_behind_a_flipped_bit(run, capsys, tmp_path):
+def test_export_goes_back_before_a_flipped_bit(run, capsys, tmp_path):
     flip(folder(run, 20) / checkpoint.WEIGHTS, 0.9)
     assert cli.main(["export", str(run), "--out", str(tmp_path / "former")]) == 0
     printed = capsys.readouterr().out

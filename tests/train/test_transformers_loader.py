@@ -144,8 +144,8 @@ def test_a_draft_says_who_computes_its_target(trained, folders, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["draft.out_norm_init=target"], r"draft.out_norm_init: target .* leave it out"),
-        (["draft.method=longspec", "draft.warm_start=true"], r"draft.warm_start: True .* leave it out"),
+        (["draft.out_norm_init=target"], r"draft.out_norm_init: target "),
+        (["draft.method=longspec", "draft.warm_start=true"], r"draft.warm_start: True "),
     ],
 )
 def test_what_only_our_decoder_gives_is_refused(folders, config_file, alone, overrides, message):
