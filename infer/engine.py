@@ -16,6 +16,7 @@ from longdraft.infer.requests import Prompt, Request, read_requests
 from longdraft.infer.runner import Runner, Step
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import SlotPool
+from longdraft.kernels import backend
 from longdraft.models.schema import Bool, Instance, Str, validated
 from longdraft.models.target import Target
 
@@ -73,6 +74,7 @@ class Engine:
             drafter = build_drafter(drafter, target, draft, options or {})
         elif draft is not None or options:
             raise ValueError("draft and options go with a drafter's name; a Drafter instance already has its own")
+        check_exact(target)
         self.target, self.slots, self.drafter = target, slots, drafter
         self.max_length = max_length or limit
         self.runner = Runner(target.model, drafter, nodes, graphs)
@@ -182,6 +184,19 @@ class Engine:
             if piece.generation:
                 self.pool.free(slot)
             yield piece
+
+
+def check_exact(target: Target) -> None:
+    """Raise ValueError if LONGDRAFT_EXACT=1 asks for plain decoding's bits of a target that does not give them: in half
+    precision on a GPU, one with experts or of transformers' classes, or any without the packages that it takes."""
+    weight = target.model.embed_tokens.weight
+    exact = backend.exact_kernels("linear", weight) is not None
+    if exact and (target.loader != "longdraft" or target.model.config.experts is not None):
+        what = "transformers' own classes" if target.loader != "longdraft" else "a mixture of experts"
+        raise ValueError(
+            f"LONGDRAFT_EXACT=1: {target.name} is computed by {what}, which is not exact in {weight.dtype}; omit the "
+            "variable, or decode in fp32"
+        )
 
 
 def _count(stats: Statistics, step: Step, slot: int, accepted: int) -> None:

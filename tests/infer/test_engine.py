@@ -4,7 +4,8 @@ distribution. The exactness of every drafter is test_exactness.py's.
 
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import SlotPool
 from longdraft.infer.tree import TokenTree
 from longdraft.models import decoder as decoder_module
+from longdraft.models.decoder_config import ExpertsConfig
 from longdraft.models.passes import Pass
 
 SAMPLINGS = {
@@ -125,6 +127,28 @@ def test_engine_arguments_that_cannot_be(target):
     ]:
         with pytest.raises(ValueError, match=message):
             Engine(target, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "loader", "dtype", "device", "refused"),
+    [
+        ({"experts": ExpertsConfig(4, 2, 24, True)}, "longdraft", torch.bfloat16, "cuda", True),
+        ({}, "transformers", torch.float16, "cuda", True),
+        ({}, "longdraft", torch.bfloat16, "cuda", False),
+        ({}, "transformers", torch.float32, "cuda", False),
+        ({}, "transformers", torch.bfloat16, "cpu", False),
+    ],
+)
+def test_exact_decoding_is_refused_where_a_target_does_not_give_it(
+    monkeypatch, pretended_cuda, tiny_target, fields, loader, dtype, device, refused
+):
+    monkeypatch.setenv("LONGDRAFT_EXACT", "1")
+    target = replace(tiny_target(dtype=dtype, **fields), loader=loader)
+    with pretended_cuda.PretendedCuda() as gpu:
+        if device == "cuda":
+            gpu.put(target.model)
+        with pytest.raises(ValueError, match=r"^LONGDRAFT_EXACT=1: ") if refused else nullcontext():
+            Engine(target)
 
 
 def logits_of_all_prefixes(target, prompt):
