@@ -328,12 +328,8 @@ def _scale_of(embed: nn.Embedding) -> float | None:
 def block_weights(draft: LongSpec, head_ED: Tensor) -> draft_block.BlockWeights:
     """The weights of a draft and its LM head for C, without a copy."""
     layers = draft.self_qkv, draft.self_o, draft.cross_q, draft.cross_o, draft.gate_up, draft.down
-    matrices = (rows.Weight(weight.detach()) for weight in (*(layer.weight for layer in layers), head_ED))
-    vectors = (
-        draft.self_qkv.bias,
-        draft.cross_q.bias,
-        *(norm.weight for norm in (draft.self_norm, draft.cross_norm, draft.mlp_norm)),
-        None if draft.final_norm is None else draft.final_norm.weight,
-    )
-    detached = draft_block.Vectors._make(None if vector is None else vector.detach() for vector in vectors)
-    return draft_block.BlockWeights(draft_block.Matrices(*matrices), detached)
+    norms = draft.self_norm, draft.cross_norm, draft.mlp_norm, draft.final_norm
+    matrices = *(layer.weight for layer in layers), head_ED
+    vectors = draft.self_qkv.bias, draft.cross_q.bias, *(None if norm is None else norm.weight for norm in norms)
+    weights = *(rows.Weight(matrix.detach()) for matrix in matrices), *(x if x is None else x.detach() for x in vectors)
+    return draft_block.BlockWeights._make(weights)

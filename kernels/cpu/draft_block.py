@@ -16,8 +16,9 @@ from longdraft.kernels.cpu import rows
 from longdraft.kernels.cpu.library import fits, make_call, pointers, structure
 
 
-class Matrices(NamedTuple):
-    """The weight matrices, in the rows' dtype or as int8 (`rows.in_bytes`)."""
+class BlockWeights(NamedTuple):
+    """All weights of a block and of the LM head: matrices in the rows' dtype or as int8 (`rows.in_bytes`), biases and
+    RMSNorm weights in the rows' dtype. Biases and the final norm may be None."""
 
     qkv: rows.Weight
     self_o: rows.Weight
@@ -26,11 +27,6 @@ class Matrices(NamedTuple):
     gate_up: rows.Weight
     down: rows.Weight
     head: rows.Weight
-
-
-class Vectors(NamedTuple):
-    """Biases and RMSNorm weights in the rows' dtype. Biases and the final norm may be None."""
-
     qkv_bias: Tensor | None
     cross_q_bias: Tensor | None
     self_norm: Tensor
@@ -38,25 +34,30 @@ class Vectors(NamedTuple):
     mlp_norm: Tensor
     final_norm: Tensor | None
 
-
-class BlockWeights(NamedTuple):
-    """All weights of a block and of the LM head."""
-
-    matrices: Matrices
-    vectors: Vectors
-
     @property
     def dtype(self) -> torch.dtype:
         """The rows' dtype; int8 matrices have their own."""
-        return self.vectors.self_norm.dtype
+        return self.self_norm.dtype
+
+    @property
+    def matrices(self) -> list[rows.Weight]:
+        return [one for one in self if isinstance(one, rows.Weight)]
+
+    @property
+    def vectors(self) -> list[Tensor | None]:
+        return [one for one in self if not isinstance(one, rows.Weight)]
 
     def in_bytes(self) -> "BlockWeights":
         """The same with all matrices quantized to int8 copies."""
-        return self._replace(matrices=Matrices(*(rows.in_bytes(matrix.numbers_NI) for matrix in self.matrices)))
+        return self._make([*(rows.in_bytes(matrix.numbers_NI) for matrix in self.matrices), *self.vectors])
 
 
 # `draft_weights`, in which each matrix is its numbers and its scales, `draft_calls` and `draft_block` of rows.c.
-Weights = structure(addresses=" ".join((*(f"{name} {name}_scales" for name in Matrices._fields), *Vectors._fields)))
+Weights = structure(
+    addresses=" ".join(
+        f"{name} {name}_scales" if kind is rows.Weight else name for name, kind in BlockWeights.__annotations__.items()
+    )
+)
 Calls = structure(
     (rows.Linear, "missing qkv self_o cross_q cross_o gate_up down head"),
     (rows.Rotation, "missing_turned turned cross_turned"),
@@ -113,7 +114,7 @@ class DraftBlock:
         table = Weights(*pointers(*(tensor for matrix in weights.matrices for tensor in matrix), *weights.vectors))
         calls = Calls()
         self._kept = weights, inputs, own_cache, target_cache, table, calls  # C has their addresses alone
-        (vocab, hidden), inner = weights.matrices.head.numbers_NI.shape, weights.matrices.down.numbers_NI.shape[1]
+        (vocab, hidden), inner = weights.head.numbers_NI.shape, weights.down.numbers_NI.shape[1]
         self._batch, self._rows = len(keys), min(keys.shape[1], len(inputs.cos_PF))
         self._dtype, self._vocab, kv, turning = weights.dtype, vocab, n_kv_heads * width, width // 2 * 3
         # Numbers of scratch for each row of the pass, and for each of the `n_missing` rows before it.
@@ -182,5 +183,5 @@ class DraftBlock:
 def can_run(weights: BlockWeights, head_dim: int) -> bool:
     """Whether the C kernels can compute this block, at any width of pass."""
     numbers = [matrix.numbers_NI for matrix in weights.matrices]
-    matrices = [(matrix, matrix is weights.matrices.gate_up.numbers_NI) for matrix in numbers]
+    matrices = [(matrix, matrix is weights.gate_up.numbers_NI) for matrix in numbers]
     return rows.can_run([*numbers, *weights.vectors], matrices, head_dim)

@@ -5,7 +5,7 @@ import torch
 
 from longdraft.infer.drafters.longspec import block_weights
 from longdraft.kernels.cpu import rows
-from longdraft.kernels.cpu.draft_block import DraftBlock, Inputs, Matrices, can_run
+from longdraft.kernels.cpu.draft_block import DraftBlock, Inputs, can_run
 from longdraft.kernels.tree_attention import cross_attention_reference as cross_attention
 from longdraft.kernels.tree_attention import tree_attention_reference as tree_attention
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
@@ -191,7 +191,7 @@ def test_weights_in_bytes_are_the_weights_that_the_bytes_stand_for(kind, dtype):
     in_bytes = block_weights(draft, head_ED).in_bytes()
     plain = [rows.Weight(wide(*matrix).to(dtype)) for matrix in in_bytes.matrices]
     mask_1TT, results = torch.eye(3, dtype=torch.bool)[None], []
-    for weights in (in_bytes, in_bytes._replace(matrices=Matrices(*plain))):
+    for weights in (in_bytes, in_bytes._make([*plain, *in_bytes.vectors])):
         kept = own.clone()
         block = block_for(draft, weights, embeddings_VD, kept, seen)
         results.append((block.run(tokens_1T, lengths_B, 0, mask_1TT, lengths_B, history_1S, 2), kept))
