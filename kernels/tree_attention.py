@@ -6,6 +6,7 @@ over the tree and a merge. Our Triton kernel takes one pass and a merge of runs,
 Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/value heads, G = H / K, d head width.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -69,6 +70,38 @@ def triton_for(q_BTHd: Tensor) -> Any | None:
     if q_BTHd.shape[1] > MOST_ROWS:
         return None
     return backend.triton_kernels("tree_attention", q_BTHd.device.type)
+
+
+def tune(
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int,
+    windows: Iterable[int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+    capacity: int,
+    n_slots: int,
+    widths: Iterable[int],
+    log: Callable[[str], object],
+) -> None:
+    """Measure, once for a GPU, in what blocks and runs of keys `tree_attention` is fastest on a cache like this one.
+
+    The choices are kept in a file (kernels/triton/tuning.py) and hold for all later passes of such a shape in this
+    process, whose outputs differ by rounding. A shape that has been launched before stays as it is. So this is called
+    before the first pass, with the GPU current; it takes up to a minute and the memory of one layer of the cache.
+
+    Nothing happens on a CPU, without Triton, in fp32, with heads wider than 128, with LONGDRAFT_EXACT=1, and where
+    caches are short or there is no memory for it.
+
+    Args:
+        windows: those of the layers, None for a layer without; each is measured once.
+        capacity, n_slots: rows of the cache and sequences. widths: numbers of rows of the passes to come.
+        log: told once, if anything has to be measured.
+    """
+    probe, triton = torch.empty(0, dtype=dtype, device=device), backend.triton_kernels("tree_attention", device.type)
+    if triton is not None and backend.exact_kernels("exact_attention", probe) is None:
+        shape = n_heads, n_kv_heads, head_dim, dict.fromkeys(windows), dtype, probe.device, capacity, n_slots
+        triton.tune(*shape, widths, log)
 
 
 def cross_attention(q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor) -> Tensor:

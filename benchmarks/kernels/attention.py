@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.benchmarks.kernels.race import OURS, PROFILES, Bench, Build, Profile, Run, Work, check_error, race
+from longdraft.kernels import backend
 from longdraft.kernels import tree_attention as ours
 from longdraft.kernels.tree import PassPlan
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 
 SPARE = 23  # rows of capacity after the pass
+BY_TABLE = f"{OURS}, by the table"
 
 
 @dataclass
@@ -98,6 +100,28 @@ def _ours(case: Case) -> Run:
     return lambda: ours.tree_attention(case.q_1NHd, case.keys_1CKd, case.values_1CKd, lengths, tree, None, plan)
 
 
+def _by_the_table(case: Case) -> Run:
+    """Ours on a GPU with the choice of the table, where `_ours` has the one that was measured."""
+    kernels: Any = _triton(case.q_1NHd.device)
+    tree = PassPlan(case.lengths_1, case.q_1NHd.shape[1], case.tree_1NN).tree
+    inputs = case.q_1NHd, case.keys_1CKd, case.values_1CKd, case.lengths_1, *tree, case.tree_1NN.shape[1] > 1
+    return lambda: kernels.tree_attention(*inputs, choice=choices(case)[BY_TABLE])[0]
+
+
+def _triton(device: torch.device) -> Any | None:
+    return backend.triton_kernels("tree_attention", device.type)
+
+
+def choices(case: Case) -> dict[str, Any]:
+    """By implementation of ours, the blocks, stages, warps and programs per processor of its launch."""
+    (_, n_rows, n_heads, width), kernels = case.q_1NHd.shape, _triton(case.q_1NHd.device)
+    assert kernels is not None
+    capacity, n_kv = case.keys_1CKd.shape[1:3]
+    shape = kernels.tuning.shape_of(case.q_1NHd.dtype, 1, n_rows, n_heads, n_kv, width, capacity, None)
+    table = kernels.tuning.table(shape, n_rows, kernels._device(case.q_1NHd.device)[1])
+    return {OURS: kernels.tuning.chosen(case.q_1NHd.device, shape) or table, BY_TABLE: table}
+
+
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where a bool mask is True, -inf elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
@@ -161,13 +185,25 @@ def check(name: str, case: Any, out: Tensor) -> None:
 def measure(
     bench: Bench, profile: str, contexts: list[int], nodes: list[int], builds: dict[str, Build] = IMPLEMENTATIONS
 ) -> list[dict]:
-    """Return a row of every implementation for each context and number of rows of a pass."""
-    found = []
+    """Return a row of every implementation for each context and number of rows of a pass.
+
+    On a GPU ours is tuned before, and has a second row by the table; `choice` tells how each was launched.
+    """
+    found, config = [], PROFILES[profile]
+    on_gpu = _triton(bench.device) is not None
+    builds = {**builds, BY_TABLE: _by_the_table} if on_gpu else builds
     for context in contexts:
         for n in nodes:
+            sizes, capacity = (config.n_heads, config.n_kv_heads, config.head_dim), context + n + SPARE
+            ours.tune(*sizes, [None], bench.dtype, bench.device, capacity, 1, nodes, print)
             work = attention_work(PROFILES[profile], context, n, bench.dtype.itemsize, int(random_tree(n).sum()))
             shape = {"benchmark": "attention", "profile": profile, "context": context, "nodes": n}
-            found += race(bench, shape, builds, [make_case(bench, profile, context, n)], check, work)
+            case = make_case(bench, profile, context, n)
+            rows = race(bench, shape, builds, [case], check, work)
+            if on_gpu:
+                launched = choices(case)
+                rows = [row | {"choice": str(launched.get(row["implementation"], ""))} for row in rows]
+            found += rows
     return found
 
 

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for GPUs that are not present, and reads shared memory, registers and stack of each.
 
-`python benchmarks/kernels/limits.py` takes a minute. It prints a line per kernel, then one JSON array as the last
+`python benchmarks/kernels/limits.py` takes some minutes. It prints a line per kernel, then one JSON array as the last
 line; the exit status is 1 if a limit is exceeded. Needs Triton's own tools and no GPU.
 """
 
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from longdraft.kernels.triton import tuning
+
 # Bytes of shared memory that a program may use, by architecture: A100; A40; L40S and 4090; H100; B200; 5090.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 MOST_STACK = 256  # bytes per thread
@@ -30,7 +32,8 @@ LAYERS, HEADS, KV, VOCAB, CAPACITY = 32, 32, 8, 128_256, 131_072
 
 @dataclass(frozen=True)
 class Variant:
-    """A call to a public function: file of triton, which call, architecture, dtype, rows and head width."""
+    """A call to a public function: file of triton, which call, architecture, dtype, rows and head width, and of tree
+    attention the choice, None for the table's."""
 
     file: str
     what: str = ""
@@ -38,6 +41,7 @@ class Variant:
     dtype: str = "bf16"
     rows: int = 64
     width: int = 128
+    choice: tuning.Choice | None = None
 
 
 def call(v: Variant, module: ModuleType) -> None:
@@ -55,7 +59,8 @@ def call(v: Variant, module: ModuleType) -> None:
             module.cross_attention(q, kv, kv, one)
         else:
             tree = empty(1, v.rows, 2, dtype=int64), empty(1, v.rows, dtype=int32)
-            module.tree_attention(q, kv, kv, one, *tree, "tree" in v.what, 4096 if "window" in v.what else None)
+            window = 4096 if "window" in v.what else None
+            module.tree_attention(q, kv, kv, one, *tree, "tree" in v.what, window, None, v.choice)
     elif v.file == "exact_attention":
         vars(module)["_device"] = lambda _: (PROCESSORS, SHARED_MEMORY[v.arch])
         depth = empty(1, v.rows, dtype=int32)
@@ -81,7 +86,8 @@ def call(v: Variant, module: ModuleType) -> None:
 
 
 def variants() -> Iterator[Variant]:
-    """Every kernel once, trees of several sizes on sm_90, and the most demanding variants elsewhere."""
+    """Every kernel once, trees of several sizes on sm_90, the most demanding variants elsewhere, and what is measured
+    to choose from."""
     for dtype, width, rows in product(DTYPES, (64, 128, 256), (1, 8, 16, 64, 128)):
         yield Variant("tree_attention", "tree", 90, dtype, rows, width)
     yield Variant("tree_attention", "chain")
@@ -91,6 +97,11 @@ def variants() -> Iterator[Variant]:
         (89, "fp32", 128), (100, "bf16", 128), (120, "bf16", 128), (120, "bf16", 256), (120, "fp32", 256),
     ):  # fmt: skip
         yield Variant("tree_attention", "tree, window", arch, dtype, 64, width)
+    for arch, width in product((80, 90, 120), (64, 128)):
+        shape = tuning.shape_of(torch.bfloat16, 1, 128, HEADS, KV, width, CAPACITY, 4096)
+        for choice in tuning.variants(shape, SHARED_MEMORY[arch]):
+            if choice.programs == 1:
+                yield Variant("tree_attention", "tree, window", arch, "bf16", 128, width, choice)
     for arch, width in ((80, 128), (89, 128), (89, 256), (90, 64), (90, 128), (90, 256), (100, 128), (120, 256)):
         yield Variant("exact_attention", "tree, window", arch, width=width)
     for arch, rows in ((80, 128), (89, 128), (90, 1), (90, 17), (90, 128), (100, 128), (120, 128)):

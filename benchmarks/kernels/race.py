@@ -2,7 +2,8 @@
 
 A candidate's error against the fp32 reference may be at most twice (for gradients three times) that of plain PyTorch in
 the same precision on the same numbers. Each candidate gets a row for each shape, with its time or its `problem`.
-On a GPU `triton.testing.do_bench` times the calls; on a CPU the clock does, after a write that empties the caches.
+Each call follows a write that empties the caches. On a GPU events time it while the host is ahead (`seconds_on` of
+kernels/triton/tuning.py), on a CPU the clock.
 """
 
 import time
@@ -81,10 +82,9 @@ class Bench:
 
     def _once(self, run: Run) -> float:
         if self.device.type == "cuda":
-            from triton.testing import do_bench
+            from longdraft.kernels.triton.tuning import seconds_on
 
-            milliseconds: Any = do_bench(run, warmup=5, rep=25, return_mode="median")
-            return milliseconds / 1e3
+            return seconds_on(self.device, run)
         # One thread writes, and then we wait: PyTorch's threads spin for a while after each operation, beside the next.
         with decoding(True):
             self._flushed.fill_(1)

@@ -39,6 +39,7 @@ COLUMNS = {
     "rows": ("rows", ""), "heads": ("heads", ""), "implementation": ("implementation", ""), "ms": ("ms", ".3f"),
     "share_of_copy": ("of copy", ".0%"), "share_of_products": ("of products", ".0%"),
     "peak_mib": ("peak MiB", ",.0f"), "over_longdraft": ("over ours", ".2f"),
+    "choice": ("choice", ""),
 }  # fmt: skip
 
 

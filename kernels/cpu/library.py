@@ -28,7 +28,7 @@ SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}  # of the C functions 
 is_decoding: ContextVar[bool] = ContextVar("is_decoding", default=False)
 
 
-def _place(name: str) -> Path:
+def cache_path(name: str) -> Path:
     """Where a library of this name is or may be written: in the user's cache folder, or, if there is none or it cannot
     be written to, in a folder of this user's in the temporary directory."""
     with suppress(RuntimeError, OSError):  # the user has no home, or it does not exist
@@ -53,7 +53,7 @@ def _build() -> Path:
     features = sorted({line for line in processor.splitlines() if line.startswith(("flags", "Features", "model name"))})
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     identity = [*(source.read_text() for source in SOURCES), *flags, version, *features, platform.machine()]
-    path = _place(f"rows-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.so")
+    path = cache_path(f"rows-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.so")
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / "rows.so"

@@ -9,6 +9,9 @@ Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/valu
 width. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
 """
 
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,10 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longdraft.kernels.tree import pack_tree
+from longdraft.kernels.triton import tuning
+from longdraft.kernels.triton.tuning import Choice
+
 LOG2E = tl.constexpr(1.4426950408889634)
 ALL_BITS = tl.constexpr(0xFFFFFFFFFFFFFFFF)
 MOST_ROWS = tl.constexpr(128)  # of a pass, as ancestors are two words; the depth of a row is smaller
 NO_WINDOW = 1 << 30
+LEAST_KEYS = 8192  # of all slots together, from which on the choice is worth measuring
 
 
 @triton.jit
@@ -66,6 +74,7 @@ def _add(
         o_own = o_n - length  # place among the pass's own rows, negative for committed ones
         b_place = o_own
         if TREE:
+            tl.static_assert(BLOCK_N <= 64, "the bits of a word")
             b_word = _readable(b_low, b_high, start - length, end - start)
             b_half = tl.where((o_j < 32)[None, :], b_word.to(tl.int32)[:, None], (b_word >> 32).to(tl.int32)[:, None])
             m_open = (b_half & (1 << (o_j & 31))[None, :]) != 0
@@ -181,40 +190,6 @@ def _merge(
     )
 
 
-def blocks(rows: int, width: int, itemsize: int, fast_memory: int) -> tuple[int, int]:
-    """Queries (rows of the pass times the group) and keys that a program takes at a time.
-
-    In fp32, threads multiply whole rows of their operands, and larger blocks would spill their registers. In half
-    precision, tensor cores read keys and values from shared memory, which holds them twice since the next ones are
-    fetched meanwhile.
-
-    rows: of all queries. width: d. itemsize: bytes of a number. fast_memory: bytes of shared memory for a program.
-    """
-    block_d = _at_least_16(width)
-    if itemsize > 2:
-        block_m, block_n = 32 if block_d <= 64 else 16, 16
-    else:
-        block_m, block_n = (128, 64) if block_d <= 128 else (64, 32)
-    block_m = min(block_m, _at_least_16(rows))
-    while (block_m + 4 * block_n) * block_d * itemsize > fast_memory and max(block_m, block_n) > 16:
-        block_m, block_n = (block_m, block_n // 2) if block_n > 16 else (block_m // 2, block_n)
-    return block_m, block_n
-
-
-def _at_least_16(count: int) -> int:
-    """The next power of two that is a size `tl.dot` takes."""
-    return max(16, 1 << (count - 1).bit_length())
-
-
-def choose_splits(n_programs: int, capacity: int, n_processors: int, block_n: int) -> int:
-    """Into how many runs to cut the keys, a power of two: enough for two programs per processor, at least four blocks
-    each."""
-    n_splits = 1
-    while n_splits < 64 and n_programs * n_splits < 2 * n_processors and capacity >= 8 * n_splits * block_n:
-        n_splits *= 2
-    return n_splits
-
-
 def tree_attention(
     q_BTHd: Tensor,
     keys_BSKd: Tensor,
@@ -225,6 +200,7 @@ def tree_attention(
     is_tree: bool = True,
     window: int | None = None,
     n_splits: int | None = None,
+    choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `longdraft.kernels.tree_attention.tree_attention`. Lengths are read on the device alone.
 
@@ -232,10 +208,11 @@ def tree_attention(
         q_BTHd, keys_BSKd, values_BSKd: of any strides but the last, which is 1.
         bits_BT2, depth_BT: from `pack_tree`.
         is_tree: False if these are a chain's, whose mask needs no bits.
-        n_splits: runs of keys; None chooses by the shapes and the device.
+        n_splits, choice: runs of keys, and the other numbers of the launch; None chooses by shapes and device.
     Returns: output [B, T, H, d] in q's dtype, natural log-sum-exps fp32 [B, T, H] (-inf where nothing is read).
     """
-    return _attend(q_BTHd, keys_BSKd, values_BSKd, lengths_B, (bits_BT2, depth_BT), is_tree, True, window, n_splits)
+    tree = bits_BT2, depth_BT
+    return _attend(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree, is_tree, True, window, n_splits, choice)
 
 
 def cross_attention(
@@ -243,7 +220,7 @@ def cross_attention(
 ) -> tuple[Tensor, Tensor]:
     """See `longdraft.kernels.cross_attention.cross_attention`. As `tree_attention`, but no row of the pass is read."""
     unused = lengths_B, lengths_B  # in place of ancestors and depths
-    return _attend(q_BTHd, keys_BSKd, values_BSKd, lengths_B, unused, False, False, None, n_splits)
+    return _attend(q_BTHd, keys_BSKd, values_BSKd, lengths_B, unused, False, False, None, n_splits, None)
 
 
 def _attend(
@@ -256,6 +233,7 @@ def _attend(
     own: bool,
     window: int | None,
     n_splits: int | None,
+    choice: Choice | None,
 ) -> tuple[Tensor, Tensor]:
     n_slots, n_rows, n_heads, width = q_BTHd.shape
     n_kv = keys_BSKd.shape[2]
@@ -264,12 +242,14 @@ def _attend(
         assert tensor.stride(-1) == 1, f"{name} must lie together within a head"
     n_processors, fast_memory = _device(q_BTHd.device)
     rows: int = n_rows * group
-    block_m, block_n = blocks(rows, width, q_BTHd.element_size(), fast_memory)
-    block_d = _at_least_16(width)
+    shape = tuning.shape_of(q_BTHd.dtype, n_slots, n_rows, n_heads, n_kv, width, capacity, window)
+    choice = choice or tuning.chosen(q_BTHd.device, shape) or tuning.table(shape, n_rows, fast_memory)
+    block_m, block_n, n_stages, n_warps, per_processor = tuning.fitted(choice, rows)
+    block_d = tuning.at_least_16(width)
     n_blocks = -(-rows // block_m)
     if n_splits is None:
         reach = capacity if window is None else min(capacity, window + n_rows)
-        n_splits = choose_splits(n_blocks * n_slots * n_kv, reach, n_processors, block_n)
+        n_splits = tuning.choose_splits(n_blocks * n_slots * n_kv, reach, n_processors, block_n, per_processor)
     runs = torch.empty((n_slots * n_kv, n_splits, rows, width), dtype=torch.float32, device=q_BTHd.device)
     lses = torch.empty(runs.shape[:3], dtype=torch.float32, device=q_BTHd.device)
     out_BTHd = torch.empty((n_slots, n_rows, n_heads, width), dtype=q_BTHd.dtype, device=q_BTHd.device)
@@ -282,7 +262,7 @@ def _attend(
         TREE=is_tree, WINDOW=window is not None, WIDTH=width,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         PRECISION="ieee" if q_BTHd.dtype == torch.float32 else "tf32",
-        num_warps=8 if block_m * max(block_d, 128) >= 128 * 128 else 4, num_stages=2,
+        num_warps=n_warps, num_stages=n_stages,
     )  # fmt: skip
     block_p = 1 << (n_splits - 1).bit_length()
     merge_kernel: Any = _merge[(rows, n_slots * n_kv)]
@@ -291,6 +271,48 @@ def _attend(
         WIDTH=width, BLOCK_P=block_p, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     return out_BTHd, lse_BTH
+
+
+def tune(
+    n_heads: int,
+    n_kv_heads: int,
+    width: int,
+    windows: Iterable[int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+    capacity: int,
+    n_slots: int,
+    widths: Iterable[int],
+    log: Callable[[str], object],
+    seconds: Callable[[Callable[[], object]], float] | None = None,
+) -> None:
+    """See `longdraft.kernels.tree_attention.tune`. The cache is full where it is measured.
+
+    seconds: times a call; None is the device's clock.
+    """
+    if dtype.itemsize > 2 or width > 128:  # the table's blocks are small, because registers end
+        return
+    passes, sizes = {}, (n_heads, n_kv_heads, width, capacity)
+    for window in windows:
+        if n_slots * min(capacity, window or capacity) >= LEAST_KEYS:
+            # The widest pass of a kind comes last, and stays.
+            for n_rows in sorted(count for count in widths if count <= min(capacity, MOST_ROWS.value)):
+                passes[tuning.shape_of(dtype, n_slots, n_rows, *sizes, window)] = n_rows
+    memory = _device(device)[1]
+
+    @cache
+    def draw(n_rows: int, n_heads: int, seed: int) -> Tensor:
+        generator = torch.Generator(device).manual_seed(seed)
+        return torch.randn((n_slots, n_rows, n_heads, width), dtype=dtype, device=device, generator=generator)
+
+    def call_of(shape: tuning.Shape, n_rows: int) -> Callable[[Choice | None], Tensor]:
+        given = draw(n_rows, n_heads, 0), draw(capacity, n_kv_heads, 1), draw(capacity, n_kv_heads, 2)
+        tree = *pack_tree(None, n_slots, n_rows, device), n_rows > 1, shape.window, None
+        lengths_B, usual = torch.full((n_slots,), capacity - n_rows, device=device), tuning.table(shape, n_rows, memory)
+        return lambda choice: tree_attention(*given, lengths_B, *tree, choice or usual)[0]
+
+    with suppress(torch.OutOfMemoryError):  # the table serves
+        tuning.tune(device, passes, memory, call_of, log, seconds or partial(tuning.seconds_on, device))
 
 
 def _device(device: torch.device) -> tuple[int, int]:

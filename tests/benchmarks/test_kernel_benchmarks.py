@@ -1,6 +1,7 @@
 """The kernels' benchmarks: what is wrong is not timed, what is absent is named, and figures follow from times."""
 
 import json
+from importlib import import_module
 from unittest.mock import Mock
 
 import pytest
@@ -60,6 +61,31 @@ def test_every_peer_of_attention_is_right(bench, nodes):
     assert set(found) == set(attention.IMPLEMENTATIONS)
     assert not any("problem" in row for row in found.values())
     assert found[OURS]["over_longdraft"] == 1.0
+
+
+def test_on_a_gpu_the_tuned_choice_is_beside_the_tables(monkeypatch):
+    """As there, with Triton's interpreter in place of the GPU: both are right, and say how they were launched."""
+    kernels = import_module("longdraft.kernels.triton.tree_attention")
+    monkeypatch.setattr(attention.backend, "triton_kernels", lambda name, device: kernels)
+    monkeypatch.setattr(attention.ours.rows, "can_attend", lambda _: False)
+    chosen, tuned = kernels.Choice(16, 32, 3, 4, 1), []
+
+    def tune(*args) -> None:
+        tuned.append(args[:9])
+        for n_rows in args[8]:
+            shape = kernels.tuning.shape_of(args[4], 1, n_rows, *args[:3], args[6], None)
+            monkeypatch.setitem(kernels.tuning._chosen, (args[5], shape), chosen)
+
+    monkeypatch.setattr(attention.ours, "tune", tune)
+    bench = Bench(torch.device("cpu"), torch.float16, turns=1)
+    bench.ceilings = {"copy": 2e9, "products": 8e9}
+    found = attention.measure(bench, TINY, [40], [1, 9])
+    shapes = [(4, 2, 16, [None], bench.dtype, bench.device, 40 + n + attention.SPARE, 1, [1, 9]) for n in (1, 9)]
+    assert tuned == shapes
+    for rows in (by_name(found[: len(found) // 2]), by_name(found[len(found) // 2 :])):
+        assert "problem" not in rows[OURS] and "problem" not in rows[attention.BY_TABLE]
+        assert rows[OURS]["choice"] == str(chosen) != rows[attention.BY_TABLE]["choice"]
+        assert not rows["SDPA, dense mask"]["choice"]
 
 
 def test_a_wrong_product_has_no_time(bench):

@@ -6,6 +6,7 @@ Memory that must not be read holds NaN. In fp32 (without TF32) the error has a f
 
 import os
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, rotate_ap
 from longdraft.kernels.segment_attention import Segment, read_keys, segment_attention
 from longdraft.kernels.segment_attention import segment_attention_reference as segment_reference
 from longdraft.kernels.selection import chunk_means, gather_rows, key_scores, top_keys
-from longdraft.kernels.tree import accepted_path, attended_rows, keep_rows
-from longdraft.kernels.tree_attention import cross_attention, tree_attention
+from longdraft.kernels.tree import accepted_path, attended_rows, keep_rows, pack_tree
+from longdraft.kernels.tree_attention import cross_attention, tree_attention, tune
 from longdraft.kernels.tree_attention import cross_attention_reference as cross_reference
 from longdraft.kernels.tree_attention import tree_attention_reference as tree_reference
 
@@ -100,6 +101,37 @@ def test_tree_attention(device, trees, plain, dtype, heads, lengths, n_rows, tre
         tree_1NN = None if masks is None else masks[slot : slot + 1]
         opened.append(attended_rows(lengths_B[slot : slot + 1], n_rows, length + n_rows, tree_1NN, window))
     check_attention(plain, out, want, low, opened)
+
+
+def test_tuned_tree_attention(device, trees, plain, monkeypatch, tmp_path):
+    """Measuring writes one file and is done once in a process. What it chooses is right, and so is every variant."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes, capacity, widths, lines = (8, 2, 128), 8210, (1, 13, 100), []
+    for _ in range(2):
+        tune(*sizes, [None], torch.bfloat16, device, capacity, 1, widths, lines.append)
+    kernels: Any = backend.triton_kernels("tree_attention", device.type)
+    on_gpu = kernels is not None
+    assert len(lines) == len(list(tmp_path.rglob("tree_attention-*.json"))) == on_gpu
+    memory = kernels._device(device)[1] if on_gpu else 0
+    for n_rows in widths:
+        length = capacity - 2 * n_rows
+        keys, values = trees.poisoned([length], n_rows, capacity, 2, 128)
+        mask = trees.random_tree(n_rows, 3)[None]
+        mask[:, -1, -1] = True
+        q = trees.draw(1, n_rows, 8, 128, seed=7).bfloat16().float()
+        keys, values = keys.bfloat16().float(), values.bfloat16().float()
+        want = tree_reference(q, keys, values, torch.tensor([length]), mask)[0]
+        low = [x.to(device, torch.bfloat16) for x in (q, keys, values)]
+        lengths, there = torch.tensor([length], device=device), mask.to(device)
+        opened = [attended_rows(torch.tensor([length]), n_rows, length + n_rows, mask, None)]
+        check_attention(plain, tree_attention(*low, lengths, there), want, tuple(low), opened)
+        if not on_gpu:
+            continue
+        shape = kernels.tuning.shape_of(torch.bfloat16, 1, n_rows, *sizes, capacity, None)
+        tree = pack_tree(there, 1, n_rows, device)
+        for choice in kernels.tuning.variants(shape, memory):
+            out = kernels.tree_attention(*low, lengths, *tree, choice=choice)[0]
+            check_attention(plain, out, want, tuple(low), opened)
 
 
 @pytest.mark.parametrize("n_rows", [1, 16, 63])

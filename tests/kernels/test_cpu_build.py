@@ -79,10 +79,10 @@ def test_without_a_cache_folder_of_its_own_a_user_has_one_among_the_temporary(ho
         monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     if home == "not to be written":
         monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert library._place("rows.so") == other / "rows.so" and other.stat().st_mode & 0o777 == 0o700
+    assert library.cache_path("rows.so") == other / "rows.so" and other.stat().st_mode & 0o777 == 0o700
     if home == "not to be written":
         (own / "rows.so").touch()
-        assert library._place("rows.so") == own / "rows.so"
+        assert library.cache_path("rows.so") == own / "rows.so"
 
 
 def test_another_users_folder_is_not_trusted(monkeypatch, tmp_path, capfd):

@@ -6,8 +6,9 @@ import torch
 from longdraft.kernels.tree import MOST_ROWS, attended_rows, pack_tree
 from longdraft.kernels.tree_attention import cross_attention_reference as cross_reference
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
-from longdraft.kernels.triton import tree_attention as triton
-from longdraft.kernels.triton.tree_attention import blocks, choose_splits, cross_attention, tree_attention
+from longdraft.kernels.triton import tuning
+from longdraft.kernels.triton.tree_attention import cross_attention, tree_attention
+from longdraft.kernels.triton.tuning import blocks, choose_splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -16,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def large_blocks(request, monkeypatch):
     """Makes the interpreter, whose time depends on the number of blocks, use half precision's blocks for fp32."""
     if DEVICE == "cpu" and "small_blocks" not in request.fixturenames:
-        monkeypatch.setattr(triton, "blocks", lambda rows, width, _, memory: blocks(rows, width, 2, memory))
+        monkeypatch.setattr(tuning, "blocks", lambda rows, width, _, memory: blocks(rows, width, 2, memory))
 
 
 @pytest.fixture
@@ -185,6 +186,14 @@ def test_runs_follow_the_shapes_alone():
     assert choose_splits(8, 1 << 17, 132, 64) == 64
     assert choose_splits(8, 100, 132, 64) == 1  # too few keys to share
     assert all(choose_splits(8, 1 << n, 132, 64) <= choose_splits(8, 1 << n + 1, 132, 64) for n in range(6, 17))
+
+
+def test_runs_of_a_measured_choice_fill_the_processors_as_often_as_it_says():
+    """8 or 17 or 34 programs for each of 16 key heads and blocks of queries on 132 processors, as far as there are four
+    blocks of keys for a run."""
+    assert [choose_splits(16, 1 << 16, 132, 64, programs) for programs in (1, 2, 4)] == [8, 16, 33]
+    assert choose_splits(8, 1 << 17, 132, 64, 4) == 64 and choose_splits(200, 1 << 17, 132, 64, 1) == 1
+    assert choose_splits(16, 1024, 132, 64, 2) == 4 and choose_splits(16, 10, 132, 64, 2) == 1
 
 
 @pytest.mark.parametrize("n_splits", [None, 4])
