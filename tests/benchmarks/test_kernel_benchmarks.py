@@ -68,6 +68,8 @@ def test_on_a_gpu_the_tuned_choice_is_beside_the_tables(monkeypatch):
     kernels = import_module("longdraft.kernels.triton.tree_attention")
     monkeypatch.setattr(attention.backend, "triton_kernels", lambda name, device: kernels)
     monkeypatch.setattr(attention.ours.rows, "can_attend", lambda _: False)
+    launch, launched = kernels.tree_attention, []
+    monkeypatch.setattr(kernels, "tree_attention", lambda *a, **k: launched.append(k.get("choice")) or launch(*a, **k))
     chosen, tuned = kernels.Choice(16, 32, 3, 4, 1), []
 
     def tune(*args) -> None:
@@ -82,6 +84,7 @@ def test_on_a_gpu_the_tuned_choice_is_beside_the_tables(monkeypatch):
     found = attention.measure(bench, TINY, [40], [1, 9])
     shapes = [(4, 2, 16, [None], bench.dtype, bench.device, 40 + n + attention.SPARE, 1, [1, 9]) for n in (1, 9)]
     assert tuned == shapes
+    assert set(launched) == {None, kernels.Choice(16, 64, 2, 4), kernels.Choice(32, 64, 2, 4)}
     for rows in (by_name(found[: len(found) // 2]), by_name(found[len(found) // 2 :])):
         assert "problem" not in rows[OURS] and "problem" not in rows[attention.BY_TABLE]
         assert rows[OURS]["choice"] == str(chosen) != rows[attention.BY_TABLE]["choice"]
