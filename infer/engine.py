@@ -58,7 +58,7 @@ class Engine:
         drafter: Str | Instance[Drafter] = "plain",
         draft: Any = None,
         *,
-        nodes: Literal["auto"] | Count | None = "auto",
+        nodes: Literal["auto", None] | Count = "auto",
         slots: Count | None = None,
         max_length: Count | None = None,
         prefill_chunk: Count | None = None,

@@ -140,9 +140,13 @@ def _errors_in_one_line(where: str = "") -> Iterator[None]:
 def one_line(error: ValidationError, where: str = "") -> str:
     """The first error as `path.of.field: what is wrong`. Unknown fields come first: they explain what is missing."""
     unknown = ("unknown", "extra_forbidden", "unexpected_keyword_argument")
-    first = min(error.errors(include_url=False), key=lambda detail: detail["type"] not in unknown)
-    # The parts in brackets are pydantic's names for members of a union.
-    path = [where] * bool(where) + [" ".join(str(part).split()) for part in first["loc"] if "[" not in str(part)]
+    errors = error.errors(include_url=False)
+    first = min(errors, key=lambda detail: detail["type"] not in unknown)
+    # A value that fits no member of a union has an error for each, whose path ends in its name: list[str].
+    alike = [one for one in errors if one["loc"][:-1] == first["loc"][:-1] and one["input"] is first["input"]]
+    is_union = any("[" in str(one["loc"][-1:]) for one in alike)
+    parts = first["loc"][:-1] if is_union else first["loc"]
+    path = [where] * bool(where) + [" ".join(str(part).split()) for part in parts if "[" not in str(part)]
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "unknown":
         path.append(first["ctx"]["field"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
@@ -152,6 +156,9 @@ def one_line(error: ValidationError, where: str = "") -> str:
         message = "missing; give it a value"
     elif first["type"] != "value_error":
         message = message[:1].lower() + message[1:]
+        if is_union:
+            others = (one["msg"].removeprefix("Input should be ") for one in alike if one is not first)
+            message = " or ".join(dict.fromkeys([message, *others]))
         if not isinstance(first["input"], dict) and not SECRET.search(path[-1] if path else ""):
             message = f"{short_repr(first['input'])} is not valid, {message}"
     return f"{'.'.join(path)}: {message}" if path else message

@@ -64,6 +64,15 @@ def test_one_line_names_the_field_and_the_value(values: dict[str, Any], start: s
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Literal["auto", None] | Int, "integer"), (Bool | Literal["auto", None], "boolean")]
+)
+def test_what_fits_no_member_of_a_union_is_told_all_of_them(kind: Any, name: str):
+    with pytest.raises(ValueError, match=r"^nodes: 'x' .*") as caught:
+        validate(kind, "x", "nodes")
+    assert all(name in str(caught.value) for name in ("'auto'", "None", name))
+
+
 def test_a_missing_field_is_named_and_a_secret_is_not_shown():
     with pytest.raises(ValueError, match=r"^path: missing"):
         Outer()  # pyright: ignore[reportCallIssue]
