@@ -16,7 +16,7 @@ from longdraft.kernels.triton import tree_attention as module
 from longdraft.kernels.triton import tuning
 from longdraft.kernels.triton.tuning import PROGRAMS, TILES, Choice, fitted, variants
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 H100, RTX = 227 << 10, 99 << 10
 SHAPE = tuning.shape_of(torch.float16, 1, 9, 8, 2, 64, 8192, None)
 SLOW, FAST = 2.0, 1.0
@@ -202,7 +202,7 @@ def test_a_folder_that_cannot_be_written_to_costs_only_the_file(monkeypatch):
 
 def _write_often(file, name: str) -> None:
     for _ in range(200):
-        tuning._write(file, DEVICE, {**tuning._read(file), name: TILES[0]})
+        tuning._write(file, torch.device("cpu"), {**tuning._read(file), name: TILES[0]})
 
 
 def test_processes_that_write_at_once_leave_a_whole_file(fresh):
@@ -223,6 +223,7 @@ def test_passes_are_measured_on_a_full_cache_and_launched_as_chosen(monkeypatch)
     """From the widths of the passes to the numbers of a launch, on what the interpreter computes."""
     launches, capacity, kernel = [], 262, module._runs
     monkeypatch.setattr(module, "LEAST_KEYS", capacity)
+    monkeypatch.setattr(module, "_device", lambda device: (8, RTX))
     monkeypatch.setattr(tuning, "PROGRAMS", (1,))
     monkeypatch.setattr(tuning, "TILES", (TILES[0], TILES[3]))
 
