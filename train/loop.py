@@ -20,7 +20,7 @@ from longdraft.train.config_file import Stage
 from longdraft.train.export import export
 from longdraft.train.model_card import draw_curves
 from longdraft.train.ranks import Ranks, failures_named
-from longdraft.train.setup import Run, describe, open_run, open_target
+from longdraft.train.setup import Run, open_run, open_target
 from longdraft.train.step import StepResult, begin_step_sum, finish_step_sum, measure, train_step
 from longdraft.train.tracking import Tracker, read_metrics
 from longdraft.train.validation import validate
@@ -91,7 +91,7 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
                 return True
         run = open_run(config, ranks, target, found)
         run.stop = stop
-        ranks.log(describe(run))
+        ranks.log(_described(run))
         if ranks.first:
             if found is None:  # what lies there is from a run that ended before its first checkpoint
                 shutil.rmtree(checkpoint.best_folder(run_dir), ignore_errors=True)
@@ -113,6 +113,18 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
         return False
     ranks.log(f"Trained: {n_steps} steps, checkpoint in {saved}; next: {shlex.join(['longdraft', 'export', run_dir])}")
     return True
+
+
+def _described(run: Run) -> str:
+    """What is logged before the first step."""
+    train, data = run.config.train, run.config.data
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.engine.draft.parameters())
+    return (
+        f"Training {run.config.draft.method} ({parameters / 1e6:.1f} M parameters) for {run.config.target.path} on "
+        f"{run.ranks.world_size} {'GPU' if run.ranks.device.type == 'cuda' else 'CPU'} rank(s), {train.precision}, "
+        f"ZeRO-{train.zero_stage}: step {run.step} to {train.n_steps}, up to {train.global_batch * data.seq_len:,} "
+        f"tokens each, from {data.path}; all goes to {train.run_dir}"
+    )
 
 
 def _after_step(run: Run, result: StepResult) -> Path | None:

@@ -233,15 +233,3 @@ def open_rows(data: DataSection, split: str, target: Target) -> ShardSet:
         )
     data.check_positions(target.name, target.model.config.max_positions)
     return rows
-
-
-def describe(run: Run) -> str:
-    """What is logged before the first step."""
-    train, data = run.config.train, run.config.data
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.engine.draft.parameters())
-    return (
-        f"Training {run.config.draft.method} ({parameters / 1e6:.1f} M parameters) for {run.config.target.path} on "
-        f"{run.ranks.world_size} {'GPU' if run.ranks.device.type == 'cuda' else 'CPU'} rank(s), {train.precision}, "
-        f"ZeRO-{train.zero_stage}: step {run.step} to {train.n_steps}, up to {train.global_batch * data.seq_len:,} "
-        f"tokens each, from {data.path}; all goes to {train.run_dir}"
-    )
