@@ -68,7 +68,7 @@ class Forced(Drafter):
 
     def __init__(self, inner: Drafter, target: Target, rates: Sequence[float], seed: int = 0):
         self.inner, self.rates, self.seed, self.parts = inner, tuple(rates), seed, [inner]
-        self.max_nodes, self.max_depth, self.trunk = inner.max_nodes, inner.max_depth, inner.trunk
+        self.max_nodes, self.max_depth = inner.max_nodes, inner.max_depth
         self._plain, self._texts = Engine(target, keep_prompts=False), dict[str, list[int]]()
         # For each position its token, and as a root's how many tokens after it are proposed rightly.
         self._replay_2BL = torch.empty(2, 0, 0, dtype=torch.int64)

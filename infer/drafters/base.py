@@ -42,14 +42,12 @@ class Drafter:
         learns_from: the subset of `needs` that `on_step` reads after a proposal.
         max_nodes: the most nodes below the root that it ever proposes.
         max_depth: the deepest level that it ever proposes.
-        trunk: the first `trunk` nodes of its last tree form one path, and every other node descends from it.
     """
 
     needs: frozenset[str] = frozenset()
     learns_from: frozenset[str] = frozenset()
     max_nodes: int
     max_depth: int
-    trunk = 0
     user: object = None  # the engine that is decoding with it
     parts: Sequence["Drafter"] = ()
 

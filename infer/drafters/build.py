@@ -12,7 +12,7 @@ from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.token_recycling import TokenRecycling
-from longdraft.infer.drafters.tokenswift import tokenswift
+from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.tree import likeliest_nodes
 from longdraft.models.device import on_device
@@ -23,7 +23,7 @@ from longdraft.models.target import Target
 # A trained drafter takes its draft as `draft`, and some take another model as `small`; other arguments are options.
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "plain": Plain,
-    "tokenswift": tokenswift,
+    "tokenswift": TokenSwiftDrafter,
     "medusa": HeadsDrafter,
     "longspec": LongSpecDrafter,
     "triforce": TriForceDrafter,

@@ -75,16 +75,11 @@ class Combined(Drafter):
         device_rows = [drafter.device_rows(state) for drafter in look_ups.values()]
         unread = [x for tree in trees.values() for x in tree.unread]
         roots, *read = read_together(state.roots, *device_rows, *unread)
-        rows, read, trunks = read[: len(look_ups)], read[len(look_ups) :], list[list[int]]()
+        for i, drafter in look_ups.items():
+            proposals[i] = _as_lists(drafter.tries(state, read.pop(0), limits[i]))
         for i, tree in trees.items():
-            count, trunk = len(tree.unread), self.parts[i].trunk
-            proposals[i] = tree.take_lists(read[:count]).lists
-            read = read[count:]
-            if trunk:
-                trunks = [tokens[1 : 1 + trunk] for tokens in proposals[i].tokens]
-        for (i, drafter), rows_of_drafter in zip(look_ups.items(), rows, strict=True):
-            starts = trunks if drafter.after_trunk else ()
-            proposals[i] = _as_lists(drafter.tries(state, rows_of_drafter, limits[i], starts))
+            count = len(tree.unread)
+            proposals[i], read = tree.take_lists(read[:count]).lists, read[count:]
         return TokenTree.from_tries(self._unite(proposals, roots, max_nodes), state.roots.device)
 
     def _unite(self, proposals: Mapping[int, Lists], roots: list[int], max_nodes: int) -> list[Trie]:
@@ -132,8 +127,7 @@ def _add_nodes(
             yield
         else:
             places[node] = place
-            # Class 0 marks another drafter's trunk, which this drafter did not propose.
-            if classes[node] and trie.classes[place] < shared:
+            if trie.classes[place] < shared:
                 trie.classes[place] += shared
 
 

@@ -50,16 +50,13 @@ class HostDrafter(Drafter):
 
     Attributes:
         longest_ngram: the longest n-grams that it looks up.
-        after_trunk: whether its candidates start at the end of another drafter's trunk (`Drafter.trunk`), if there is
-            one, instead of at the root.
     """
 
     longest_ngram = 1
-    after_trunk = False
     _tables: list[NgramIndex | None] = []  # one for each slot, None before its first request
 
-    def fill(self, trie: Trie, node: int, table: NgramIndex, max_nodes: int) -> None:
-        """Put candidates below this node of the trie, likeliest first, until it has `max_nodes` beside the root."""
+    def fill(self, trie: Trie, table: NgramIndex, max_nodes: int) -> None:
+        """Put candidates below the root of the trie, likeliest first, until it has `max_nodes` beside the root."""
         raise NotImplementedError
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
@@ -75,22 +72,18 @@ class HostDrafter(Drafter):
         recent_BR = state.history.read(state.positions - (READ_AHEAD - 1), READ_AHEAD)
         return torch.cat([torch.stack(numbers, dim=1), recent_BR], dim=1)
 
-    def tries(
-        self, state: SlotState, rows: list[list[int]], max_nodes: int, trunks: Sequence[Sequence[int]] = ()
-    ) -> list[Trie]:
-        """Each slot's candidates. rows: `device_rows` as lists; trunks: each slot's path to start after."""
+    def tries(self, state: SlotState, rows: list[list[int]], max_nodes: int) -> list[Trie]:
+        """Each slot's candidates. rows: `device_rows` as lists."""
         tries = []
         for slot, (table, (active, root, position, *recent)) in enumerate(zip(self._tables, rows, strict=True)):
-            trie, node = Trie(root), 0
+            trie = Trie(root)
             if active and table is not None:
                 table.extend(state.committed[slot][len(table) : position + 1])
                 missing = position + 1 - len(table)
                 if 0 < missing <= len(recent):
                     table.extend(recent[-missing:])
-                for token in trunks[slot] if trunks else ():
-                    node = trie.add(node, token, 0)
                 if len(table) == position + 1:
-                    self.fill(trie, node, table, max_nodes + node)
+                    self.fill(trie, table, max_nodes)
             tries.append(trie)
         return tries
 

@@ -84,7 +84,7 @@ class PromptLookup(HostDrafter):
     def n_classes(self) -> int:
         return 1 + 2 * TOP_K * len(GROUPS)
 
-    def fill(self, trie: Trie, node: int, table: NgramIndex, max_nodes: int) -> None:
+    def fill(self, trie: Trie, table: NgramIndex, max_nodes: int) -> None:
         found, worth = self._collect(table, trie.tokens[0])
         added = {0: 0}  # node of `found` -> node of `trie`
         # A child is worth less than its parent, so the parent comes first.

@@ -4,25 +4,29 @@ Without a draft pass the heads read the state just before the root, at p - 1 for
 head i proposes the token at p + i, and the levels are [3, 3, 3]. With a draft pass the target runs over the root on a
 selected cache (infer/caches/partial.py): its own logits propose the token at p + 1, head i that at p + 1 + i, and the
 levels are [1, 3, 3, 3]. The heads are in models/drafts/heads.py.
-They are joined by the most frequent continuations of a token in the text so far (section 3.3): of the root, or after a
-draft pass of the token that the target itself proposed. Shapes: B slots, D hidden, I levels, K ranks.
+They are joined by the text's most frequent continuations of the root, or after a draft pass of the token that the
+target itself proposed (section 3.3). These are counted on the device, with shapes that do not depend on the text.
+Shapes: B slots, D hidden, I levels, K ranks, N tree nodes, S capacity, R occurrences of a token, G n-grams.
 """
 
-from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Literal
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
 from longdraft.infer.caches.partial import SelectedCache, Selection, refuse_windows
-from longdraft.infer.drafters.base import Count, CountOrZero, Drafter, Request
-from longdraft.infer.drafters.combine import Combined
+from longdraft.infer.drafters.base import Count, CountOrZero, Request
+from longdraft.infer.drafters.combine import MOST_NODES
 from longdraft.infer.drafters.heads import HeadsDrafter, Shape
-from longdraft.infer.drafters.host import HostDrafter, NgramIndex
+from longdraft.infer.history import History
 from longdraft.infer.slot_state import SlotState
-from longdraft.infer.tree import TokenTree, TreeShape, Trie
+from longdraft.infer.tree import PAD, ROOT, TokenTree, TreeShape
+from longdraft.kernels.transfer import integers
 from longdraft.models.drafts.heads import TokenSwift
 from longdraft.models.footprint import Allocations, cache_rows, size_of
 from longdraft.models.kv_cache import KVCache
@@ -32,25 +36,20 @@ from longdraft.models.target import Target
 
 # First tokens that always stay in the selected cache.
 SINKS = 16
-N = 4
-# How many occurrences of a token are counted, the last ones: what they cost does not grow with the text.
+# Tokens that follow the first one of a 4-gram, and the bits that each takes in a number that stands for all three.
+FOLLOWING, TOKEN_BITS = 3, 21
+# How many occurrences of a token are counted, the last ones.
 SEARCHED = 1024
 # A draft pass adds a level; it pays where it reads less than this fraction of what a pass of the target reads.
 PASS_SHARE = 0.5
 BUDGET = 4096
 
 
-@validated
-def tokenswift(
-    target: Instance[Target],
-    draft: Instance[TokenSwift],
-    shape: Shape | None = None,
-    *,
-    draft_pass: Literal["auto", "always", "never"] = "auto",
-    budget: Count = BUDGET,
-    ngrams: CountOrZero = 20,
-) -> Drafter:
+class TokenSwiftDrafter(HeadsDrafter):
     """TokenSwift as published: its heads, and in the same tree the text's most frequent n-grams.
+
+    A node's class is its place in the heads' tree, or its n-gram's rank, in powers of two, and its depth; and whether
+    both proposed it.
 
     Args:
         shape: which rank combinations of the heads are nodes, best first, or the number of ranks in each level of a
@@ -58,25 +57,21 @@ def tokenswift(
             proposal, between the root and this tree.
         draft_pass: "always", "never", or "auto": where it reads less than half of what a pass of the target reads.
         budget: rows of the draft pass's selected cache, for each layer and KV head; not with "never".
-        ngrams: how many 4-grams join the tree; 0 for none.
+        ngrams: how many 4-grams join the tree, as far as it has room; 0 for none.
 
     Raises:
         ValueError: a draft that does not fit the target, a tree that does not fit the draft, or options out of range.
     """
-    heads = TokenSwiftDrafter(target, draft, shape, draft_pass, budget)
-    return Combined([heads, Ngrams(ngrams, trunk=heads.max_depth - heads.shape.depth)]) if ngrams else heads
 
-
-class TokenSwiftDrafter(HeadsDrafter):
-    """The heads' part of TokenSwift. Its arguments are those of `tokenswift`."""
-
+    @validated
     def __init__(
         self,
-        target: Target,
-        draft: TokenSwift,
+        target: Instance[Target],
+        draft: Instance[TokenSwift],
         shape: Shape | None = None,
-        draft_pass: str = "auto",
-        budget: int = BUDGET,
+        draft_pass: Literal["auto", "always", "never"] = "auto",
+        budget: Count = BUDGET,
+        ngrams: CountOrZero = 20,
     ):
         super().__init__(target, draft, shape)
         if draft_pass == "never" and budget != BUDGET:
@@ -88,13 +83,22 @@ class TokenSwiftDrafter(HeadsDrafter):
         self._pass_allowed = draft_pass != "never" and not any(target.model.config.sliding_windows or ())
         # The tree of a proposal with a draft pass.
         self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)))
-        if self._pass_allowed:
-            self.max_nodes, self.max_depth = len(self._pass_shape.nodes), self._pass_shape.depth
+        heads = self._pass_shape if self._pass_allowed else self.shape
+        self.max_nodes, self.max_depth = len(heads.nodes), heads.depth
+        self.ngrams, self._joined = ngrams, dict[tuple[int, bool], JoinedTree]()
+        self._heads_classes = 1 + self.max_nodes
+        if ngrams:
+            self.max_nodes = min(self.max_nodes + FOLLOWING * ngrams, max(self.max_nodes, MOST_NODES))
+            self.max_depth = max(self.max_depth, FOLLOWING + self._pass_allowed)
         self._selected: SelectedCache | None = None  # where the pass may be taken
 
     @property
     def needs(self) -> frozenset[str]:
         return super().needs if self._selected is None else super().needs | self._selected.needs
+
+    @property
+    def n_classes(self) -> int:
+        return JoinedTree.n_classes(self._heads_classes, self.ngrams) if self.ngrams else self._heads_classes
 
     def _may_pass(self, batch: int, capacity: int) -> bool:
         """Whether the draft pass may ever be taken on a full cache of this size."""
@@ -134,15 +138,28 @@ class TokenSwiftDrafter(HeadsDrafter):
         """The number of nodes, and whether the proposal has a draft pass."""
         always = self._draft_pass == "always"
         takes_pass = self._selected is not None and (always or self._pass_pays([*map(len, state.committed)]))
-        self.trunk = int(takes_pass)
         return budget.max_nodes, takes_pass
 
     def grow(self, state: SlotState, budget: Budget, plan: tuple[int, bool]) -> TokenTree:
-        """The heads' tree below each root; with a draft pass, below the token that the target itself proposes."""
+        """The heads' tree and the n-grams below each root; with a draft pass, below the token that the target itself
+        proposes."""
         max_nodes, takes_pass = plan
-        if not takes_pass:
-            return super().grow(state, budget, max_nodes)
-        shape, needs = self._pass_shape.first(max_nodes), self.draft.needs | {"logits"}
+        shape = (self._pass_shape if takes_pass else self.shape).first(max_nodes)
+        if takes_pass:
+            ranked_BIK = self._ranked_by_pass(state, shape)
+        else:
+            ranked_BIK = self.ranked(state, self.hidden_BD, shape)
+        if not self.ngrams:
+            return shape.fill(state.roots, ranked_BIK)
+        first_B = ranked_BIK[:, 0, 0] if takes_pass else state.roots
+        grams_BFG = most_frequent(state.history, state.positions, first_B, self.ngrams)
+        if plan not in self._joined:
+            self._joined[plan] = JoinedTree(shape, self.ngrams, int(takes_pass), self._heads_classes, first_B.device)
+        return self._joined[plan].fill(state.roots, ranked_BIK, grams_BFG, max_nodes)
+
+    def _ranked_by_pass(self, state: SlotState, shape: TreeShape) -> Tensor:
+        """int64 [B, I, K]: the best tokens of each level, the first one's by the draft pass itself."""
+        needs = self.draft.needs | {"logits"}
         output = self.target.model(Pass(state.roots[:, None], self._selected, state.positions[:, None], needs=needs))
         hidden_B1D = self.state_of(output)
         assert output.logits is not None and hidden_B1D is not None
@@ -150,7 +167,7 @@ class TokenSwiftDrafter(HeadsDrafter):
         if shape.depth > 1:
             hidden_BD = hidden_B1D[:, 0].to(self.hidden_BD.dtype)
             ranked_BIK = torch.cat([ranked_BIK, self.ranked(state, hidden_BD, shape, first=2)], dim=1)
-        return shape.fill(state.roots, ranked_BIK)
+        return ranked_BIK
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         super().on_step(state, tree, accepted, output)
@@ -161,38 +178,101 @@ class TokenSwiftDrafter(HeadsDrafter):
         self._selected = None
 
 
-def most_frequent(table: NgramIndex, first: int, k: int, n: int = N) -> list[tuple[int, ...]]:
-    """The `k` most frequent continuations of `first`, n - 1 tokens each; among equal counts the latest first."""
-    tokens, ends = table.tokens, table.ends[0].get((first,), [])
-    complete = (end for end in reversed(ends[-SEARCHED:]) if end + n - 1 <= len(tokens))
-    counts = Counter(tuple(tokens[end : end + n - 1]) for end in complete)
-    return [gram for gram, _ in counts.most_common(k)]
+def most_frequent(history: History, positions_B: Tensor, first_B: Tensor, count: int) -> Tensor:
+    """The `count` most frequent continuations of a token in each slot's text, among equal counts the latest first.
 
-
-class Ngrams(HostDrafter):
-    """Proposes the `count` most frequent 4-grams. A node's class is its n-gram's rank, in powers of two, and its depth.
+    The last SEARCHED occurrences that have a whole continuation are counted. Nothing is read on the host.
 
     Args:
-        trunk: the greatest depth of the node that the n-grams start after.
+        history: read up to the roots.
+        positions_B: int64, the roots'.
+        first_B: int64, the tokens that are continued.
+
+    Returns: int64 [B, FOLLOWING, G], tokens below 2**TOKEN_BITS; -1 where there are fewer continuations.
+    """
+    tokens_BS, device = history.tokens, first_B.device
+    capacity = tokens_BS.shape[1]
+    searched = max(count, min(SEARCHED, capacity))
+    ago_R = torch.arange(searched, dtype=torch.int32, device=device)  # 0 is the last occurrence
+    occurred_BS = (tokens_BS == first_B[:, None]).cumsum(dim=1, dtype=torch.int32)
+    last_B1 = positions_B[:, None] - FOLLOWING
+    total_B1 = occurred_BS.gather(1, last_B1.clamp(0, capacity - 1)).masked_fill(last_B1 < 0, 0)
+    places_BR = torch.searchsorted(occurred_BS, total_B1 - ago_R)
+    after_F1 = torch.arange(1, 1 + FOLLOWING, device=device)[:, None]
+    grams_BFR = history.read_at((places_BR[:, None] + after_F1).flatten(1)).view(-1, FOLLOWING, searched)
+
+    # Sorted by their numbers, equal ones stand together, the latest first.
+    number_BR, ago_BR = as_numbers(grams_BFR).masked_fill(ago_R >= total_B1, -1).sort(dim=1, stable=True)
+    begins_BR = pad(number_BR, (1, 0), value=-1).diff(dim=1) != 0
+    counts_BR = torch.searchsorted(number_BR, number_BR, right=True) - ago_R  # right where a gram begins
+    worth_BG, best_BG = ((counts_BR * searched - ago_BR) * begins_BR).topk(count, dim=1)
+    latest_BG = ago_BR.gather(1, best_BG)
+    found_BFG = grams_BFR.gather(2, latest_BG[:, None].expand(-1, FOLLOWING, -1))
+    return found_BFG.masked_fill(worth_BG[:, None] == 0, -1)
+
+
+def as_numbers(tokens_BFX: Tensor) -> Tensor:
+    """int64 [B, X]: a number for FOLLOWING tokens below 2**TOKEN_BITS, a different one for different tokens."""
+    shifts_F = torch.arange(FOLLOWING - 1, -1, -1, device=tokens_BFX.device) * TOKEN_BITS
+    return (tokens_BFX << shifts_F[:, None]).sum(dim=1)
+
+
+class JoinedTree:
+    """The heads' tree and the n-grams' chains as one static tree, whose equal nodes are united when it is filled.
+
+    Nodes of the heads and of the n-grams take turns. Of equal ones the first stays.
+
+    Args:
+        heads: the heads' tree.
+        count: of the n-grams.
+        trunk: depth of the node below which they hang.
+        heads_classes: number of the heads' classes.
     """
 
-    after_trunk = True
+    def __init__(self, heads: TreeShape, count: int, trunk: int, heads_classes: int, device: torch.device):
+        grams = [(0,) * trunk + (heads.ranks + i,) * depth for i in range(count) for depth in range(1, 1 + FOLLOWING)]
+        class_of = {node: i for i, node in enumerate(heads.nodes, 1)}
+        for i, node in enumerate(grams):
+            group = (i // FOLLOWING + 1).bit_length() - 1
+            class_of[node] = heads_classes + group * FOLLOWING + i % FOLLOWING
+        self.shape = TreeShape(tuple(node for turn in zip_longest(heads.nodes, grams) for node in turn if node))
+        self._trunk, self._both = trunk, self.n_classes(heads_classes, count) // 2
+        nodes, tree = [(), *self.shape.nodes], self.shape.tree(1, device)
+        index = {node: i for i, node in enumerate(nodes)}
+        # The nodes on the way from the trunk to each node, then the node itself.
+        paths = [[index[node[: 1 + trunk + i]] for node in nodes] for i in range(FOLLOWING)]
+        self._path_FN, self._parents_N = integers(torch.tensor(paths), device), tree.parents[0]
+        self._classes_N = integers([0] + [class_of[node] for node in nodes[1:]], device)
+        is_gram_N, depths_N = self._classes_N >= heads_classes, tree.depths[0]
+        self._other_NN = is_gram_N[:, None] != is_gram_N
+        # Which nodes may be equal: those of the heads differ from each other.
+        may_NN = (is_gram_N[:, None] | is_gram_N) & (depths_N[:, None] == depths_N)
+        self._may_NN = may_NN | torch.eye(len(nodes), dtype=torch.bool, device=device)
 
-    def __init__(self, count: int = 20, trunk: int = 0):
-        self.count = count
-        self.max_nodes, self.max_depth = (N - 1) * count + trunk, N - 1 + trunk
+    @staticmethod
+    def n_classes(heads_classes: int, count: int) -> int:
+        """Those of the heads and of the n-grams, and all again for nodes that both propose."""
+        return 2 * (heads_classes + FOLLOWING * count.bit_length())
 
-    @property
-    def n_classes(self) -> int:
-        return 1 + (N - 1) * self.count.bit_length()
+    def fill(self, roots_B: Tensor, ranked_BIK: Tensor, grams_BFG: Tensor, max_nodes: int) -> TokenTree:
+        """The tree with at most `max_nodes` nodes below the root.
 
-    def fill(self, trie: Trie, node: int, table: NgramIndex, max_nodes: int) -> None:
-        for rank, gram in enumerate(most_frequent(table, trie.tokens[node], self.count)):
-            place, group = node, (rank + 1).bit_length() - 1
-            for depth, token in enumerate(gram):
-                child = trie.child(place, token)
-                if child is None:
-                    if len(trie) > max_nodes:
-                        return
-                    child = trie.add(place, token, 1 + group * (N - 1) + depth)
-                place = child
+        Args:
+            ranked_BIK: int64, the heads' tokens, as of `TreeShape.fill`.
+            grams_BFG: int64, from `most_frequent`.
+        """
+        depth = self.shape.depth
+        heads_BIK = pad(ranked_BIK, (0, 0, 0, depth - ranked_BIK.shape[1]))
+        grams_BIG = pad(grams_BFG, (0, 0, self._trunk, depth - FOLLOWING - self._trunk))
+        tokens_BN = self.shape.fill(roots_B, torch.cat([heads_BIK, grams_BIG], dim=2)).tokens
+        number_BN = as_numbers(tokens_BN[:, self._path_FN])
+        equal_BNN = (number_BN[:, :, None] == number_BN[:, None]) & self._may_NN
+        first_BN = equal_BNN.max(dim=2).indices
+        stays_BN = (first_BN == torch.arange(len(self._parents_N), device=roots_B.device)) & (tokens_BN >= 0)
+        parents_BN = first_BN[:, self._parents_N.clamp(min=0)].masked_fill(self._parents_N < 0, ROOT)
+        parents_BN = parents_BN.masked_fill(~stays_BN, PAD)
+        classes_BN = self._classes_N + self._both * (equal_BNN & self._other_NN).any(dim=2)
+        tree = TokenTree(tokens_BN.clamp(min=0), parents_BN, classes_BN)
+        if tree.width <= 1 + max_nodes:
+            return tree
+        return tree.take((parents_BN == PAD).sort(dim=1, stable=True).indices[:, : 1 + max_nodes])

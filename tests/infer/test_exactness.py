@@ -21,7 +21,7 @@ from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.token_recycling import TokenRecycling
-from longdraft.infer.drafters.tokenswift import tokenswift
+from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.requests import read_requests
@@ -104,19 +104,21 @@ def block(target, **options):
 
 
 DRAFTERS = {
-    "tokenswift": lambda target, small: tokenswift(target, heads(target), draft_pass="never", ngrams=0),
-    "tokenswift_5": lambda target, small: tokenswift(
+    "tokenswift": lambda target, small: TokenSwiftDrafter(target, heads(target), draft_pass="never", ngrams=0),
+    "tokenswift_5": lambda target, small: TokenSwiftDrafter(
         target, heads(target), likeliest_nodes([[0.4, 0.2, 0.1]] * 3, 5), draft_pass="never"
     ),
-    "tokenswift_draft_pass": lambda target, small: tokenswift(target, heads(target), draft_pass="always", budget=24),
-    "tokenswift_silu": lambda target, small: tokenswift(
+    "tokenswift_draft_pass": lambda target, small: TokenSwiftDrafter(
+        target, heads(target), draft_pass="always", budget=24
+    ),
+    "tokenswift_silu": lambda target, small: TokenSwiftDrafter(
         target, heads(target, "silu_chain"), TreeShape.cartesian((2, 2)), draft_pass="always", budget=20
     ),
-    "tokenswift_auto": lambda target, small: tokenswift(target, heads(target), budget=24),
+    "tokenswift_auto": lambda target, small: TokenSwiftDrafter(target, heads(target), budget=24),
     "medusa": lambda target, small: HeadsDrafter(
         target, randomised(Medusa(MedusaConfig(target.model.config.hidden_size)), target)
     ),
-    "few_words": lambda target, small: tokenswift(target, few_words(target), draft_pass="always", budget=24),
+    "few_words": lambda target, small: TokenSwiftDrafter(target, few_words(target), draft_pass="always", budget=24),
     "longspec": lambda target, small: LongSpecDrafter(target, block(target, noise=5)),
     "longspec_chain": lambda target, small: LongSpecDrafter(target, block(target, noise=4), widths=(1, 1, 1, 1)),
     "triforce": lambda target, small: TriForceDrafter(target, small, budget=24),
@@ -389,7 +391,7 @@ ANYTHING = {
     "small_model_1": lambda target, small: SmallModelDrafter(target, small, gamma=1),
     "triforce_1": lambda target, small: TriForceDrafter(target, small, chain=1, budget=2, chunk=1),
     "triforce_12": lambda target, small: TriForceDrafter(target, small, gamma=5, chain=12, budget=6, chunk=2),
-    "tokenswift_all": lambda target, small: tokenswift(
+    "tokenswift_all": lambda target, small: TokenSwiftDrafter(
         target, heads(target), (2, 1, 1), draft_pass="always", budget=17, ngrams=3
     ),
     "longspec_2": lambda target, small: LongSpecDrafter(target, block(target, noise=2), widths=(3, 2)),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from longdraft.infer.drafters.longspec import LongSpecDrafter
-from longdraft.infer.drafters.tokenswift import tokenswift
+from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -95,7 +95,7 @@ def test_drafters_of_long_contexts_are_exact_after_32768_positions(shared, plain
     plain = plain_tokens(target, [prompt], params)
     assert len(prompt) == 32_769 and len(set(plain[0])) > 8
     drafters = {
-        "tokenswift": tokenswift(target, smollm2.heads(target), draft_pass="always", budget=1024),
+        "tokenswift": TokenSwiftDrafter(target, smollm2.heads(target), draft_pass="always", budget=1024),
         "triforce": TriForceDrafter(target, smollm2.first_layers(target, 1), budget=1024),
         "longspec": LongSpecDrafter(target, smollm2.block(target), (4, 4)),
     }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.caches.partial import SelectedCache, Selection
 from longdraft.infer.drafters import triforce
-from longdraft.infer.drafters.tokenswift import tokenswift
+from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -213,7 +213,7 @@ def holding(tiny_target, shared, monkeypatch):
     def make(name, budget, target):
         if name == "tokenswift":
             heads = shared("infer/test_exactness.py").heads(target)
-            drafter = tokenswift(target, heads, draft_pass="always", budget=budget, ngrams=0)
+            drafter = TokenSwiftDrafter(target, heads, draft_pass="always", budget=budget, ngrams=0)
             return drafter, lambda: drafter._selected
         drafter = TriForceDrafter(target, small if name == "triforce" else None, budget=budget, chunk=4)
         return drafter, lambda: drafter._cache

@@ -37,8 +37,8 @@ BUDGETS = {
     "plain": 0,
     "medusa": 0,
     "tokenswift": 0,
-    "tokenswift_5": 1,
-    "tokenswift_draft_pass": 1,
+    "tokenswift_5": 0,
+    "tokenswift_draft_pass": 0,
     "draft_pass_alone": 0,
     "longspec": 0,
     "token_recycling": 0,
@@ -62,7 +62,7 @@ def others(exactness):
         # As many extended on a CPU as on a device.
         "longspec": lambda target, _: LongSpecDrafter(target, exactness.block(target, noise=5), extended=16),
         "prompt_lookup": lambda *_: PromptLookup(length=6),
-        "draft_pass_alone": lambda target, _: TokenSwiftDrafter(target, exactness.heads(target), (1,), "always", 20),
+        "draft_pass_alone": lambda target, _: TokenSwiftDrafter(target, exactness.heads(target), (1,), "always", 20, 0),
     }
 
 

@@ -14,7 +14,6 @@ from longdraft.infer.drafters import prompt_lookup
 from longdraft.infer.drafters.base import Request
 from longdraft.infer.drafters.host import READ_AHEAD, HostDrafter, NgramIndex
 from longdraft.infer.drafters.prompt_lookup import PromptLookup, matches
-from longdraft.infer.drafters.tokenswift import most_frequent
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
@@ -119,22 +118,6 @@ def made(n, tokens):
     return table
 
 
-def brute_ranking(tokens, n, first, k):
-    starts = {}
-    for start in range(len(tokens) - n + 1):
-        if tokens[start] == first:
-            starts.setdefault(tuple(tokens[start + 1 : start + n]), []).append(start)
-    return sorted(starts, key=lambda gram: (len(starts[gram]), starts[gram][-1]), reverse=True)[:k]
-
-
-@settings(max_examples=60, deadline=None)
-@given(tokens=TOKENS, n=st.integers(2, 4), k=st.integers(0, 30))
-def test_ranking_equals_counting_anew(tokens, n, k):
-    table = made(1, tokens)
-    for first in range(5):
-        assert most_frequent(table, first, k, n) == brute_ranking(tokens, n, first, k)
-
-
 def brute_matches(tokens, max_ngram, search, longest, enough, skipped):
     end, found = len(tokens) - skipped, {}
 
@@ -174,7 +157,7 @@ def test_tables_catch_up_with_the_history(monkeypatch, free, committed):
     monkeypatch.setattr(backend, "is_host", lambda device: free)
     sequences = [list(range(n)) for n in (1, READ_AHEAD + 5, 3 * READ_AHEAD, 7)]
     drafter, caught_up = HostDrafter(), {}
-    drafter.fill = lambda trie, node, table, max_nodes: caught_up.update({trie.tokens[0]: table.tokens[:]})
+    drafter.fill = lambda trie, table, max_nodes: caught_up.update({trie.tokens[0]: table.tokens[:]})
     drafter.longest_ngram = 2
     for slot in range(3):
         drafter.on_start(slot, Request(slot, [0] if slot < 2 else [], SamplingParams()), KVCache(1, 4, 1, 1, 1, None))

@@ -13,7 +13,7 @@ from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.drafters.token_recycling import TokenRecycling
-from longdraft.infer.drafters.tokenswift import tokenswift
+from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -61,8 +61,8 @@ def first_layers(target, count: int):
 
 
 DRAFTERS = {
-    "tokenswift": lambda t: tokenswift(t, heads(t), TreeShape.cartesian((2, 2, 1)), draft_pass="never"),
-    "tokenswift_draft_pass": lambda t: tokenswift(
+    "tokenswift": lambda t: TokenSwiftDrafter(t, heads(t), TreeShape.cartesian((2, 2, 1)), draft_pass="never"),
+    "tokenswift_draft_pass": lambda t: TokenSwiftDrafter(
         t, heads(t), TreeShape.cartesian((2, 1)), draft_pass="always", budget=64
     ),
     "medusa": lambda t: HeadsDrafter(

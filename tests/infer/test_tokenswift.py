@@ -1,15 +1,20 @@
-"""TokenSwift's drafter: the merged trie, the draft pass, its selected cache, and when the pass is taken."""
+"""TokenSwift's drafter: its n-grams, the united trie, the draft pass and its selected cache, when the pass is taken."""
 
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from longdraft.infer.drafters.tokenswift import tokenswift
+from longdraft.infer.drafters import tokenswift
+from longdraft.infer.drafters.tokenswift import SEARCHED, TOKEN_BITS, JoinedTree, TokenSwiftDrafter, most_frequent
 from longdraft.infer.engine import Engine
+from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.tree import PAD, ROOT
+from longdraft.infer.tree import PAD, ROOT, TreeShape
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.drafts.heads import TokenSwift, TokenSwiftConfig
 from longdraft.models.passes import Pass
@@ -27,7 +32,7 @@ def heads(target, kind="linear_chain"):
 
 
 def drafter_for(target, *args, kind="linear_chain", **options):
-    return tokenswift(target, heads(target, kind), *args, **options)
+    return TokenSwiftDrafter(target, heads(target, kind), *args, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +58,94 @@ def watched(monkeypatch):
     return watch
 
 
-def most_frequent(tokens: list[int], first: int) -> list[tuple[int, ...]]:
-    """Continuations of `first` by how often they came, the most recent of equals first, by plain counting."""
+def plain_counting(tokens: list[int], first: int, count: int = 20, searched: int = SEARCHED) -> list[tuple[int, ...]]:
+    """Continuations of `first` by how often they came, the latest of equals first, in the last occurrences."""
+    complete = [i for i in range(len(tokens) - 3) if tokens[i] == first][-searched:]
     counts, last = Counter(), {}
-    for i in range(len(tokens) - 3):
-        if tokens[i] == first:
-            gram = tuple(tokens[i + 1 : i + 4])
-            counts[gram] += 1
-            last[gram] = i
-    return sorted(counts, key=lambda gram: (-counts[gram], -last[gram]))[:20]
+    for i in complete:
+        gram = tuple(tokens[i + 1 : i + 4])
+        counts[gram] += 1
+        last[gram] = i
+    return sorted(counts, key=lambda gram: (-counts[gram], -last[gram]))[:count]
+
+
+@st.composite
+def texts(draw):
+    """Texts of few different tokens, some of which repeat themselves."""
+    alphabet = draw(st.sampled_from([[0], [0, 1], [0, 3, 2**TOKEN_BITS - 1], list(range(40))]))
+    text = draw(st.lists(st.sampled_from(alphabet), min_size=1, max_size=40))
+    return (text * draw(st.sampled_from([1, 1, 2, 9])))[: draw(st.integers(1, 120))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(both=st.tuples(texts(), texts()), data=st.data(), count=st.sampled_from([1, 3, 20]), room=st.integers(0, 5))
+def test_the_device_counts_ngrams_as_one_does_by_hand(both, data, count, room):
+    """Two slots with texts of their own, and after each root what an earlier step wrote."""
+    searched, capacity = data.draw(st.sampled_from([1, 4, SEARCHED])), max(map(len, both)) + room
+    history, firsts = History(2, capacity), [data.draw(st.sampled_from(text)) for text in both]
+    history.tokens.fill_(firsts[0])
+    for slot, text in enumerate(both):
+        history.start(slot, text)
+    roots = torch.tensor([len(text) - 1 for text in both])
+    with mock.patch.object(tokenswift, "SEARCHED", searched):
+        found = most_frequent(history, roots, torch.tensor(firsts), count)
+    assert found.shape == (2, 3, count)
+    for grams, text, first in zip(found.transpose(1, 2).tolist(), both, firsts, strict=True):
+        want = plain_counting(text, first, count, max(count, searched))
+        assert [tuple(gram) for gram in grams] == want + [(-1, -1, -1)] * (count - len(want))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), trunk=st.integers(0, 1), count=st.integers(1, 4), levels=st.integers(1, 5))
+def test_heads_and_ngrams_unite_as_tries_do(data, trunk, count, levels):
+    """Of very few tokens, so that n-grams share beginnings with each other and with the heads' paths."""
+    below = TreeShape.cartesian(data.draw(st.lists(st.integers(1, 3), min_size=levels, max_size=levels)))
+    heads = TreeShape(((0,), *((0, *node) for node in below.nodes))) if trunk else below
+    heads = heads.first(data.draw(st.integers(1, 20)))
+    ranked = [data.draw(st.permutations(range(4)))[: heads.ranks] for _ in range(heads.depth)]
+    grams = data.draw(st.lists(st.tuples(*[st.integers(0, 3)] * 3), max_size=count, unique=True))
+    above = ranked[0][:trunk]
+    chains = [(*above, *gram[:length]) for gram in grams for length in (1, 2, 3)]
+    paths = [tuple(ranked[level][rank] for level, rank in enumerate(node)) for node in heads.nodes]
+    void = [(-1, -1, -1)] * (count - len(grams))
+    joined, n_heads = JoinedTree(heads, count, trunk, 60, torch.device("cpu")), 60
+    args = torch.tensor([9]), torch.tensor([ranked]), torch.tensor([grams + void]).transpose(1, 2)
+    tree = joined.fill(*args, 10**6)
+    real = (tree.parents[0, 1:] != PAD).nonzero()[:, 0] + 1
+    kinds = dict(zip(map(tuple, tree.paths()[0]), tree.classes[0, real].tolist(), strict=True))
+    assert sorted(kinds) == sorted({*paths, *chains}) and len(real) == len(kinds)
+    assert (tree.parents[0, real] < real).all() and int(tree.tokens[0, 0]) == 9
+    own = {path: 1 + place for place, path in enumerate(paths)}
+    theirs = {}
+    for place, path in enumerate(chains):
+        theirs.setdefault(path, n_heads + ((place // 3 + 1).bit_length() - 1) * 3 + place % 3)
+    both = joined.n_classes(n_heads, count) // 2
+    assert both > max([*own.values(), *theirs.values()])
+    for path, kind in kinds.items():
+        proposed = {of[path] for of in (own, theirs) if path in of}
+        assert kind in proposed if len(proposed) == 1 else kind - both in proposed, path
+    most = data.draw(st.integers(1, len(kinds)))
+    fewer = joined.fill(*args, most)
+    assert fewer.paths()[0] == tree.paths()[0][:most] and fewer.width == 1 + min(most, tree.width - 1)
+
+
+def test_a_proposal_launches_as_many_kernels_after_any_text(made, pretended_cuda, prompts):
+    launched = []
+    with pretended_cuda.PretendedCuda() as gpu:
+        target, drafter = made("tokenswift_5", gpu.put)
+        propose = drafter.propose
+
+        def counted(state, budget):
+            gpu.forget()
+            tree = propose(state, budget)
+            launched.append(Counter(gpu.calls))
+            return tree
+
+        drafter.propose = counted
+        for text in (*prompts(2, 3, 9), prompts(5)[0] * 15):
+            Engine(target, drafter, nodes=None, graphs=False).generate([text], SamplingParams(max_new_tokens=5))
+    assert len(launched) > 9 and launched[1].total() > 50
+    assert all(calls == launched[1] for calls in launched[2:])
 
 
 @pytest.mark.parametrize("max_nodes", [1, 6, 25, 200])
@@ -86,9 +170,7 @@ def test_ngrams_and_heads_are_one_trie(target, watched, options, max_nodes, prom
             real = [i for i in range(1, len(nodes)) if parents[i] != PAD]
             assert len(real) <= max_nodes and all(0 <= parents[i] < i for i in real)
             assert len({(parents[i], nodes[i]) for i in real}) == len(real), "siblings carry different tokens"
-            own = drafter.parts[
-                0
-            ].n_classes  # the heads', then the n-grams' classes, and then all again for what both propose
+            own = 1 + len(drafter.shape.nodes) + ("budget" in options)  # the heads' classes, which come first
             ngram_nodes += sum(kinds[i] >= own for i in real)
             if max_nodes < 200 or not tokens:
                 continue
@@ -98,7 +180,7 @@ def test_ngrams_and_heads_are_one_trie(target, watched, options, max_nodes, prom
                 known[i] = [*known[parents[i]], nodes[i]]
             paths = [tuple(path) for path in known.values()]
             start = (nodes[1],) if "budget" in options else ()
-            for gram in most_frequent(tokens, start[0] if start else tokens[-1]):
+            for gram in plain_counting(tokens, start[0] if start else tokens[-1]):
                 assert (*start, *gram) in paths
     assert max_nodes == 1 or ngram_nodes > 20
 
