@@ -19,7 +19,9 @@ Only speed depends on this, never a token. Shapes: B slots, N nodes, C classes.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, zip_longest
 from operator import mul
 from statistics import fmean
@@ -28,11 +30,13 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.costs import EARLIER_FADING, RECENT, STALE, Rates, Seconds
+from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, Lists, TokenTree
-from longdraft.kernels.transfer import HostCopy, from_host
+from longdraft.kernels.transfer import from_host
 
 # Query tokens a slot that a pass may have, where the policy chooses; the widest is the drafter's own.
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+RECORDED_WIDTHS = (1, 4, 8, 16, 32, 64, 128)  # each is recorded; and a GPU takes hardly longer for a few more
 ALL_STAGES = 1000  # more than any drafter has
 # A wider pass, or a stage after several nodes, must promise this much more speed; less is noise of the measurements.
 HURDLE = 1.05
@@ -44,9 +48,10 @@ EXPLORE_EVERY = 32
 ROW_COST = 0.04
 
 
-def widths_up_to(max_nodes: int, automatic: bool) -> list[int]:
+def widths_up_to(max_nodes: int, automatic: bool, recorded: bool = False) -> list[int]:
     """Widths a pass may have: the root alone, the root with all nodes, and some between where the policy chooses."""
-    return [1, *(width for width in WIDTHS if automatic and width <= max_nodes), 1 + max_nodes]
+    between = RECORDED_WIDTHS if recorded else WIDTHS
+    return [1, *(width for width in between if automatic and width <= max_nodes), 1 + max_nodes]
 
 
 class Policy:
@@ -81,6 +86,7 @@ class Policy:
         self._seconds: dict[int, tuple[Seconds, Seconds]] = {}  # by the number of slots
         self._proposals, self._more_stages, self._working = 0, 0, list[int]()
         self.width, self.stages_run = self.widths[-1], self.n_stages
+        self._rehearsed: tuple[int, int] | None = None  # width and stages
         self.start_step(1)
         self.start_request()
 
@@ -90,6 +96,15 @@ class Policy:
         # Of the last proposals, what was expected and what came, over plain decoding.
         self._expected, self._gains = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
         self._steps_off = 0  # how many steps from now on go without a proposal
+
+    @contextmanager
+    def rehearsing(self, width: int, stages: int) -> Iterator[None]:
+        """Within, steps have this width, with a proposal of so many stages, or without one, and nothing is decided."""
+        self._rehearsed = width, stages
+        try:
+            yield
+        finally:
+            self._rehearsed = None
 
     def start_step(self, n_slots: int) -> None:
         """Begin a step in which `n_slots` slots take part. Costs are learned for each number of slots by itself."""
@@ -101,6 +116,8 @@ class Policy:
     @property
     def rests(self) -> bool:
         """Whether this step goes without a proposal. The first one does, because gains are measured against it."""
+        if self._rehearsed:
+            return self._rehearsed[1] == 0
         return self._steps_off > 0 or (self.automatic and 1 not in self.passes.medians)
 
     def fitting(self, width: int) -> int:
@@ -127,43 +144,40 @@ class Policy:
         speed, self.width = self._choose(expected, self.stages_run)
         self._expected.append(speed * (HURDLE if self.width > 1 else 1.0) * self.passes.table[1] / expected[0])
 
-    def prune(self, tree: TokenTree, active_B: Tensor) -> tuple[TokenTree, HostCopy | None]:
+    def prune(self, tree: TokenTree, state: SlotState) -> tuple[TokenTree, Tensor | None]:
         """Keep the nodes of `tree` that are worth a step, best first, padded to one of the widths.
 
-        Returns: the pruned tree; and, on their way to the host, the expected tokens by width for `decide`. None where
-            it has decided already.
+        Returns: the pruned tree; and the expected tokens by width, which `decide` must get once the host has read them.
+            None where it has decided already.
         """
-        if not self.automatic or tree.width == 1:
-            return tree.pad_to(self.fitting(tree.width)), None
-        # Stable, so that parents come first.
-        worth_BN, order_BN = self._worth(tree).sort(dim=1, descending=True, stable=True)
-        expected = HostCopy((worth_BN * active_B[:, None]).sum(0).cumsum(0))
+        rehearsed, _ = self._rehearsed or (1, 0)
+        if not self.automatic or max(tree.width, rehearsed) == 1:
+            return tree.pad_to(self.fitting(max(tree.width, rehearsed))), None
         if self._on_host:
-            self.decide(expected.lists()[0])
-        width = min(self.width, tree.width)
-        return tree.take(order_BN[:, :width]).pad_to(self.fitting(width)), None if self._on_host else expected
+            # Stable, so that parents come first.
+            worth_BN, order_BN = self._worth(tree).sort(dim=1, descending=True, stable=True)
+            self.decide(_expected(worth_BN, state).tolist())
+            width = min(self.width, tree.width)
+            return tree.take(order_BN[:, :width]).pad_to(self.fitting(width)), None
+        width = rehearsed if self._rehearsed else self.fitting(min(self.width, tree.width))
+        if tree.on_host:  # it may have any size, and each would be recorded
+            tree = tree.pad_to(self.widths[-1])
+        rates_C = from_host(torch.tensor(self._rates.values), tree.tokens.device)
+        return state.run(("prune", width), (), partial(_best, width), tree, rates_C)
 
     def _worth(self, tree: TokenTree) -> Tensor:
-        """fp32 [B, N]: each node's chance to be reached, 0 for padding. It is computed from lists where the host has
-        them: a matrix of ancestors costs far more for thousands of nodes."""
-        device = tree.tokens.device
-        if tree.on_host:
-            of_slots = enumerate(tree.lists.parents)
-            worth = [worth_of(parents, tree.lists.classes_of(slot), self._rates.values) for slot, parents in of_slots]
-            return from_host(torch.tensor(worth), device)
-        classes_BN = tree.classes
-        if classes_BN is None:
-            classes_BN = torch.arange(tree.width, device=device).expand(tree.tokens.shape)
-        log_rates_BN = from_host(torch.tensor(self._rates.values), device).log()[classes_BN]
-        log_rates_BN[:, 0] = 0.0
-        worth_BN = tree.ancestors.float().bmm(log_rates_BN[:, :, None])[:, :, 0].exp()
-        return worth_BN.masked_fill(tree.parents == PAD, 0.0)
+        """fp32 [B, N]: each node's chance to be reached, 0 for padding. It is computed from lists, because a matrix of
+        ancestors costs far more for thousands of nodes."""
+        of_slots = enumerate(tree.lists.parents)
+        return torch.tensor([worth_of(it, tree.lists.classes_of(slot), self._rates.values) for slot, it in of_slots])
 
     def budget(self, max_nodes: int, working: Sequence[int]) -> "Budget":
         """Begin a proposal of at most `max_nodes` nodes. working: the slots with a request.
 
         The first proposal runs all stages, so that their seconds are known.
         """
+        if self._rehearsed:
+            return Budget(max_nodes, self._rehearsed[1])
         if not self.automatic:
             return Budget(max_nodes)
         self._proposals += 1
@@ -267,6 +281,26 @@ class Budget:
     def goes_on(self, tree: TokenTree) -> bool:
         """Whether one more stage pays after `tree`, which the drafter has proposed so far."""
         return self.policy is None or self.policy.goes_on(tree, self.first_class)
+
+
+def _best(width: int, state: SlotState, tree: TokenTree, rates_C: Tensor) -> tuple[TokenTree, Tensor]:
+    """What `prune` returns, without the host: the `width` nodes that are worth most, and the expected tokens."""
+    classes_BN = tree.classes
+    if classes_BN is None:
+        classes_BN = torch.arange(tree.width, device=rates_C.device).expand(tree.tokens.shape)
+    log_rates_BN = rates_C.log()[classes_BN]
+    log_rates_BN[:, 0] = 0.0
+    worth_BN = tree.ancestors.float().bmm(log_rates_BN[:, :, None])[:, :, 0].exp()
+    # Stable, so that parents come first, and padding last.
+    worth_BN, order_BN = worth_BN.masked_fill(tree.parents == PAD, 0.0).sort(dim=1, descending=True, stable=True)
+    best = tree.take(order_BN[:, :width]).pad_to(width)
+    _ = best.ancestors, best.depths  # verification asks for these, so they are recorded with the tree
+    return best, _expected(worth_BN, state)
+
+
+def _expected(worth_BN: Tensor, state: SlotState) -> Tensor:
+    """[w - 1], the tokens expected of the w best nodes of the slots that take part. worth_BN: in descending order."""
+    return (worth_BN * state.active[:, None]).sum(0).cumsum(0)
 
 
 def worth_of(parents: Sequence[int], classes: Sequence[int], rates: Sequence[float]) -> list[float]:

@@ -21,6 +21,8 @@ from longdraft.models.schema import Bool, Instance, Str, validated
 from longdraft.models.target import Target
 
 GREEDY = SamplingParams()
+# What a server records before its first request; other kinds are recorded with the first request of each.
+SERVED = (GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 MOST_SLOTS = 8
 # Called between two steps; returns the newly arrived requests, or None when no more will arrive. The argument says
 # whether the engine is idle, so that the call may block.
@@ -132,7 +134,7 @@ class Engine:
         with self.drafter.used_by(self):
             runner, pool, unread = self.runner, self.pool, deque[tuple[list[ActiveSequence | None], Step]]()
             waiting = deque(self._sequence(request) for request in requests)
-            pool.start(slots, longest, self._log)
+            pool.start(slots, longest, [one.sampling for one in requests] or SERVED, self._log)
             while True:
                 idle = not (waiting or any(pool.sequences))
                 if arrivals is not None:

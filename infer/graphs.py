@@ -8,7 +8,7 @@ their networks (`SlotState.run`).
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -32,8 +32,9 @@ Recorder = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 class _Recorded:
     """The recorded work of one key.
 
-    Inputs are copies, and outputs lie outside of the recording's memory; both stay where they are. `owners` keeps alive
-    whatever else the work reads and writes, so that no key ever comes to mean other memory.
+    Outputs lie outside of the recording's memory. Inputs are copies, or the outputs of other recorded work, which are
+    then read in place. All stay where they are. `owners` keeps alive whatever else the work reads and writes, so that
+    no key ever comes to mean other memory.
     """
 
     owners: tuple
@@ -44,7 +45,7 @@ class _Recorded:
 
 class Graphs:
     """Recorded work, by key. The first time a key comes, its work is queued normally, which compiles and allocates; the
-    second time it is recorded; from then on it is replayed.
+    second time it is recorded; from then on it is replayed. While `rehearsing`, the first time does both.
 
     Args:
         recorder: None records nothing, and `run` calls the work every time.
@@ -54,9 +55,12 @@ class Graphs:
         fresh: set to True when a key comes for the first or second time; whoever times steps sets it back to False.
     """
 
+    rehearsing = False
+
     def __init__(self, recorder: Recorder | None = None):
         self._recorder, self.recording, self.fresh = recorder, recorder is not None, False
         self._known: dict[tuple, _Recorded] = {}
+        self._outputs: dict[int, Tensor] = {}  # of all recorded work, by id
 
     def run(
         self,
@@ -86,26 +90,46 @@ class Graphs:
         known = self._known.get(key)
         if known is None:
             # On copies of the inputs from the first run on, because kernels are compiled for strides and alignment.
-            copies = _twin(inputs, Tensor.clone)
-            known = self._known[key] = _Recorded(owners, copies, _twin(work(*copies), Tensor.clone))
+            copies = _twin(inputs, lambda x: x if id(x) in self._outputs else x.clone())
+            known = self._known[key] = _Recorded(owners, copies, _twin(work(*_twin(copies)), Tensor.clone))
+            self._outputs |= {id(x): x for x in _tensors(known.outputs)}
             self.fresh = True
-            return _twin(known.outputs)
-        _fill(known.inputs, inputs)
+            if not self.rehearsing:
+                return _twin(known.outputs)
+        if not self.rehearsing:
+            _fill(known.inputs, inputs)
         if known.replay is None:
-            _, known.replay = self._recorder(lambda: _fill(known.outputs, work(*known.inputs)))
+            # What the work caches in its inputs must not stay there, so it is given a twin.
+            _, known.replay = self._recorder(lambda: _fill(known.outputs, work(*_twin(known.inputs))))
             self.fresh = True
-        known.replay()
+        if not self.rehearsing:
+            known.replay()
         return _twin(known.outputs)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within, work is recorded at once, and what is recorded is not replayed: it returns what it did before."""
+        self.rehearsing = True
+        try:
+            yield
+        finally:
+            self.rehearsing = self.fresh = False
+
+    def __len__(self) -> int:
+        """How many pieces of work have been recorded."""
+        return sum(known.replay is not None for known in self._known.values())
 
     def forget(self, owner: object) -> None:
         """Forget the work that reads or writes the memory of this owner."""
         self._known = {
             key: known for key, known in self._known.items() if all(one is not owner for one in known.owners)
         }
+        self._outputs = {id(x): x for known in self._known.values() for x in _tensors(known.outputs)}
 
     def clear(self) -> None:
         """Forget all recorded work and free its memory."""
         self._known.clear()
+        self._outputs.clear()
 
 
 def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
@@ -202,12 +226,12 @@ def _twin(found: Any, of_tensor: Callable[[Tensor], Tensor] = lambda x: x) -> An
 
 
 def _fill(twin: Any, found: Any) -> None:
-    """Copy the tensors of `found` into those of its twin."""
-    if isinstance(twin, Tensor):
-        twin.copy_(found)
-    elif isinstance(twin, tuple):
-        for one, other in zip(twin, found, strict=True):
-            _fill(one, other)
-    elif is_dataclass(twin):
-        for name, part in vars(twin).items():
-            _fill(part, getattr(found, name))
+    """Copy the tensors of `found` into those of its twin, all of one dtype in one launch."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for to, given in zip(_tensors(twin), _tensors(found), strict=True):
+        if to is not given:
+            targets, sources = by_dtype.setdefault(to.dtype, ([], []))
+            targets.append(to)
+            sources.append(given)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from longdraft.infer.budget import Policy, widths_up_to
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.graphs import graphs_for
 from longdraft.infer.logprobs import TokenLogprob, path_logprobs, read_logprobs
+from longdraft.infer.requests import Request
+from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
@@ -41,10 +44,10 @@ class Step:
     Attributes:
         proposed: the drafter's tree, before pruning.
         num_query_tokens: query tokens of the target's pass in each slot, padding counted.
-        results: on their way to the host: counts and tokens of `AcceptResult`, the number of verified nodes, then the
-            `n_logprobs` tensors of `path_logprobs`, and those of `TokenTree.unread`.
-        expected: on its way to the host, what the policy decides the next width by: [w - 1] tokens expected of the w
-            best nodes. None where the policy has decided already.
+        results: on their way to the host: int64 [B, 2 + P] with each slot's count of `AcceptResult`, its number of
+            verified nodes and its tokens of `AcceptResult`; the `n_logprobs` tensors of `path_logprobs`; those of
+            `TokenTree.unread`; and what the policy decides by (`Policy.prune`), if it has yet to.
+        undecided: whether it has.
         drafting: when the proposal began and ended, on the device.
         stages: stages of the proposal.
         tokens: the newly committed tokens; none for a slot that took no part.
@@ -58,7 +61,7 @@ class Step:
     num_query_tokens: int
     results: HostCopy
     n_logprobs: int
-    expected: HostCopy | None
+    undecided: bool
     drafting: tuple[Moment, Moment]
     stages: int
     draft_seconds: float
@@ -82,6 +85,7 @@ class Runner:
         cache, state: the slots'; their owner sets both.
         lag: how many steps are read late, while a later one runs already: 1 on a GPU, so that its next step does not
             wait for the host; 0 on a CPU, which would gain nothing and take one step too many for each request.
+        rehearsed: what a drafter is told of slots where work is recorded before there is a request.
         work_clock: seconds of work. What the policy learns about costs must not depend on what else the machine does.
     """
 
@@ -96,7 +100,10 @@ class Runner:
         self.work_clock: Callable[[], float] = library.work_seconds if self.on_cpu else time.perf_counter
         self.graphs = graphs_for(graphs, model)
         automatic = nodes == "auto" and self.max_nodes > 0
-        widths = widths_up_to(self.max_nodes, automatic)
+        widths = widths_up_to(self.max_nodes, automatic, self.graphs.recording)
+        # Its prompt is longer than what drafters usually have to catch up with.
+        length = min(64 + 2 * drafter.max_depth, model.config.max_positions - 1)
+        self.rehearsed = Request(0, [0] * length, SamplingParams(seed=0, max_new_tokens=1))
         self.policy = Policy(drafter.n_classes, widths, automatic, drafter.class_stages, on_host=self.on_cpu)
         self._began: tuple[float, float] | None = None  # time and work when the first step since the last read began
         self._disturbed = 0  # how many of the next steps read have no typical time
@@ -105,6 +112,25 @@ class Runner:
     def start(self) -> None:
         """Begin a call, or go on after a wait: forget the steps that were not read."""
         self._began, self._disturbed = None, 0
+
+    def rehearse(self, lengths: Sequence[int]) -> None:
+        """Record the work of all steps that requests will take, so that none of them waits for a recording. All slots
+        are free, so that nothing is committed or learned.
+
+        lengths: tokens of the texts that the drafter is to take the slots for, because some go by it.
+        """
+        state, cache, policy = self.state, self.cache, self.policy
+        assert cache is not None
+        all_stages = range(1, 1 + policy.n_stages) if policy.automatic else [policy.n_stages]
+        kinds = [(1, 0), *((width, stages) for stages in all_stages for width in policy.widths if self.max_nodes)]
+        with self.graphs.rehearsal():
+            for length, (width, stages), fresh in product(lengths, kinds, (True, False)):
+                state.committed = [range(length)] * cache.batch
+                for slot in range(cache.batch) if fresh else ():  # in its first step a drafter may need more
+                    self.drafter.on_start(slot, self.rehearsed, cache)
+                with policy.rehearsing(width, stages):
+                    self.step()
+        state.committed = [[] for _ in range(cache.batch)]
 
     def step(self) -> Step:
         """Queue one step of all active slots."""
@@ -116,22 +142,21 @@ class Runner:
             working = self._working_slots()
             self.policy.start_step(working.stop - working.start if working else cache.batch)
             proposed = self._propose()
-            tree, expected = self.policy.prune(proposed, state.active)
+            tree, expected = self.policy.prune(proposed, state)
             self._passed = drafted = time.perf_counter()
             drafting, needs = (draft_begin, Moment(self.device, self.work_clock)), self.drafter.needs
             inputs = tree.tokens, tree.parents, *(() if tree.width == 1 else (tree.ancestors, tree.depths))
             if working is None:
                 key = "verify", needs, self.drafter.max_depth, state.logprobs
                 verify = partial(self._verify, cache, needs)
-                accepted, output, logprobs = state.run(key, (self.model, cache), verify, *inputs, widest=tree.width)
+                verified = state.run(key, (self.model, cache), verify, *inputs, widest=tree.width)
+                accepted, output, results = verified
             else:
                 some_cache = cache.slot(working.start, working.stop - working.start)
                 some_inputs = (x[working] for x in inputs)
-                accepted, output, logprobs = self._verify(some_cache, needs, state.of_slots(working), *some_inputs)
+                accepted, output, results = self._verify(some_cache, needs, state.of_slots(working), *some_inputs)
                 accepted, output = accepted.among(working, cache.batch), output.among(working, cache.batch)
-                logprobs = tuple(spread(x, working, cache.batch) for x in logprobs)
-            state.positions += accepted.counts
-            state.roots = torch.where(state.active, accepted.last(accepted.tokens), state.roots)
+                results = tuple(spread(x, working, cache.batch) for x in results)
             self.drafter.on_step(state, tree, accepted, output)
             done = time.perf_counter()
             if self.graphs.fresh:  # recording took part of the time of this step, and of those not read yet
@@ -140,9 +165,9 @@ class Runner:
             return Step(
                 proposed=proposed,
                 num_query_tokens=tree.width,
-                results=HostCopy(accepted.counts, accepted.tokens, (tree.parents >= 0).sum(dim=1), *logprobs, *unread),
-                n_logprobs=len(logprobs),
-                expected=expected,
+                results=HostCopy(*results, *unread, *([] if expected is None else [expected])),
+                n_logprobs=len(results) - 1,
+                undecided=expected is not None,
                 drafting=drafting,
                 stages=self.policy.stages_run,
                 draft_seconds=drafted - begin,
@@ -160,8 +185,8 @@ class Runner:
         ancestors_BNN: Tensor | None = None,
         depths_BN: Tensor | int = 0,
     ) -> tuple[AcceptResult, TargetOutput, tuple[Tensor, ...]]:
-        """The target's pass over the nodes, its choices, and the commit of the accepted path; the third result is what
-        `path_logprobs` returns, if that is asked for. This is what is recorded of a step."""
+        """The target's pass over the nodes, its choices, and the commit of the accepted path, whose end is the new
+        root. The third result is the first tensors of `Step.results`. This is what is recorded of a step."""
         positions_BN = state.positions[:, None] + depths_BN
         root_B = torch.zeros_like(state.positions) if "queries" in needs else None
         given = Pass(tokens_BN, cache, positions_BN, ancestors_BNN, needs | {"logits"}, queries_at_B=root_B)
@@ -171,9 +196,13 @@ class Runner:
         nodes = TokenTree(tokens_BN, parents_BN)
         accepted = accept(nodes, output.logits, state, positions_BN, ancestors_BNN, self.drafter.max_depth)
         cache.commit(accepted.nodes, accepted.counts)
+        state.positions += accepted.counts
+        state.roots.copy_(torch.where(state.active, accepted.last(accepted.tokens), state.roots))
+        n_verified_B = (parents_BN >= 0).sum(dim=1)
+        results_BR = torch.cat([accepted.counts[:, None], n_verified_B[:, None], accepted.tokens], dim=1)
         logprobs = path_logprobs(output.logits, accepted.nodes, accepted.tokens) if state.logprobs else ()
         # Recorded work keeps what it returns, so logits that nobody needs are omitted.
-        return accepted, output if "logits" in needs else replace(output, logits=None), logprobs
+        return accepted, output if "logits" in needs else replace(output, logits=None), (results_BR, *logprobs)
 
     def _working_slots(self) -> slice | None:
         """The slots from the first to the last one with a request; None for all of them, and where the host would have
@@ -202,18 +231,20 @@ class Runner:
         present: for each slot, whether it still has the request of that step; without any, all have.
         """
         assert self._began is not None
-        counts, tokens, step.drafted, *rest = step.results.lists()
+        results, *rest = step.results.lists()
+        expected = rest.pop() if step.undecided else None
         logprobs, proposed = rest[: step.n_logprobs], step.proposed.take_lists(rest[step.n_logprobs :])
         step.read_at, (began, work) = time.perf_counter(), self._began
         step.seconds, self._began = step.read_at - began, None
-        step.tokens = [new[:count] for new, count in zip(tokens, counts, strict=True)]
+        step.tokens = [tokens[:count] for count, _, *tokens in results]
+        step.drafted = [n_verified for _, n_verified, *_ in results]
         work = self.work_clock() - work
         if self.policy.automatic:
             taking_part = [slot for slot, new in enumerate(step.tokens) if new and (not present or present[slot])]
             for slot in taking_part if proposed.width > 1 else ():
                 self.policy.learn(slot, proposed.lists, step.tokens[slot])
-            if step.expected is not None:
-                self.policy.decide(step.expected.lists()[0])
+            if expected is not None:
+                self.policy.decide(expected)
             draft_begin, draft_end = step.drafting
             draft_seconds, typical = draft_begin.seconds_to(draft_end), not self._disturbed
             per_slot = sum(len(step.tokens[slot]) for slot in taking_part) / max(len(taking_part), 1)

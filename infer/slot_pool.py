@@ -8,8 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import product
 
 import torch
+from torch import Tensor
 
 from longdraft.infer.choice.slots import SlotSampling, choice_bytes
 from longdraft.infer.drafters.base import Drafter
@@ -22,6 +25,7 @@ from longdraft.infer.slot_state import SlotState
 from longdraft.kernels.cpu import library
 from longdraft.kernels.linear import prompt_in_c
 from longdraft.kernels.transfer import from_host, integers
+from longdraft.kernels.tree_attention import tune
 from longdraft.models.decoder import Decoder
 from longdraft.models.device import on_device
 from longdraft.models.footprint import check_memory, estimate_memory, sizes, text_of
@@ -32,6 +36,9 @@ IDLE = SamplingParams()
 # Steps are recorded for this many kinds of sampling: which filters and penalties there are, not how strong they are,
 # but of bans, biases and held back end tokens also which ones.
 KINDS_OF_SAMPLING = 8
+# Recorded passes over prompts have so many rows, or `prefill_chunk`: the most that the rest of the prompt fills, and
+# the least for what then remains, with the last rows unused.
+RECORDED_ROWS = (128, 256, 512)
 
 
 class SlotPool:
@@ -52,8 +59,11 @@ class SlotPool:
         length_dependent = self.model.config.rope.type in LENGTH_DEPENDENT
         self._keeps = keep_prompts and not length_dependent and self.model.weights_stay
         self._kept: KeptPrompts | None = None
-        self._samplings: list[SlotSampling] = []  # the last one of each kind, where steps are recorded
+        # Where steps are recorded, the last sampling of each kind, and whether its steps with and without
+        # log-probabilities are.
+        self._samplings: dict[SlotSampling, set[bool]] = {}
         self.sequences: list[ActiveSequence | None] = []
+        self._row_counts: Sequence[int] = ()  # of the recorded passes over prompts, ascending; none where none is
         self._reading: int | None = None  # the slot whose prompt is being read, in these passes
         self._passes: Iterator[None] = iter(())
 
@@ -62,31 +72,46 @@ class SlotPool:
         """The sequences of the slots that take part in a step: without the one whose prompt is being read."""
         return [None if slot == self._reading else one for slot, one in enumerate(self.sequences)]
 
-    def start(self, batch: int, longest: int, log: Callable[[str], object]) -> None:
-        """Prepare `batch` empty slots for sequences of at most `longest` tokens. Allocations are reported through
-        `log`."""
-        runner = self.runner
+    def start(
+        self, batch: int, longest: int, samplings: Sequence[SamplingParams], log: Callable[[str], object]
+    ) -> None:
+        """Prepare `batch` empty slots for sequences of at most `longest` tokens. Where steps are recorded, those for
+        these parameters are recorded now. Allocations and recordings are reported through `log`."""
+        runner, kinds = self.runner, list[SamplingParams]()
+        for params in (replace(one, seed=0) for one in samplings if runner.graphs.recording):
+            if params not in kinds:
+                kinds.append(params)
         self.sequences, self._reading = [None] * batch, None
         capacity = longest + (runner.lag + 1) * (self.drafter.max_depth + 1) + runner.policy.widths[-1]
+        if runner.graphs.recording:
+            capacity += min(RECORDED_ROWS[0], self.prefill_chunk) - 1
         with on_device(self.device):
             if runner.cache is None or runner.cache.batch != batch or runner.cache.capacity < capacity:
-                self._allocate(batch, capacity, log)
+                self._allocate(batch, capacity, len(kinds), log)
             for slot in range(batch):  # a call that was left early may have left requests there
                 self._empty(slot)
             runner.state.active.zero_()
+            if runner.graphs.recording:
+                self._record(kinds, log)
         runner.start()
 
-    def _allocate(self, batch: int, capacity: int, log: Callable[[str], object]) -> None:
-        """Replace cache and state."""
+    def _allocate(self, batch: int, capacity: int, n_kinds: int, log: Callable[[str], object]) -> None:
+        """Replace cache and state, for recordings of so many kinds of sampling."""
         runner, widths = self.runner, self.runner.policy.widths
         runner.graphs.clear()
         self._samplings.clear()
+        self._row_counts = ()
         self.drafter.release()
         runner.cache = self._kept = None  # freed before the new one is allocated
-        chunk, recording = min(self.prefill_chunk, capacity), runner.graphs.recording
-        parts = memory_parts(self.model, self.drafter, batch, capacity, widths, chunk, recording)
+        chunk = min(self.prefill_chunk, capacity)
+        if runner.graphs.recording:
+            self._row_counts = sorted({count for count in (*RECORDED_ROWS, self.prefill_chunk) if count <= chunk})
+        parts = memory_parts(self.model, self.drafter, batch, capacity, widths, chunk, self._row_counts, n_kinds)
         check_memory(parts, batch, capacity, self.device)
         log(f"memory for {batch} x {capacity} positions: {text_of(parts)}")
+        config, dtype = self.model.config, self.model.embed_tokens.weight.dtype
+        shape = config.n_heads, config.n_kv_heads, config.head_dim, config.sliding_windows or [None]
+        tune(*shape, dtype, self.device, capacity, batch, widths, log)
         cache, zeros_B = (
             self.model.new_cache(batch, capacity),
             torch.zeros(batch, dtype=torch.int64, device=self.device),
@@ -103,6 +128,36 @@ class SlotPool:
         if self._keeps and capacity > self.prefill_chunk:
             self._kept = KeptPrompts(self.model, cache, self.prefill_chunk, widths[-1])
         runner.cache = cache  # only now that everything was allocated
+
+    def _record(self, kinds: Sequence[SamplingParams], log: Callable[[str], object]) -> None:
+        """Record the passes over prompts and the steps for these kinds of sampling, as far as they are not yet, while
+        all slots are free."""
+        runner, begin, before = self.runner, time.perf_counter(), len(self.runner.graphs)
+        if not self._samplings:
+            self._record_prompts(log)
+        for params in kinds:
+            sampling = self._recorded_sampling(SlotSampling([params] * len(self.sequences), self.device))
+            runner.state.sampling = sampling
+            runner.state.logprobs = params.logprobs is not None
+            if runner.state.logprobs not in self._samplings[sampling]:
+                self._samplings[sampling].add(runner.state.logprobs)
+                assert runner.cache is not None
+                runner.rehearse((0, runner.cache.capacity))
+        if count := len(runner.graphs) - before:
+            log(f"recorded {count} pieces of work in {time.perf_counter() - begin:.1f} s")
+
+    def _record_prompts(self, log: Callable[[str], object]) -> None:
+        """Record the passes over prompts for each slot, if attention can be recorded there."""
+        runner = self.runner
+        assert runner.cache is not None
+        try:
+            for slot, n_rows in product(range(len(self.sequences)), self._row_counts):
+                self.drafter.on_start(slot, runner.rehearsed, runner.cache)
+                with runner.graphs.rehearsal(), torch.no_grad():
+                    self._forward(slot, [], n_rows, self._needs())
+        except RuntimeError as error:
+            log(f"passes over prompts are not recorded: {error}")
+            self._row_counts = ()
 
     def admit(self, waiting: deque[ActiveSequence]) -> None:
         """Give free slots the next of the waiting sequences. While sequences are decoded, only one pass over a prompt
@@ -121,11 +176,10 @@ class SlotPool:
         begin, stats, prompt = time.perf_counter(), sequence.result.stats, sequence.request.prompt
         slot, end, length = self._start_slot(sequence), stats.taken_over, len(prompt) - 1
         sequence.began = begin
-        # Asked once, because steps between two passes change it. Where nobody reads hidden states, the last layer's
-        # keys and values end the pass.
-        needs = self.drafter.needs or frozenset({"last_kv"})
+        needs = self._needs()  # asked once, because steps between two passes change it
         while end < length:
-            start, end = end, min(end + self.prefill_chunk, length)
+            filled = [count for count in self._row_counts or [self.prefill_chunk] if count <= length - end]
+            start, end = end, end + filled[-1] if filled else length
             with on_device(self.device), torch.no_grad():
                 self._prefill_pass(slot, prompt, start, end, needs)
             if self._kept is not None and length > self.prefill_chunk:
@@ -159,13 +213,33 @@ class SlotPool:
 
     def _prefill_pass(self, slot: int, prompt: Sequence[int], start: int, end: int, needs: frozenset[str]) -> None:
         """One pass over the tokens prompt[start:end] of this slot."""
-        assert self.runner.cache is not None
-        cache = self.runner.cache.slot(slot)
-        tokens_1T = integers(prompt[start:end], self.device)[None]
         with self._prefill_threads(end - start):
-            output = self.model(Pass(tokens_1T, cache, needs=needs))
-            cache.commit(None, integers([end - start], self.device))
-            self.drafter.on_prefill(slot, prompt, start, end, output)
+            n_rows = next((n_rows for n_rows in self._row_counts if n_rows >= end - start), end - start)
+            output = self._forward(slot, prompt[start:end], n_rows, needs)
+            self.drafter.on_prefill(slot, prompt, start, end, output.first(end - start))
+
+    def _needs(self) -> frozenset[str]:
+        """What the drafter needs of a prompt. Where nobody reads hidden states, the last layer's keys and values end
+        the pass."""
+        return self.drafter.needs or frozenset({"last_kv"})
+
+    def _forward(self, slot: int, tokens: Sequence[int], n_rows: int, needs: frozenset[str]) -> TargetOutput:
+        """The target's pass of `n_rows` rows, which commits those of the next tokens of this slot's prompt."""
+        runner, count = self.runner, len(tokens)
+        assert runner.cache is not None
+        tokens_1T = integers([*tokens, *[0] * (n_rows - count)], self.device)[None]
+        cache = runner.cache.slot(slot)
+
+        def read(tokens_1T: Tensor, count_1: Tensor) -> TargetOutput:
+            output = self.model(Pass(tokens_1T, cache, needs=needs, queries_at_B=count_1 - 1))
+            cache.commit(None, count_1)
+            # Recorded work keeps what it returns, so what nobody asked for is omitted.
+            return output if self.drafter.needs or not self._row_counts else TargetOutput()
+
+        inputs = tokens_1T, integers([count], self.device)
+        if not self._row_counts:
+            return read(*inputs)
+        return runner.graphs.run(("read", slot, needs), (self.model, runner.cache), read, *inputs)
 
     def _prefill_threads(self, n_tokens: int) -> AbstractContextManager[None]:
         """The threads of a prefill pass of `n_tokens` tokens: the C kernels', or PyTorch's."""
@@ -193,8 +267,10 @@ class SlotPool:
         """The sampling that recorded steps of this kind read, with these parameters; if there is none yet, this one."""
         found = next((kept for kept in self._samplings if kept.follow(sampling)), sampling)
         if found is sampling and len(self._samplings) == KINDS_OF_SAMPLING:
-            self.runner.graphs.forget(self._samplings.pop(0))
-        self._samplings = [kept for kept in self._samplings if kept is not found] + [found]
+            oldest = next(iter(self._samplings))
+            del self._samplings[oldest]
+            self.runner.graphs.forget(oldest)
+        self._samplings[found] = self._samplings.pop(found, set())
         return found
 
     def free(self, slot: int) -> None:
@@ -217,11 +293,21 @@ class SlotPool:
 
 
 def memory_parts(
-    model: Decoder, drafter: Drafter, batch: int, capacity: int, widths: Sequence[int], chunk: int, recording=False
+    model: Decoder,
+    drafter: Drafter,
+    batch: int,
+    capacity: int,
+    widths: Sequence[int],
+    chunk: int,
+    prompt_rows: Sequence[int] = (),
+    n_kinds: int = 1,
 ) -> dict[str, int]:
-    """Bytes by name of what decoding takes: the target's (`estimate_memory`), the choices', and the drafter's."""
-    recorded = [*(drafter.needs | drafter.learns_from), *drafter.learns_from] if recording else None
-    parts = estimate_memory(model, batch, capacity, widths, chunk, recorded)
+    """Bytes by name of what decoding takes: the target's (`estimate_memory`), the choices', and the drafter's.
+
+    prompt_rows: of the recorded passes over prompts; none where nothing is recorded.
+    """
+    recorded = drafter.needs | drafter.learns_from if prompt_rows else None
+    parts = estimate_memory(model, batch, capacity, widths, chunk, recorded, prompt_rows, n_kinds)
     parts["passes"] += choice_bytes(batch, max(widths), model.config.vocab_size, model.embed_tokens.weight.device)
     drafted = sizes(drafter.allocations(batch, capacity))
     return parts | {name if name.startswith("draft") else f"draft {name}": count for name, count in drafted.items()}

@@ -3,8 +3,9 @@
 Shapes: B slots, N tree nodes, T nodes of one level, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -18,7 +19,8 @@ T = TypeVar("T")
 
 @dataclass
 class SlotState:
-    """Where every slot stands between two steps. Only the runner and the owner of the slots write it.
+    """Where every slot stands between two steps. Only the runner and the owner of the slots write it; they write roots,
+    positions and active in place, so that recorded work reads them where they are.
 
     Attributes:
         roots: int64 [B], the last committed token of each slot.
@@ -36,7 +38,7 @@ class SlotState:
     active: Tensor
     history: History
     sampling: SlotSampling
-    committed: list[list[int]]
+    committed: list[Sequence[int]]
     graphs: Graphs = field(default_factory=Graphs)
     logprobs: bool = False
 
@@ -59,7 +61,7 @@ class SlotState:
         Args:
             key: the name of the work, and everything else on the host that steers it.
             owners: objects whose memory the work uses beside the state and the inputs, such as a network and a cache.
-            work: does nothing but queue. Of the state that it is given it may read roots, positions, active, history
+            work: does nothing but queue. Of the state that it is given it may use roots, positions, active, history
                 and sampling (as `best` does); it may read no tensor on the host.
             inputs: tensors, or tuples or dataclasses of them.
             widest: rows of the widest pass in the work, for each slot.
@@ -68,17 +70,13 @@ class SlotState:
         """
         if not self.graphs.recording:
             return work(self, *inputs)
+        owners = *owners, self.history, self.sampling, self.roots, self.positions, self.active
+        return self.graphs.run(key, owners, partial(work, self), *inputs, widest=widest)
 
-        def on_copies(roots_B: Tensor, positions_B: Tensor, active_B: Tensor, *inputs: Any) -> T:
-            return work(replace(self, roots=roots_B, positions=positions_B, active=active_B), *inputs)
-
-        owners, state = (*owners, self.history, self.sampling), (self.roots, self.positions, self.active)
-        return self.graphs.run(key, owners, on_copies, *state, *inputs, widest=widest)
-
-    def rounded(self, count: int) -> int:
-        """`count`, a size that steers the work of a step. Where work is recorded, which is done for each size by
-        itself, it is rounded up to a power of two."""
-        return 1 << (count - 1).bit_length() if count and self.graphs.recording else count
+    def rounded(self, count: int, usual: int, most: int) -> int:
+        """`count`, a size up to `most` that steers the work of a step. Where work is recorded, which is done for each
+        size by itself, it is rounded up to one of the two."""
+        return (usual if count <= usual else most) if self.graphs.recording else count
 
     def best(
         self, logits_BTV: Tensor, offset: int, count: int, token_ids: Tensor | None = None

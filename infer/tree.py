@@ -92,8 +92,8 @@ class TokenTree:
 
     @staticmethod
     def roots(tokens_B: Tensor) -> "TokenTree":
-        """A tree of roots alone, which is what plain decoding proposes. tokens_B: int64."""
-        tokens = tokens_B[:, None]
+        """A tree of roots alone, which is what plain decoding proposes. tokens_B: int64, copied."""
+        tokens = tokens_B[:, None].clone()
         return TokenTree(tokens, torch.full_like(tokens, ROOT))
 
     @staticmethod

@@ -9,22 +9,30 @@ from longdraft.kernels import backend
 
 
 class HostCopy:
-    """Tensors on their way to the host.
+    """Tensors on their way to the host, all of one dtype in one copy.
 
-    The copy is queued now, and `lists` waits for it and for nothing that is queued later. So a step's tensors can be
-    read while the next step runs and perhaps overwrites them. On a CPU a step ends before the next one begins, so
+    The copies are queued now, and `lists` waits for them and for nothing that is queued later. So a step's tensors can
+    be read while the next step runs and perhaps overwrites them. On a CPU a step ends before the next one begins, so
     nothing is copied.
     """
 
     def __init__(self, *tensors: Tensor):
         self._tensors, self._arrived = list(tensors), None
         if tensors[0].is_cuda:
-            pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
-            self._tensors = [host.copy_(x, non_blocking=True) for host, x in zip(pinned, tensors, strict=True)]
+            for dtype in {x.dtype for x in tensors}:
+                self._copy([i for i, x in enumerate(tensors) if x.dtype == dtype])
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(tensors[0].device))
         elif not backend.is_host(tensors[0].device):
             self._tensors = [x.clone() for x in tensors]
+
+    def _copy(self, places: Sequence[int]) -> None:
+        """Queue the copy of the tensors at these places, and put what will hold them there."""
+        flat = [self._tensors[i].flatten() for i in places]
+        joined = flat[0] if len(flat) == 1 else torch.cat(flat)
+        host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True).copy_(joined, non_blocking=True)
+        for i, part in zip(places, host.split([len(x) for x in flat]), strict=True):
+            self._tensors[i] = part.view(self._tensors[i].shape)
 
     def lists(self) -> list:
         """Wait for the copy and return each tensor's `tolist`."""

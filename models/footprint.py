@@ -44,6 +44,8 @@ def estimate_memory(
     widths: Sequence[int],
     chunk: int,
     recorded: Collection[str] | None = None,
+    prompt_rows: Sequence[int] = (),
+    kinds: int = 1,
 ) -> dict[str, int]:
     """Bytes by name: the target's weights, which are there already, its cache, and its passes with their outputs.
 
@@ -52,8 +54,10 @@ def estimate_memory(
         capacity: rows of the cache in each slot.
         widths: query tokens that a verification may have in each slot.
         chunk: query tokens of a prefill pass, those of all slots together.
-        recorded: names of the outputs that are kept for each width where steps are recorded on a GPU, one as often as
-            it is kept; None: nothing is recorded.
+        recorded: names of the outputs that are kept for each width where steps are recorded on a GPU; None: nothing is
+            recorded.
+        prompt_rows: query tokens of the passes over prompts that are recorded for each slot.
+        kinds: how often each width is recorded.
     """
     config, weight, width = model.config, model.embed_tokens.weight, max(widths)
     dtype = weight.dtype
@@ -65,7 +69,9 @@ def estimate_memory(
     if recorded is not None:  # a pool of memory for the passes, and the outputs of each width
         outputs = {"logits": config.vocab_size, "pre_norm": config.hidden_size, "post_norm": config.hidden_size}
         kept = sum(outputs.get(name, 0) for name in recorded)
-        steps = verification + batch * sum(widths) * kept * dtype.itemsize
+        of_prompts = sum(outputs.get(name, 0) for name in recorded if name != "logits")
+        numbers = batch * (kinds * sum(widths) * kept + sum(prompt_rows) * of_prompts)
+        steps = passes + numbers * dtype.itemsize
     elif weight.device.type == "cpu" and dtype in rows.SUFFIXES:  # all layers of a narrow pass are one C call
         narrow = [batch * n_rows for n_rows in widths if batch * n_rows <= MOST_TOKENS]
         passes = max(passes, c_layers_bytes(config, max(narrow, default=0), dtype))

@@ -146,6 +146,12 @@ class TargetOutput:
     last_kv: tuple[Tensor, Tensor] | None = None
     queries: Tensor | None = None
 
+    def first(self, count: int) -> "TargetOutput":
+        """The output of each slot's first `count` tokens. The queries stay."""
+        parts = (self.logits, self.pre_norm, self.post_norm, *(self.last_kv or (None, None)))
+        logits, pre_norm, post_norm, k, v = (None if x is None else x[:, :count] for x in parts)
+        return TargetOutput(logits, pre_norm, post_norm, None if k is None or v is None else (k, v), self.queries)
+
     def among(self, slots: slice, batch: int) -> "TargetOutput":
         """The output of `batch` slots, of which `slots` have this output and the others zeros."""
 

@@ -17,6 +17,7 @@ What it can show:
 - Tensors of two devices in one operation raise, as in PyTorch.
 - Recorded work (infer/graphs.py) runs under a ban of all waits and copies, at each replay.
 - `calls`: which operations are called how often, views among them; kernels by their function, as "triton: choose".
+- `launches`: what the host launches outside of recorded work, replays among it, by operation and place.
 
 What it cannot show: anything of speed; a kernel's arithmetic, memory or launch, for Triton's kernels and Liger's are
 replaced by their references, as is flash-attention (segment_attention.py); what CUDA's libraries would choose.
@@ -67,6 +68,8 @@ READS = {
     "unique_dim": "different values",
     "bincount": "counts",
 }  # fmt: skip
+# Beside views.
+NO_LAUNCHES = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", "_unsafe_view")
 INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")
 
 
@@ -147,12 +150,13 @@ class PretendedCuda:
     call of it, Triton's kernels are their references, and `infer/graphs.py` records without CUDA.
 
     Attributes:
-        waits, late, queued: what happened, and where in the project, by how often. See above.
+        waits, late, queued, launches: what happened, and where in the project, by how often. See above.
         calls: operations on the device.
     """
 
     def __init__(self):
         self.waits, self.late, self.queued, self.calls = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+        self.launches = Counter[str]()
         self._stack, self._pinned = ExitStack(), dict[int, torch.UntypedStorage]()
         self._banned, self._counting = "", True
 
@@ -186,7 +190,7 @@ class PretendedCuda:
 
     def forget(self) -> None:
         """Count from zero."""
-        for counted in (self.waits, self.late, self.queued, self.calls):
+        for counted in (self.waits, self.late, self.queued, self.calls, self.launches):
             counted.clear()
 
     @contextmanager
@@ -211,12 +215,18 @@ class PretendedCuda:
         """As CUDA's recorder (`Graphs`): what it is given is done at every replay and not before."""
 
         def replay() -> None:
+            self._launch("replay")
             with self.no_waits("in recorded work"):
                 work()
 
         return None, replay
 
     # What is seen.
+
+    def _launch(self, what: str) -> None:
+        self.calls[what] += 1
+        if not self._banned:
+            self.launches[f"{what} at {place()}"] += 1
 
     def wait(self, what: str) -> None:
         """The host waits for the device."""
@@ -318,7 +328,7 @@ class PretendedCuda:
             for x in tree_leaves((args, kwargs)):
                 if isinstance(x, Tensor) and not isinstance(x, Pretended):
                     raise RuntimeError(f"triton: {name} is given a tensor of the host, {tuple(x.shape)}, at {place()}")
-            self.calls[f"triton: {name}"] += 1
+            self._launch(f"triton: {name}")
             # Within, nothing is watched, which would take longer than all the rest.
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 found = reference(*tree_map(value_of, args), **tree_map(value_of, kwargs))
@@ -330,7 +340,7 @@ class PretendedCuda:
         self, q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse: bool = False
     ) -> Any:
         """In the place of flash-attention's (see `backend.varlen_attention`), with gradients."""
-        self.calls["varlen attention"] += 1
+        self._launch("varlen attention")
         with self.uncounted():
             borders = zip(pairwise(value_of(q_borders).tolist()), pairwise(value_of(k_borders).tolist()), strict=True)
             segments = [(*queries, *keys) for queries, keys in borders]
@@ -359,7 +369,10 @@ class PretendedCuda:
         if not mine and not _is_cuda(device):
             made = func(*args, **kwargs) if device is None else func(*args, **kwargs, device=device)
             return _map(self._pin, made) if pinned else made
-        self.calls[name] += 1
+        if func.is_view or name in NO_LAUNCHES:
+            self.calls[name] += 1
+        else:
+            self._launch(name)
         if name == "copy_":
             self._watch_copy(*args[:2], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
         elif name in INDEXING:
@@ -411,7 +424,7 @@ class PretendedCuda:
         assert not (x.requires_grad and torch.is_grad_enabled()), "gradients do not go between devices here"
         if to_cuda:
             self._copy(x, "device", non_blocking)
-            self.calls["copy to the device"] += 1
+            self._launch("copy to the device")
             return Pretended(x.detach().clone())
         made = value_of(x).detach().clone()
         self._copy(self._pin(made) if non_blocking else made, "host", non_blocking)

@@ -177,13 +177,12 @@ class DeviceDrafter(Drafter):
 
     @torch.no_grad()
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        if state.graphs.recording:
-            _ = tree.ancestors, tree.depths
         fields = {name: getattr(output, name) for name in self.learns_from}
         if any(value is None for value in fields.values()):  # not asked for, because the drafter did not propose
             return
         owners = self, *self.buffers()
-        state.run(("on_step",), owners, self.update, tree, accepted, TargetOutput(**fields))
+        nodes = TokenTree(tree.tokens, tree.parents)  # whatever else is known of the tree, the same is recorded
+        state.run(("on_step",), owners, self.update, nodes, accepted, TargetOutput(**fields))
 
     def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         """Learn from a step on the device. Arguments as of `on_step`; `output` has only the fields of `learns_from`."""

@@ -182,6 +182,7 @@ class DraftPasses:
         self.kept, self._n_positions = (keys, values), keys.shape[1] - tree_rows
         self._slots_B1 = torch.arange(cache.batch, device=head_ED.device)[:, None]
         self._missing = 0  # the most tokens before its root whose keys a slot lacks
+        self._usual = 0  # as many as the last step committed at most
         self._roots_queried = False  # whether the roots were queries in this step
 
     @classmethod
@@ -200,12 +201,14 @@ class DraftPasses:
 
     def on_step(self, most: int) -> None:
         """A step committed at most `most` tokens to each slot."""
+        self._usual = most
         self._missing = min(self._missing + most - (self._roots_queried and self.keeps_roots), self.window)
         self._roots_queried = False
 
     def take_missing(self, state: SlotState) -> int:
         """The host's part of a proposal: how many tokens it will `catch_up` with."""
-        count, self._missing, self._roots_queried = min(state.rounded(self._missing), self.window), 0, True
+        count = state.rounded(self._missing, min(self._usual, self.window), self.window)
+        self._missing, self._roots_queried = 0, True
         return count
 
     def catch_up(self, state: SlotState, n_missing: int) -> None:

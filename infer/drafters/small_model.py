@@ -24,6 +24,9 @@ from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
+# A few more rows before the root cost a GPU little.
+FEW = 16
+
 
 class SmallModelDrafter(DeviceDrafter):
     """Proposes a chain of `gamma` tokens of another model.
@@ -51,6 +54,7 @@ class SmallModelDrafter(DeviceDrafter):
         self._cache: KVCache | None = None
         # Of all slots at most: rows of the cache for the tokens before the root, and how many of these it lacks.
         self._span = self._missing = 0
+        self._usual = FEW  # where work is recorded, one pass reads this many tokens before the root, or half a window
 
     @property
     def class_stages(self) -> Sequence[int]:
@@ -78,10 +82,11 @@ class SmallModelDrafter(DeviceDrafter):
         """How many tokens to draft, the most tokens that a slot must read before its root, and whether the caches of
         all slots begin anew."""
         count = min(self.gamma, budget.max_nodes, budget.stages)
-        missing = state.rounded(1 + max(0, self._missing)) - 1  # a few more rows before the root cost little
-        if begins_anew := self._span + missing + self.gamma > self.window:
-            self._span = missing = self.window // 2
-        self._missing, self.num_query_tokens = -1, 1 + missing  # the root is read
+        half = self.window // 2
+        missing = state.rounded(max(0, self._missing), min(self._usual, half), half)
+        if begins_anew := missing == half or self._span + missing + self.gamma > self.window:
+            self._span = missing = half
+        self._missing = -1  # the root is read
         return count, missing, begins_anew
 
     def grow(self, state: SlotState, budget: Budget, plan: tuple[int, int, bool]) -> TokenTree:
@@ -90,7 +95,7 @@ class SmallModelDrafter(DeviceDrafter):
         assert cache is not None
         if begins_anew:
             cache.lengths.zero_()
-            self._skipped.copy_((state.positions - self.window // 2).clamp(min=0))
+            self._skipped.copy_((state.positions - missing).clamp(min=0))
         self._keep_agreeing(state)
         missing_B = state.positions - self._skipped - cache.lengths
         tokens_BT = self._text(state, cache.lengths[:, None] + torch.arange(1 + missing, device=missing_B.device))
@@ -131,7 +136,7 @@ class SmallModelDrafter(DeviceDrafter):
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         most = accepted.nodes.shape[1]
-        self._span, self._missing = self._span + most, self._missing + most
+        self._span, self._missing, self._usual = self._span + most, self._missing + most, max(FEW, 2 * most)
 
     def release(self) -> None:
         self._cache = None

@@ -86,6 +86,8 @@ class TriForceDrafter(Drafter):
             self._runner.cache = self._cache
             # The inner level has its own history, because the outer level must not see what it adds.
             self._history = History(cache.batch, cache.capacity, cache.keys.device)
+            numbers_B = torch.zeros_like(cache.lengths)
+            self._own = {"roots": numbers_B, "positions": numbers_B.clone(), "active": numbers_B.bool()}
         self._cache.start(slot)
         super().on_start(slot, request, self._cache)
 
@@ -107,7 +109,7 @@ class TriForceDrafter(Drafter):
             collected = [count + len(new) for count, new in zip(collected, step.tokens, strict=True)]
             if all(tokens == 0 or tokens >= most for tokens in collected):
                 break
-            inner.active = inner.active & (inner.positions < begin_B + most)
+            inner.active &= inner.positions < begin_B + most
         chain_BC = self._history.read(begin_B + 1, most).masked_fill(~state.active[:, None], -1)
         return TokenTree.from_chain(state.roots, chain_BC)
 
@@ -116,8 +118,9 @@ class TriForceDrafter(Drafter):
         tokens, little beside a pass over these."""
         self._history.tokens.copy_(state.history.tokens)
         self._history.prompt_lengths.copy_(state.history.prompt_lengths)
-        own = {"roots": state.roots.clone(), "positions": state.positions.clone(), "active": state.active.clone()}
-        return replace(state, **own, history=self._history, logprobs=False)
+        for name, x_B in self._own.items():
+            x_B.copy_(getattr(state, name))
+        return replace(state, **self._own, history=self._history, logprobs=False)
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._cache is not None

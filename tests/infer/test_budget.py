@@ -1,5 +1,7 @@
 """The budget: learned rates, measured seconds, the width and the depth that pay, and rests for drafters that do not."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -36,8 +38,15 @@ def learn(policy, proposal, committed, times=1, slot=0):
         policy.learn(slot, Lists(proposal.tokens.tolist(), proposal.parents.tolist(), None), committed)
 
 
+def slots(active=ACTIVE):
+    """What pruning asks of a SlotState."""
+    state = SimpleNamespace(active=active)
+    state.run = lambda key, owners, work, *inputs: work(state, *inputs)
+    return state
+
+
 def prune(policy, proposal, active=ACTIVE):
-    return policy.prune(proposal, active)[0]
+    return policy.prune(proposal, slots(active))[0]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +115,7 @@ def test_without_choosing_every_node_is_verified():
     proposal = tree([[5], [6], [7]])
     kept = prune(policy, proposal)
     assert kept.width == 40 and kept.paths() == proposal.paths()
-    assert prune(policy, TokenTree.roots(torch.tensor([3])), ACTIVE).width == 1
+    assert prune(policy, TokenTree.roots(torch.tensor([3]))).width == 1
 
 
 def test_the_chosen_width_has_the_most_expected_tokens_a_second():
@@ -154,9 +163,9 @@ def test_the_likeliest_nodes_are_picked_parents_first(monkeypatch, on_host):
 
 def test_where_the_host_may_not_wait_a_later_width_is_decided():
     policy, proposal = Policy(8, WIDTHS), tree([[5], [6], [7]])
-    kept, expected = policy.prune(proposal, ACTIVE)
+    kept, expected = policy.prune(proposal, slots())
     assert kept.width == 4 and policy.width == 8
-    policy.decide(expected.lists()[0])
+    policy.decide(expected.tolist())
     assert policy.width in WIDTHS[:3]
 
 

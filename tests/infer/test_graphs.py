@@ -27,7 +27,7 @@ from longdraft.infer.graphs import Graphs
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import memory_parts
-from longdraft.kernels import backend, tree_attention
+from longdraft.kernels import backend, chain_attention, tree_attention
 from longdraft.kernels.attention import masked_attention
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.tree import MOST_ROWS, attended_rows
@@ -145,7 +145,9 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(rows, "library", lambda: None)
     kernels = SimpleNamespace(tree_attention=dense, cross_attention=cross)
     monkeypatch.setattr(tree_attention, "triton_for", lambda q: kernels if q.shape[1] <= MOST_ROWS else None)
-    monkeypatch.setattr(graphs_module, "backend", SimpleNamespace(triton_kernels=lambda *_: kernels))
+    gpu = SimpleNamespace(triton_kernels=lambda *_: kernels, varlen_attention_for=lambda _: None)
+    for module in (graphs_module, chain_attention):
+        monkeypatch.setattr(module, "backend", gpu)
     monkeypatch.setattr(graphs_module, "cuda_graphs", lambda device: Graphs(record))
     RECORDED.clear()
 
@@ -174,10 +176,15 @@ def test_recorded_steps_give_plain_tokens(made, plain_tokens, seeded, as_on_a_gp
     with mock.patch.object(runner_module, "graphs_for", lambda *_: Graphs()):
         expected = plain_tokens(target, prompts, params)
     engine = Engine(target, proposing, slots=2, nodes=8 if drafter != "plain" else "auto")
+    recorded = 0
     for _ in range(2):  # the second call reuses what the first one has recorded
-        assert [one.tokens for one in engine.generate(prompts, params)] == expected
-    # Plain decoding is one piece of recorded work for a kind of sampling; drafters add their own, and more widths.
-    assert len(RECORDED) == 1 if drafter == "plain" else len(RECORDED) >= 2
+        found = {}
+        for piece in engine.stream(prompts, params):
+            recorded = recorded or len(RECORDED)
+            if piece.generation:
+                found[piece.generation.index] = piece.generation.tokens
+        assert list(map(found.get, range(3))) == expected
+    assert len(RECORDED) == recorded > 0, "recorded while a request waited"
 
 
 def test_what_is_kept_takes_the_memory_of_the_estimate(made, as_on_a_gpu):
@@ -190,11 +197,11 @@ def test_what_is_kept_takes_the_memory_of_the_estimate(made, as_on_a_gpu):
     kept = {x.data_ptr(): x for x in large if x.shape[-1] == VOCAB}.values()
     widths = {x.shape[1] for x in kept}
     plain, own = (
-        memory_parts(target.model, one, 2, 100, sorted(widths), 8, recording=True)["recorded steps"]
+        memory_parts(target.model, one, 2, 100, sorted(widths), 8, prompt_rows=[8])["recorded steps"]
         for one in (Plain(), drafter)
     )
-    # As outputs, and to learn from.
-    assert own - plain == sum(x.nbytes for x in kept) == 2 * 2 * sum(widths) * VOCAB * 4
+    # What is learned from is read where it is.
+    assert own - plain == sum(x.nbytes for x in kept) == 2 * sum(widths) * VOCAB * 4
     for kind in SAMPLINGS.values():
         engine.generate(prompts, replace(kind, seed=3, max_new_tokens=12, ignore_eos=True))
     recorded = len(RECORDED)

@@ -124,8 +124,8 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
         target, drafter = made(name, gpu.put, others)
         engine = Engine(target, drafter, slots=2, nodes=None, graphs=None if recorded else False)
         steps = counted(engine.runner, "step")
-        engine.generate([prompts[0]], replace(SAMPLINGS["T1"], max_new_tokens=2))  # what is made once
         for kind, params in calls.items():
+            engine.generate([prompts[0]], replace(params[0], max_new_tokens=NEW))  # what is made once
             gpu.forget()
             for events in (stepped, sorts, builds, steps):
                 events.clear()
