@@ -150,8 +150,8 @@ class Policy:
         Returns: the pruned tree; and the expected tokens by width, which `decide` must get once the host has read them.
             None where it has decided already.
         """
-        rehearsed, _ = self._rehearsed or (1, 0)
-        if not self.automatic or max(tree.width, rehearsed) == 1:
+        rehearsed, stages = self._rehearsed or (1, 0)
+        if not self.automatic or (tree.width == 1 and not stages):
             return tree.pad_to(self.fitting(max(tree.width, rehearsed))), None
         if self._on_host:
             # Stable, so that parents come first.

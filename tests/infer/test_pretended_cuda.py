@@ -50,6 +50,18 @@ BUDGETS = {
     "triforce+prompt_lookup": 2,
 }
 
+# The most that the host launches in a step, replays and copies among it: with log-probabilities, a few more.
+LAUNCHES = {
+    "plain": 8,
+    "medusa": 12,
+    "tokenswift": 12,
+    "longspec": 13,
+    "token_recycling": 12,
+    "small_model": 13,
+    "prompt_lookup": 24,
+    "token_recycling+prompt_lookup": 24,
+}
+
 # Whose drafts do not depend on when a slot takes its next prompt, nor on what the host knows of a cache.
 SAME_DRAFTS = (
     "medusa", "tokenswift", "tokenswift_5", "longspec", "prompt_lookup", "tokenswift_5+prompt_lookup"
@@ -140,3 +152,29 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
             assert len(sorts) == (len(steps) + len(passes) if calls[kind][0].top_p < 1 else 0), kind
             # A step's tokens, and what a drafter counts.
             assert gpu.late.total() <= 2 * len(steps)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_request_waits_for_no_recording_and_a_step_launches_little(made, pretended_cuda, name):
+    """With the policy, which chooses widths and stages; the steps of each kind of sampling are there before the first
+    request."""
+    prompt, waiting, steps = list(range(1, 31)), [], []
+    with pretended_cuda.PretendedCuda() as gpu:
+        engine = Engine(*made(name, gpu.put, others), slots=2)
+        step, collect = engine.runner.step, engine._collect
+
+        def counted():
+            before = gpu.launches.copy()
+            taken = step()
+            if all(request is not None for request in engine.pool.sequences):
+                steps.append((gpu.launches - before).total())
+            return taken
+
+        engine.runner.step = counted
+        for sampling in SAMPLINGS.values():
+            params = [replace(sampling, seed=seed, max_new_tokens=NEW * 6) for seed in (1, 2)]
+            recorded = 0
+            for _ in engine.stream([prompt, prompt[::-1]], params):
+                recorded = recorded or len(engine.runner.graphs)
+            assert len(engine.runner.graphs) == recorded
+    assert max(steps) <= LAUNCHES[name], sorted(steps)
