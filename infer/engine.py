@@ -44,8 +44,8 @@ class Engine:
             call needs and kept for the next call.
         prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
         options: keyword arguments of a named drafter.
-        graphs: whether a step's work is recorded once and then replayed (infer/graphs.py); None: where it can be, which
-            is on CUDA. Only speed depends on it.
+        graphs: whether work is recorded before the first request and then replayed (infer/graphs.py); None: where it
+            can be, which is on CUDA. Only speed depends on it.
         keep_prompts: whether a prompt of several prefill passes reuses the keys and values of an earlier one that began
             alike, by whole passes, so that they have the bits that they would have anew. Changed weights are noticed
             where PyTorch counts the writes, which `weight.data` and fused optimizers evade, and through `refresh`;

@@ -158,10 +158,10 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
 def test_a_request_waits_for_no_recording_and_a_step_launches_little(made, pretended_cuda, name):
     """With the policy, which chooses widths and stages; the steps of each kind of sampling are there before the first
     request."""
-    prompt, waiting, steps = list(range(1, 31)), [], []
+    prompt, steps = list(range(1, 31)), []
     with pretended_cuda.PretendedCuda() as gpu:
         engine = Engine(*made(name, gpu.put, others), slots=2)
-        step, collect = engine.runner.step, engine._collect
+        step = engine.runner.step
 
         def counted():
             before = gpu.launches.copy()
