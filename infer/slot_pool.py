@@ -77,17 +77,18 @@ class SlotPool:
     ) -> None:
         """Prepare `batch` empty slots for sequences of at most `longest` tokens. Where steps are recorded, those for
         these parameters are recorded now. Allocations and recordings are reported through `log`."""
-        runner, kinds = self.runner, list[SamplingParams]()
-        for params in (replace(one, seed=0) for one in samplings if runner.graphs.recording):
-            if params not in kinds:
-                kinds.append(params)
+        runner, kinds = self.runner, list[tuple[SlotSampling, bool]]()
+        for params in _different(samplings) if runner.graphs.recording else ():
+            sampling, logprobs = SlotSampling([params] * batch, self.device), params.logprobs is not None
+            if all(sampling.kind != known.kind or logprobs != asked for known, asked in kinds):
+                kinds.append((sampling, logprobs))
         self.sequences, self._reading = [None] * batch, None
         capacity = longest + (runner.lag + 1) * (self.drafter.max_depth + 1) + runner.policy.widths[-1]
         if runner.graphs.recording:
             capacity += min(RECORDED_ROWS[0], self.prefill_chunk) - 1
         with on_device(self.device):
             if runner.cache is None or runner.cache.batch != batch or runner.cache.capacity < capacity:
-                self._allocate(batch, capacity, len(kinds), log)
+                self._allocate(batch, capacity, min(len(kinds), KINDS_OF_SAMPLING), log)
             for slot in range(batch):  # a call that was left early may have left requests there
                 self._empty(slot)
             runner.state.active.zero_()
@@ -129,18 +130,17 @@ class SlotPool:
             self._kept = KeptPrompts(self.model, cache, self.prefill_chunk, widths[-1])
         runner.cache = cache  # only now that everything was allocated
 
-    def _record(self, kinds: Sequence[SamplingParams], log: Callable[[str], object]) -> None:
-        """Record the passes over prompts and the steps for these kinds of sampling, as far as they are not yet, while
-        all slots are free."""
+    def _record(self, kinds: Sequence[tuple[SlotSampling, bool]], log: Callable[[str], object]) -> None:
+        """Record the passes over prompts and the steps for these kinds of sampling, each with or without
+        log-probabilities, as far as they are not yet, while all slots are free."""
         runner, begin, before = self.runner, time.perf_counter(), len(self.runner.graphs)
         if not self._samplings:
             self._record_prompts(log)
-        for params in kinds:
-            sampling = self._recorded_sampling(SlotSampling([params] * len(self.sequences), self.device))
-            runner.state.sampling = sampling
-            runner.state.logprobs = params.logprobs is not None
-            if runner.state.logprobs not in self._samplings[sampling]:
-                self._samplings[sampling].add(runner.state.logprobs)
+        for given, logprobs in kinds:
+            runner.state.sampling = sampling = self._recorded_sampling(given)
+            runner.state.logprobs = logprobs
+            if logprobs not in self._samplings[sampling]:
+                self._samplings[sampling].add(logprobs)
                 assert runner.cache is not None
                 runner.rehearse((0, runner.cache.capacity))
         if count := len(runner.graphs) - before:
@@ -290,6 +290,15 @@ class SlotPool:
         if self._kept is not None:
             self._kept.leave(slot)
         self.runner.cache.reset([slot])
+
+
+def _different(samplings: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """These parameters, each once, whatever the seed and the length."""
+    found = list[SamplingParams]()
+    for params in (replace(one, seed=0, max_new_tokens=1 << 60) for one in samplings):
+        if params not in found:
+            found.append(params)
+    return found
 
 
 def memory_parts(

@@ -74,7 +74,7 @@ class SlotSampling:
     def follow(self, other: "SlotSampling") -> bool:
         """Copy another's parameters into the tensors of this one, so that recorded work (infer/graphs.py) goes on with
         them. Returns False, and copies nothing, if they need other work."""
-        if self._kind != other._kind:
+        if self.kind != other.kind:
             return False
         for column, new in zip(self._columns, other._columns, strict=True):
             if column is not None and new is not None:
@@ -89,7 +89,7 @@ class SlotSampling:
         return self.seeds, *temperatures, *self.filters.columns, *self.penalties.columns
 
     @property
-    def _kind(self) -> tuple:
+    def kind(self) -> tuple:
         """Everything that steers the work on the host: equal kinds queue the same work."""
         absent = tuple(column is None for column in self._columns)
         penalties = self.penalties.widest, self.penalties.biases, self.penalties.held_back
