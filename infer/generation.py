@@ -164,4 +164,6 @@ class ActiveSequence:
             if self._text is not None:
                 self.result.text, rest = self._text.finish()
                 piece.text += rest
+                if self._text.stopped:  # by what was held back until now
+                    self.result.finish_reason = "stop"
         return piece

@@ -48,10 +48,12 @@ class ShownText:
         self._known, self._new = list(prompt[-CONTEXT:]), list[int]()  # the new tokens' text is not in `_text` yet
         self._known_text = self._decode(self._known).rstrip(UNFINISHED)  # the first new token may complete it
         self._text, self._shown, self.stopped = "", 0, False
+        self._searched = False  # whether a stop string may end in the new tokens
 
     def push(self, token: int, searched: bool = True) -> str:
         """Add a token. Returns the text that can be shown now and could not before. searched: whether to look for a
         stop string that ends here."""
+        self._searched = searched or (self._searched and bool(self._new))
         self._new.append(token)
         added, text = self._added(), self._text
         if added and (len(self._new) == MOST_HELD or not added.endswith(UNFINISHED)):
@@ -59,11 +61,9 @@ class ShownText:
             self._known_text, self._text = self._decode(self._known), text + added
         elif len(self._new) == MOST_HELD:  # special tokens
             self._new = []
-        if searched and self._strings and len(self._text) > len(text):
-            # A string that lies wholly in the text before came too early and ends nothing.
-            begins = (self._text.find(string, max(0, len(text) - len(string) + 1)) for string in self._strings)
-            if found := [place for place in begins if place >= 0]:
-                self.stopped, self._text = True, self._text[: min(found)]
+        if len(self._text) > len(text):
+            self._stop(text)
+            if self.stopped:
                 return self.finish()[1]
         end = len(self._text) - max((_begun(self._text, string) for string in self._strings), default=0)
         fresh = self._text[self._shown : end]
@@ -72,11 +72,20 @@ class ShownText:
 
     def finish(self) -> tuple[str, str]:
         """The whole text, and the rest of it that was not shown. Bytes at its end that are no character become marks,
-        now that no token will follow."""
+        now that no token will follow; a stop string may have come with them."""
         if not self.stopped:
-            self._text, self._new = self._text + self._added(), []
+            text = self._text
+            self._text, self._new = text + self._added(), []
+            self._stop(text)
         shown, self._shown = self._shown, len(self._text)
         return self._text, self._text[shown:]
+
+    def _stop(self, before: str) -> None:
+        """End the text at the first stop string. One that lies wholly in the text `before` came too early and ends
+        nothing."""
+        begins = (self._text.find(string, max(0, len(before) - len(string) + 1)) for string in self._strings)
+        if self._searched and (found := [place for place in begins if place >= 0]):
+            self.stopped, self._text = True, self._text[: min(found)]
 
     def _added(self) -> str:
         """The text of the new tokens, which may end in bytes that are no character yet."""

@@ -1,6 +1,7 @@
 """Streamed text and stop strings, compared with decoding all tokens again for every new one."""
 # ruff: noqa: RUF001 (the letters are meant)
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -246,6 +247,26 @@ def test_stream_and_whole_are_equal_at_every_length(tiny_target, kind, stops, la
             assert text.startswith(shorter.rstrip(UNFINISHED))
 
 
+@pytest.mark.parametrize(
+    ("pieces", "stop", "text"),
+    [
+        (["a", "Ġâ"], "a ", ""),  # a blank, and the first byte of a character
+        (["a", "Ġâ", "<|im_end|>"], " ", "a"),
+        (["a", "Ġâ", *["â"] * (MOST_HELD - 2), "<|im_end|>"], " ", "a"),
+        (["a", "â"], UNFINISHED, "a"),
+        (["a", "Ġâ"], "b", f"a {UNFINISHED}"),
+    ],
+)
+def test_a_stop_string_is_found_in_what_was_held_back_at_the_end(tiny_target, tokenizer, pieces, stop, text):
+    target, tokens = tiny_target(vocab_size=len(tokenizer)), tokenizer.convert_tokens_to_ids(pieces)
+    target.tokenizer, target.eos_token_ids = tokenizer, (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+    params = SamplingParams(max_new_tokens=len(tokens), stop_strings=(stop,))
+    assert answer(target, [5], params, tokens, 1) == text
+    (request,) = read_requests(target, [[5]], replace(params, max_new_tokens=2), 256)
+    ended = ActiveSequence(request, target, 256).commit(tokens[:2]).generation
+    assert ended.finish_reason == ("length" if stop == "b" else "stop")
+
+
 def test_a_stop_string_that_came_too_early_is_not_found_later(tokenizer):
     """Whatever the lengths of the others are."""
     tokens = tokenizer.convert_tokens_to_ids([*"xabcd"])
@@ -254,3 +275,7 @@ def test_a_stop_string_that_came_too_early_is_not_found_later(tokenizer):
         for place, token in enumerate(tokens[:4]):
             shown.push(token, place >= 3)
         assert shown.stopped == stops
+    shown = ShownText(tokenizer, ("a ",))
+    for token in tokenizer.convert_tokens_to_ids(["a", "Ġâ"]):
+        shown.push(token, False)
+    assert shown.finish()[0] == f"a {UNFINISHED}"
