@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
+from longdraft.infer.slot_state import SlotState
 from longdraft.kernels.selection import chunk_means, gather_rows, top_keys
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.footprint import Allocations, cache_rows
@@ -132,20 +133,20 @@ class SelectedCache(KVCache):
         limits = [min(room - most + 1, self._stride) for room in self._room]
         return [slot for slot, since in enumerate(self._since) if since >= limits[slot]]
 
-    def on_step(self, positions_B: Tensor, accepted: AcceptResult, queries_LBHd: Tensor | None) -> list[int]:
+    def on_step(self, state: SlotState, accepted: AcceptResult, queries_LBHd: Tensor | None) -> list[int]:
         """Follow a step of the full cache, and rebuild the slots that are due, or ask for their queries.
 
         Args:
-            positions_B: int64, positions of the new roots.
+            state: that after the step.
             queries_LBHd: the former roots' queries, which see all tokens before them and themselves.
 
         Returns: the slots that were rebuilt.
         """
         most = accepted.nodes.shape[1]
-        self.follow(most)
+        self.follow(most, state)
         slots = [] if queries_LBHd is None else self._due_soon(most)
         if queries_LBHd is not None and slots:
-            totals, seen = torch.stack([self.full.lengths, positions_B - accepted.counts + 1]).tolist()
+            totals, seen = torch.stack([self.full.lengths, state.positions - accepted.counts + 1]).tolist()
             for slot in slots:
                 self.build(slot, queries_LBHd[:, slot], totals[slot], seen[slot])
         self._ask(most)
@@ -164,10 +165,14 @@ class SelectedCache(KVCache):
     def _ask(self, most: int) -> None:
         self.needs = frozenset({"queries"} if self._due_soon(most) else ())
 
-    def follow(self, most: int) -> None:
+    def follow(self, most: int, state: SlotState) -> None:
         """Drop the tail, and copy the full cache's new rows, at most `most` a slot."""
-        self._copy_new(most, self.full.lengths)
-        self.lengths.copy_(self.held.clamp(max=self.budget))
+
+        def copy(_: SlotState) -> None:
+            self._copy_new(most, self.full.lengths)
+            self.lengths.copy_(self.held.clamp(max=self.budget))
+
+        state.run(("follow", most), (self, self.full), copy)
         self._since = [since + most for since in self._since]
 
     def build(self, slot: int, queries_LHd: Tensor, total: int, seen: int) -> None:

@@ -172,7 +172,7 @@ class TokenSwiftDrafter(HeadsDrafter):
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         super().on_step(state, tree, accepted, output)
         if self._selected is not None:
-            self._selected.on_step(state.positions, accepted, output.queries)
+            self._selected.on_step(state, accepted, output.queries)
 
     def release(self) -> None:
         self._selected = None

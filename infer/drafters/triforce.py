@@ -125,7 +125,7 @@ class TriForceDrafter(Drafter):
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._cache is not None
         super().on_step(state, tree, accepted, output)
-        self._cache.on_step(state.positions, accepted, output.queries)
+        self._cache.on_step(state, accepted, output.queries)
 
     def release(self) -> None:
         self._cache = self._runner.cache = None

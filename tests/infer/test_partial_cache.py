@@ -3,6 +3,7 @@ drafters that hold one."""
 
 import weakref
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +104,11 @@ def test_a_build_picks_what_plain_loops_pick(name, lengths):
                 assert len(best & found[layer][head]) == selection.budget - len(late)
 
 
+def at(positions=None):
+    """What a cache asks of a SlotState whose roots are at these positions."""
+    return SimpleNamespace(positions=positions, run=lambda key, owners, work: work(None))
+
+
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_new_tokens_overwrite_the_least_important_first_and_due_comes_in_time(name):
     full, selection = random_full(), SELECTIONS[name]
@@ -113,7 +119,7 @@ def test_new_tokens_overwrite_the_least_important_first_and_due_comes_in_time(na
     for written in range(1, region + 1):
         assert cache.due(1) == [] and (0 in cache.due(region - written + 2))
         full.lengths += torch.tensor([1, 0, 1])
-        cache.follow(1)  # what a slot may lose is reckoned from the most tokens that a step can have brought it
+        cache.follow(1, at())  # what a slot may lose is reckoned from the most tokens that a step can have brought it
         found = rows_of(cache, 0)
         for layer in range(LAYERS):
             for head in range(KV_HEADS):
@@ -151,7 +157,7 @@ def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name,
         full.lengths += counts
         accepted = AcceptResult(torch.zeros(SLOTS, int(counts.max())), torch.zeros(0), counts)
         asked = bool(cache.needs)
-        for slot in cache.on_step(full.lengths, accepted, queries(step + 1) if asked else None):
+        for slot in cache.on_step(at(full.lengths), accepted, queries(step + 1) if asked else None):
             assert asked
             if int(full.lengths[slot]) > cache.budget:
                 built[slot] = queries(step + 1), int(roots[slot]) + 1
@@ -195,7 +201,7 @@ def test_the_target_on_a_selected_cache_that_holds_everything_is_the_target(tiny
         full.commit(None, torch.tensor([2, 1]))
         cache.commit(None, torch.tensor([2, 1]))
         assert torch.equal(cache.held + cache.lengths - cache.held.clamp(max=48), full.lengths)
-    cache.follow(6)
+    cache.follow(6, at())
     assert torch.equal(cache.keys[:, 0, :36], full.keys[:, 0, :36])
 
 
