@@ -229,7 +229,7 @@ def test_a_pushed_custom_generate_runs(smollm2, tokenizer):
         written["generate"](smollm2, ids, tokenizer=tokenizer, **asked).tolist()
         == smollm2.generate(ids, **asked).tolist()
     )
-    assert type(api._KEPT[smollm2]._engine.drafter).__name__ == "Combined"
+    assert type(api._KEPT[smollm2]._engine.drafter).__name__ == "TokenSwiftDrafter"
 
 
 def test_other_architectures_and_draft_folders_without_a_tokenizer(llama, tmp_path):

@@ -78,7 +78,7 @@ def exact_on_any_device(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("name", "batch", "n_rows", "widths", "chunk"),
     [
-        ("recorded steps", 3, 5, (1, 5), 40),
+        ("recorded steps", 3, 5, (1, 5), 7),
         ("passes", 3, 5, (1, 5), 7),
         ("passes", 2, 128, (160,), 1),  # the widest pass that is computed so
         ("passes", 1, 128, (2,), 128),  # the last one of a prompt
@@ -99,8 +99,8 @@ def test_the_partial_results_are_in_the_estimate_of_memory(
         return found
 
     exact, other = estimates(chunk)
-    wide = estimates(4000)  # passes of a prompt that are not computed so
-    assert (wide[0] > wide[1]) == (name == "recorded steps")
+    wide = estimates(4000)  # passes of a prompt that are not computed so take most
+    assert wide[0] == wide[1] > exact
     q = torch.zeros(batch, n_rows, model.config.n_heads, model.config.head_dim, dtype=DTYPE, device=DEVICE)
     keys_BSKd = model.new_cache(batch, capacity).keys[0]
     for kernel in ("_runs", "_tails", "_merge"):
