@@ -96,7 +96,7 @@ class Graphs:
             self.fresh = True
             if not self.rehearsing:
                 return _twin(known.outputs)
-        if not self.rehearsing:
+        elif not self.rehearsing:
             _fill(known.inputs, inputs)
         if known.replay is None:
             # What the work caches in its inputs must not stay there, so it is given a twin.

@@ -113,10 +113,8 @@ class SlotPool:
         config, dtype = self.model.config, self.model.embed_tokens.weight.dtype
         shape = config.n_heads, config.n_kv_heads, config.head_dim, config.sliding_windows or [None]
         tune(*shape, dtype, self.device, capacity, batch, widths, log)
-        cache, zeros_B = (
-            self.model.new_cache(batch, capacity),
-            torch.zeros(batch, dtype=torch.int64, device=self.device),
-        )
+        cache = self.model.new_cache(batch, capacity)
+        zeros_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
         runner.state = SlotState(
             roots=zeros_B,
             positions=zeros_B.clone(),

@@ -146,7 +146,8 @@ class DeviceDrafter(Drafter):
 
     On a GPU `grow` is recorded for each plan, and `update` too, and from then on they are replayed. So both queue work
     and read nothing on the host, and the memory that they use beside their arguments stays in place for as long as the
-    cache of `on_start` lives. What a subclass does on the host after a step goes into its own `on_step`.
+    cache of `on_start` lives. What a subclass does on the host after a step goes into its own `on_step`. Before the
+    first request all plans are recorded in steps without one (`Runner.rehearse`): `on_start` then gets a made-up one.
 
     Attributes:
         num_query_tokens: query tokens of its widest pass for each slot, if it contains attention.
