@@ -11,9 +11,9 @@ from setuptools import setup
 ROOT = Path(__file__).parent
 # "benchmarks" itself has no modules. Because it is named, a checkout's other folders in it can be imported, too.
 CODE = [
-    "benchmarks", "benchmarks/drafters", "data_prep", "infer", "infer/caches", "infer/choice", "infer/drafters",
-    "infer/server", "infer/vllm_plugin", "kernels", "kernels/cpu", "kernels/triton", "launch", "models",
-    "models/drafts", "train", "train/methods",
+    "benchmarks", "benchmarks/drafters", "data_prep", "infer", "infer/choice", "infer/drafters", "infer/server",
+    "infer/vllm_plugin", "kernels", "kernels/cpu", "kernels/triton", "launch", "models", "models/drafts", "train",
+    "train/methods",
 ]  # fmt: skip
 # Needed for training but not for decoding, so that serving a draft, for example in vLLM, does not require it.
 TRAIN = ["deepspeed>=0.19,<0.20", "datasets>=4", "wandb>=0.30", "omegaconf>=2.3"]

@@ -64,13 +64,13 @@ class SlotPool:
         self._samplings: dict[SlotSampling, set[bool]] = {}
         self.sequences: list[ActiveSequence | None] = []
         self._row_counts: Sequence[int] = ()  # of the recorded passes over prompts, ascending; none where none is
-        self._reading: int | None = None  # the slot whose prompt is being read, in these passes
-        self._passes: Iterator[None] = iter(())
+        self._prefilling: int | None = None  # the slot whose prompt is being read
+        self._prefill_passes: Iterator[None] = iter(())
 
     @property
     def decoding(self) -> list[ActiveSequence | None]:
         """The sequences of the slots that take part in a step: without the one whose prompt is being read."""
-        return [None if slot == self._reading else one for slot, one in enumerate(self.sequences)]
+        return [None if slot == self._prefilling else one for slot, one in enumerate(self.sequences)]
 
     def start(
         self, batch: int, longest: int, samplings: Sequence[SamplingParams], log: Callable[[str], object]
@@ -82,7 +82,7 @@ class SlotPool:
             sampling, logprobs = SlotSampling([params] * batch, self.device), params.logprobs is not None
             if all(sampling.kind != known.kind or logprobs != asked for known, asked in kinds):
                 kinds.append((sampling, logprobs))
-        self.sequences, self._reading = [None] * batch, None
+        self.sequences, self._prefilling = [None] * batch, None
         capacity = longest + (runner.lag + 1) * (self.drafter.max_depth + 1) + runner.policy.widths[-1]
         if runner.graphs.recording:
             capacity += min(RECORDED_ROWS[0], self.prefill_chunk) - 1
@@ -161,10 +161,10 @@ class SlotPool:
         """Give free slots the next of the waiting sequences. While sequences are decoded, only one pass over a prompt
         runs between two steps."""
         others_decode = any(self.decoding)
-        while self._reading is not None or (waiting and None in self.sequences):
-            if self._reading is None:
-                self._passes = self._prefill(waiting.popleft())
-            next(self._passes, None)
+        while self._prefilling is not None or (waiting and None in self.sequences):
+            if self._prefilling is None:
+                self._prefill_passes = self._prefill(waiting.popleft())
+            next(self._prefill_passes, None)
             if others_decode:
                 break
 
@@ -187,7 +187,7 @@ class SlotPool:
                 yield
                 begin = time.perf_counter()
         stats.prefill_seconds += time.perf_counter() - begin
-        self._reading = None
+        self._prefilling = None
         self._assign()
 
     def _start_slot(self, sequence: ActiveSequence) -> int:
@@ -196,7 +196,7 @@ class SlotPool:
         assert cache is not None
         free = [slot for slot, other in enumerate(self.sequences) if other is None]
         slot = free[0] if self._kept is None else self._kept.choose_slot(request.prompt, free)
-        self.sequences[slot], self._reading = sequence, slot
+        self.sequences[slot], self._prefilling = sequence, slot
         with on_device(self.device), torch.no_grad():
             cache.reset([slot], prompt_lengths=[len(request.prompt)])
             state.history.start(slot, request.prompt)
@@ -275,7 +275,7 @@ class SlotPool:
         """Take the sequence off this slot."""
         state = self.runner.state
         self.sequences[slot] = None
-        self._reading = None if self._reading == slot else self._reading
+        self._prefilling = None if self._prefilling == slot else self._prefilling
         with on_device(self.device):
             state.active[slot].fill_(False)
             self._empty(slot)

@@ -21,9 +21,9 @@ def attended_rows(
 ) -> Tensor:
     """Bool [B, T, S]: which of the first `n_keys` cache rows each row of the pass may read.
 
-    Committed rows (index < length) are open to all rows. Among the pass's own rows a chain is causal and a tree follows
-    its mask. With a window of w a row reads the last w tokens of its own history, itself included, where a node's place
-    is the length plus its number of ancestors in the pass.
+    Every row may read the committed rows (index < length). Among the pass's own rows a chain is causal and a tree
+    follows its mask. With a window of w a row reads the last w tokens of its own history, itself included, where a
+    node's place is the length plus its number of ancestors in the pass.
     """
     device = lengths_B.device
     chain_TT = torch.ones(n_rows, n_rows, dtype=torch.bool, device=device).tril()

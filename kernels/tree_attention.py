@@ -29,7 +29,7 @@ def tree_attention(
     plan: PassPlan | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention in which a row reads all committed rows of its slot and the pass's own rows that the tree opens to it.
+    """Attention in which a row reads its slot's committed rows and, of the pass's own, those that the tree allows.
 
     Up to 128 rows go through the C kernels on a CPU and through Triton on a GPU (in half precision with
     LONGDRAFT_EXACT=1 through triton/exact_attention.py). Else a chain goes to `chain_attention` and a tree to the

@@ -2,7 +2,7 @@
 
 Without a draft pass the heads read the state just before the root, at p - 1 for a root at p (infer/drafters/heads.py):
 head i proposes the token at p + i, and the levels are [3, 3, 3]. With a draft pass the target runs over the root on a
-selected cache (infer/caches/partial.py): its own logits propose the token at p + 1, head i that at p + 1 + i, and the
+selected cache (infer/partial_cache.py): its own logits propose the token at p + 1, head i that at p + 1 + i, and the
 levels are [1, 3, 3, 3]. The heads are in models/drafts/heads.py.
 They are joined by the text's most frequent continuations of the root, or after a draft pass of the token that the
 target itself proposed (section 3.3). These are counted on the device, with shapes that do not depend on the text.
@@ -19,11 +19,11 @@ from torch.nn.functional import pad
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
-from longdraft.infer.caches.partial import SelectedCache, Selection, refuse_windows
 from longdraft.infer.drafters.base import Count, CountOrZero, Request
 from longdraft.infer.drafters.combine import MOST_NODES
 from longdraft.infer.drafters.heads import HeadsDrafter, Shape
 from longdraft.infer.history import History
+from longdraft.infer.partial_cache import SelectedCache, Selection, refuse_windows
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, ROOT, TokenTree, TreeShape
 from longdraft.kernels.transfer import integers

@@ -4,7 +4,7 @@ In the inner level a small model drafts for the target on a cache of retrieved r
 level commits is the proposal that the outer level verifies, the target on the full cache. The inner level has its own
 runner (infer/runner.py), with the same noise and parameters; the levels exchange only tokens. Without a small model the
 inner level is self-speculation. The small model is in infer/drafters/small_model.py, the cache and what is retrieved in
-infer/caches/partial.py. Shapes: B slots, C chain.
+infer/partial_cache.py. Shapes: B slots, C chain.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ import torch
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
-from longdraft.infer.caches.partial import SelectedCache, Selection, refuse_windows
 from longdraft.infer.drafters.base import Count, Drafter, Plain, Request
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.history import History
+from longdraft.infer.partial_cache import SelectedCache, Selection, refuse_windows
 from longdraft.infer.runner import Runner
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree

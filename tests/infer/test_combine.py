@@ -84,7 +84,7 @@ def test_classes_tell_the_drafter_its_own_class_and_agreement():
     kinds = {tuple(path): kind for path, kind in zip(tree.paths()[0], tree.classes[0, 1:].tolist(), strict=True)}
     alone = first.n_classes + second.n_classes
     assert combined.n_classes == 2 * alone == 2 * (25 + 11)
-    # [1] is the first drafter's node 1 and the second one agrees; its own others stand behind the first one's 25.
+    # [1] is the first drafter's node 1 and the second one agrees; its own others come after the first one's 25.
     assert kinds == {(1,): alone + 1, (1, 2): 2, (1, 3): 25 + 9, (4,): 25 + 7}
 
 

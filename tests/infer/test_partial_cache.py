@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft.infer.accept import AcceptResult
-from longdraft.infer.caches.partial import SelectedCache, Selection
 from longdraft.infer.drafters import triforce
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
+from longdraft.infer.partial_cache import SelectedCache, Selection
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.footprint import sizes
 from longdraft.models.kv_cache import KVCache

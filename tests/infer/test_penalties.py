@@ -114,7 +114,7 @@ def test_without_penalties_nothing_is_computed_and_beside_them_no_bit_changes():
 
 @pytest.mark.parametrize("host_knows", [True, False])
 def test_reading_more_of_the_history_changes_nothing(monkeypatch, host_knows):
-    """On a GPU, where the host does not know lengths, the whole capacity is read, whatever lies behind the root;
+    """On a GPU, where the host does not know lengths, the whole capacity is read, whatever stands after the root;
     elsewhere unused capacity costs nothing."""
     history, _, _, positions = histories(len(MANY), 30, 11)
     logits, wide = torch.randn(len(MANY), 3, VOCAB), History(len(MANY), 90)

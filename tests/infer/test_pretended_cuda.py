@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft.infer.caches.partial import SelectedCache
 from longdraft.infer.choice.filters import Filters
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.engine import Engine
+from longdraft.infer.partial_cache import SelectedCache
 from longdraft.infer.runner import Runner
 from longdraft.infer.sampling import SamplingParams
 

@@ -186,9 +186,9 @@ def test_ngrams_and_heads_are_one_trie(target, watched, options, max_nodes, prom
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_draft_pass_proposes_the_next_token_and_its_heads_the_ones_behind(target, watched, temperature, prompts):
+def test_the_draft_pass_proposes_the_next_token_and_its_heads_the_ones_after(target, watched, temperature, prompts):
     """With everything in the selected cache: the first node is the target's own choice, and head i's candidates are its
-    ranks on the root's state, with the noise of the position 1 + i behind the root."""
+    ranks on the root's state, with the noise of the position 1 + i after the root."""
     drafter = drafter_for(target, draft_pass="always", budget=200, ngrams=0)
     assert drafter.max_nodes == 40
     seen = watched(drafter)

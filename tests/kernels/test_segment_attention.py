@@ -98,7 +98,7 @@ def test_gradients_are_those_of_the_formula(case, window, heads, monkeypatch):
 
 
 def test_rows_in_no_segment_have_a_gradient_of_zero():
-    """Not a missing one: a sharded weight behind them needs a gradient on every rank. NaN in them is dropped too."""
+    """Not a missing one: a sharded weight below them needs a gradient on every rank. NaN in them is dropped too."""
     for segments in ([], [Segment(2, 5, 0, 3)]):
         q = draw(9, 4, 16, seed=3)
         q[6] = torch.nan

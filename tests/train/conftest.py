@@ -93,8 +93,8 @@ def write_rows(folder: Path, n_rows: int, seed: int, seq_len: int = SEQ_LEN) -> 
         borders = [0, (5 + i % 7) * scale, used] if i % 2 else [0, 3 * scale, (11 + i % 5) * scale, used]
         tokens = (generator.random_raw(used) % VOCAB).astype(np.int32)
         for offset in (2, 3):
-            behind = tokens[offset::4]
-            behind[:] = (tokens[0::4] * 3 + offset)[: len(behind)] % VOCAB
+            following = tokens[offset::4]
+            following[:] = (tokens[0::4] * 3 + offset)[: len(following)] % VOCAB
         documents = [f"{seed}.{i}.{piece}" for piece in range(len(borders) - 1)]
         rows.append(Row(tokens, borders, [1, used], documents, list(range(len(borders) - 1))))
     write_split(folder, rows, seq_len)

@@ -133,14 +133,14 @@ def assert_close(found, expected, loss, gradient):
 def step_without_a_wait(run, gpu, pretended_cuda):
     """Take a step in which the host may not wait. Nor may it copy anything to the device between a pass of the target
     and the gradient of its rows."""
-    backward, before, behind = run.engine.backward, [], []
+    backward, before, added = run.engine.backward, [], []
 
     def sent():
         return Counter({where: n for where, n in gpu.queued.items() if where.startswith("copy to the device")})
 
     def ended(*args):
         backward(*args)
-        behind.append(sent() - before.pop())
+        added.append(sent() - before.pop())
 
     def begun(*_):
         if not before:  # the draft's rows are embedded too
@@ -153,7 +153,7 @@ def step_without_a_wait(run, gpu, pretended_cuda):
     hook.remove()
     run.engine.backward = backward
     assert not gpu.waits, gpu.waits
-    assert behind == [Counter(), Counter()] and sent(), behind
+    assert added == [Counter(), Counter()] and sent(), added
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
