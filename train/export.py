@@ -16,9 +16,8 @@ from longdraft.models.hf import lasting_name
 from longdraft.models.target import Target
 from longdraft.train import checkpoint, model_card
 from longdraft.train.config import DTYPES, Config, to_dict
-from longdraft.train.methods.build import frozen_draft
+from longdraft.train.methods.build import frequent_tokens, frozen_draft
 from longdraft.train.setup import open_rows, whole_target
-from longdraft.train.vocabulary import frequent_tokens
 
 VERSIONS = ("longdraft", "torch", "transformers", "deepspeed", "safetensors")
 

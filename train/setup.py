@@ -3,39 +3,33 @@
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.device import free_bytes
-from longdraft.models.draft_folder import Draft, load_draft
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import LOADERS, load_through_transformers, read_target_config
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
 from longdraft.train.batches import EpochRow
 from longdraft.train.checkpoint import Found
-from longdraft.train.config import DTYPES, Config, DataSection, DraftSection, TargetSection
+from longdraft.train.config import DTYPES, Config, DataSection, TargetSection
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.estimate import memory
 from longdraft.train.evaluate import Evaluator
 from longdraft.train.methods.base import Method, MicroBatch
-from longdraft.train.methods.build import open_method
+from longdraft.train.methods.build import open_draft
 from longdraft.train.ranks import Ranks
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
 from longdraft.train.sharding import load_sharded_target, share_out, whole_layers
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import Tracker
-from longdraft.train.vocabulary import frequent_tokens
-
-# Fields of a draft's config that say how its training begins or goes, and nothing about the shape of its weights.
-TRAINING_ALONE = ("noise", "warm_start", "init_std", "out_norm_init")
 
 
 @dataclass
@@ -109,30 +103,6 @@ def open_run(config: Config, ranks: Ranks, target: Target, found: Found | None =
     return run
 
 
-def open_draft(config: Config, target: Target, rows: ShardSet, saved: Path | None) -> Method:
-    """The method with its network, whose weights are those before the first step. All ranks call it.
-
-    Args:
-        saved: the checkpoint's folder where there is one: its weights will be loaded, and its vocabulary holds.
-    """
-    section, token_ids = config.draft, None
-    check_draft(section, target)
-    start = load_draft(section.start_from, target) if section.start_from is not None and saved is None else None
-    if section.draft_vocab_size is not None:
-        if saved is not None:
-            token_ids = load_file(saved / checkpoint.WEIGHTS)["token_ids"]
-        elif start is not None and start.config.draft_vocab_size == section.draft_vocab_size:
-            token_ids = start.token_ids
-        else:
-            vocab_size = target.model.config.vocab_size
-            token_ids = frequent_tokens(rows, vocab_size, section.draft_vocab_size, target.eos_token_ids)
-    with whole_layers(target.model, 0, -1):  # a warm start reads them
-        method = open_method(section, config.data, config.train, target.model, token_ids)
-    if start is not None:
-        begin_with(method, start, str(section.start_from))
-    return method
-
-
 def whole_target(section: TargetSection, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
     """The target, whole, on this device."""
     return LOADERS[section.loader](section.path, dtype, device, section.max_positions)
@@ -175,40 +145,6 @@ def note_weights(target: Target) -> None:
     digest = weights_hash(target.model, lambda layer: whole_layers(target.model, layers.index(layer)))
     if digest is not None:
         target.fingerprint["weights"] = digest
-
-
-def check_draft(section: DraftSection, target: Target) -> None:
-    """Raises ValueError where a target loaded through transformers lacks what the draft section needs of it."""
-    if target.loader != "transformers":
-        return
-    model: Any = target.model  # of models/transformers_model.py, which imports much of transformers
-    # Gemma stores its norms' weights less 1: our decoder adds it when it reads them.
-    has_our_norms = model.known is not None and not model.known.norm_offset
-    lacks = {
-        "method": section.method == "longspec" and not model.rotates,  # the last layer's keys over whole heads
-        "warm_start": getattr(section, "warm_start", False),
-        "final_norm": getattr(section, "final_norm", False) and not has_our_norms,
-        "out_norm_init": getattr(section, "out_norm_init", "ones") == "target" and not has_our_norms,
-    }
-    for name in (name for name, is_lacking in lacks.items() if is_lacking):
-        raise ValueError(
-            f"draft.{name}: {getattr(section, name)} needs of {target.name} what target.loader=transformers does not "
-            "give; omit it, or take draft.method=tokenswift or medusa"
-        )
-
-
-def begin_with(method: Method, start: Draft, folder: str) -> None:
-    """Put the weights of another draft into the network.
-
-    Raises ValueError if that draft has another method or shape than the config's.
-    """
-    ours = method.draft.config
-    ignored = dict.fromkeys(TRAINING_ALONE)
-    if type(start) is not type(method.draft) or asdict(start.config) | ignored != asdict(ours) | ignored:
-        raise ValueError(
-            f"draft.start_from: {folder} holds {start.config}, but this run trains {ours}; set the draft section alike"
-        )
-    method.draft.load_state_dict(start.state_dict())
 
 
 def open_rows(data: DataSection, split: str, target: Target) -> ShardSet:

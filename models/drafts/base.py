@@ -1,7 +1,7 @@
 """The base of every draft network: its linear layer, and its vocabulary, which may be a part of the target's.
 
 The LM head is most of a small draft's time, and a few tokens make up most of a text. Tokens outside of it cost
-acceptance, never exactness. train/vocabulary.py chooses them. Shapes: V vocabulary, E draft vocabulary, D hidden.
+acceptance, never exactness. train/methods/build.py chooses them. Shapes: V vocabulary, E draft vocabulary, D hidden.
 """
 
 from typing import Any

@@ -15,8 +15,7 @@ from longdraft.models.draft_folder import load_draft, read_info
 from longdraft.models.hf import load_target
 from longdraft.models.published import convert
 from longdraft.train.config_file import load_stages
-from longdraft.train.methods.build import open_method
-from longdraft.train.setup import begin_with
+from longdraft.train.methods.build import begin_with, open_method
 
 TEXT = "the cat sat on the mat and the dog sat on the log. " * 40
 

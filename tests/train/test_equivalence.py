@@ -13,10 +13,9 @@ from longdraft.models.hf import load_target
 from longdraft.train.batches import read_batch, step_rows
 from longdraft.train.checkpoint import WEIGHTS, newest
 from longdraft.train.config_file import load_config
-from longdraft.train.methods.build import open_method
+from longdraft.train.methods.build import frequent_tokens, open_method
 from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import read_metrics
-from longdraft.train.vocabulary import frequent_tokens
 
 GOLDEN = Path(__file__).parent
 PREFIXES = {"tokenswift": "", "longspec": "longspec-"}

@@ -23,8 +23,8 @@ from longdraft.train.config import DTYPES, config_from_dict, to_dict
 from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import MASTER
 from longdraft.train.export import export
+from longdraft.train.methods.build import frequent_tokens
 from longdraft.train.tracking import read_metrics
-from longdraft.train.vocabulary import frequent_tokens
 
 CASES = ["fp32-2-1", "fp32-2-3", "bf16-2-2", "bf16-2-3", "silu_chain"]
 BLOCK = {"method": "longspec", "window": 6, "noise": 3}

@@ -8,7 +8,7 @@ import torch
 
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_shard
 from longdraft.models.files import write_json
-from longdraft.train.vocabulary import frequent_tokens
+from longdraft.train.methods.build import frequent_tokens
 
 VOCAB, SEQ_LEN, FILLER = 50, 16, 7
 

@@ -1,19 +1,32 @@
-"""The trained method that a config names, with its network."""
+"""The draft that a run trains: the method that its config names, with its network, vocabulary and first weights.
 
-from collections.abc import Mapping
+Reading the LM head once for each level is most of LongSpec's draft time, and few tokens make up most of a text. So a
+draft may propose the most frequent ones alone. The omitted ones cost acceptance, never exactness;
+models/drafts/longspec.py says what the draft does with them. Shapes: V vocabulary, E draft vocabulary.
+"""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from longdraft.data_prep.shards import ShardSet
 from longdraft.models.decoder import Decoder
-from longdraft.models.draft_folder import DRAFTS, Draft
+from longdraft.models.draft_folder import DRAFTS, Draft, load_draft
 from longdraft.models.drafts.heads import Medusa, TokenSwift
 from longdraft.models.drafts.longspec import LongSpec
 from longdraft.models.target import Target
-from longdraft.train.config import DataSection, DraftSection, TrainSection
+from longdraft.train.checkpoint import WEIGHTS
+from longdraft.train.config import Config, DataSection, DraftSection, TrainSection
 from longdraft.train.methods.base import Method
 from longdraft.train.methods.heads import HeadsMethod
 from longdraft.train.methods.longspec import LongSpecMethod
+from longdraft.train.sharding import whole_layers
 
 # By the name of a method: makes the network (config, generator, target, restricted vocabulary), and how it is trained.
 METHODS = {
@@ -21,6 +34,52 @@ METHODS = {
     "medusa": (lambda shape, rng, target, ids: Medusa(shape, rng, ids), HeadsMethod),
     "longspec": (LongSpec, LongSpecMethod),
 }
+# Fields of a draft's config that say how its training begins or goes, and nothing about the shape of its weights.
+TRAINING_ALONE = ("noise", "warm_start", "init_std", "out_norm_init")
+
+
+def open_draft(config: Config, target: Target, rows: ShardSet, saved: Path | None) -> Method:
+    """The method with its network, whose weights are those before the first step. All ranks call it.
+
+    Args:
+        saved: the checkpoint's folder where there is one: its weights will be loaded, and its vocabulary holds.
+    """
+    section, token_ids = config.draft, None
+    _check_target(section, target)
+    start = load_draft(section.start_from, target) if section.start_from is not None and saved is None else None
+    if section.draft_vocab_size is not None:
+        if saved is not None:
+            token_ids = load_file(saved / WEIGHTS)["token_ids"]
+        elif start is not None and start.config.draft_vocab_size == section.draft_vocab_size:
+            token_ids = start.token_ids
+        else:
+            vocab_size = target.model.config.vocab_size
+            token_ids = frequent_tokens(rows, vocab_size, section.draft_vocab_size, target.eos_token_ids)
+    with whole_layers(target.model, 0, -1):  # a warm start reads them
+        method = open_method(section, config.data, config.train, target.model, token_ids)
+    if start is not None:
+        begin_with(method, start, str(section.start_from))
+    return method
+
+
+def _check_target(section: DraftSection, target: Target) -> None:
+    """Raises ValueError where a target loaded through transformers lacks what the draft section needs of it."""
+    if target.loader != "transformers":
+        return
+    model: Any = target.model  # of models/transformers_model.py, which imports much of transformers
+    # Gemma stores its norms' weights less 1: our decoder adds it when it reads them.
+    has_our_norms = model.known is not None and not model.known.norm_offset
+    lacks = {
+        "method": section.method == "longspec" and not model.rotates,  # the last layer's keys over whole heads
+        "warm_start": getattr(section, "warm_start", False),
+        "final_norm": getattr(section, "final_norm", False) and not has_our_norms,
+        "out_norm_init": getattr(section, "out_norm_init", "ones") == "target" and not has_our_norms,
+    }
+    for name in (name for name, is_lacking in lacks.items() if is_lacking):
+        raise ValueError(
+            f"draft.{name}: {getattr(section, name)} needs of {target.name} what target.loader=transformers does not "
+            "give; omit it, or take draft.method=tokenswift or medusa"
+        )
 
 
 def open_method(
@@ -33,6 +92,61 @@ def open_method(
         section.network(target.config), torch.Generator().manual_seed(train.seed), target, token_ids_E
     )
     return kind(data, train, network, target.config.vocab_size)
+
+
+def begin_with(method: Method, start: Draft, folder: str) -> None:
+    """Put the weights of another draft into the network.
+
+    Raises ValueError if that draft has another method or shape than the config's.
+    """
+    ours = method.draft.config
+    ignored = dict.fromkeys(TRAINING_ALONE)
+    if type(start) is not type(method.draft) or asdict(start.config) | ignored != asdict(ours) | ignored:
+        raise ValueError(
+            f"draft.start_from: {folder} holds {start.config}, but this run trains {ours}; set the draft section alike"
+        )
+    method.draft.load_state_dict(start.state_dict())
+
+
+def frequent_tokens(
+    rows: ShardSet, vocab_size: int, n: int, always: Sequence[int] = (), among: Tensor | None = None
+) -> Tensor:
+    """The n most frequent token ids of a split, int64 [E = n], ascending; a function of the rows alone.
+
+    Every token of the split but padding is counted. Among equally frequent tokens the smaller id is taken. Ascending
+    ids resolve equal logits to the same token as in the whole vocabulary, and the LM head's rows are read in order.
+
+    Args:
+        rows: the training split; it is read whole, a few million tokens at a time.
+        vocab_size: V, the target's.
+        always: ids that are included whatever their count: the tokens that end a sequence, which occur once in each
+            document. Ids outside the vocabulary are ignored.
+        among: int64: only these ids are taken, apart from `always`. None: the whole vocabulary.
+
+    Raises ValueError where n is below the number of `always` or above that of the ids, or a token of the split is not
+    below V.
+    """
+    included = sorted({token for token in always if 0 <= token < vocab_size})
+    most = vocab_size if among is None else len({*among.tolist(), *included})
+    least = max(1, len(included))
+    if not least <= n <= most:
+        raise ValueError(
+            f"draft_vocab_size: {n}; give {least} (the tokens that end a sequence) to {most} (those that there are)"
+        )
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
+    for tokens in rows.used_tokens():
+        counts = np.bincount(tokens, minlength=vocab_size)
+        if len(counts) > vocab_size:
+            raise ValueError(
+                f"data.path: {rows.folder} holds the token {len(counts) - 1}, but the target's vocabulary has "
+                f"{vocab_size}; prepare it with this target"
+            )
+        counts_V += counts
+    if among is not None:
+        counts_V[np.setdiff1d(np.arange(vocab_size), among.cpu())] = -1
+    counts_V[included] = np.iinfo(np.int64).max
+    most_frequent_E = np.argsort(-counts_V, kind="stable")[:n]
+    return torch.from_numpy(np.sort(most_frequent_E))
 
 
 def frozen_draft(section: DraftSection, target: Target, weights: Mapping[str, Tensor]) -> Draft:
