@@ -17,9 +17,8 @@ from longdraft.benchmarks.drafters.bench import BenchSettings, bench
 from longdraft.benchmarks.drafters.exactness import Builder, NotExact
 from longdraft.benchmarks.drafters.forced import LABEL, ORACLE, at_rates, at_tokens_per_step, forced, oracle
 from longdraft.benchmarks.drafters.papers import PAPERS, PROMPT, beside
-from longdraft.benchmarks.drafters.prompts import Question, Reader, questions_of
+from longdraft.benchmarks.drafters.questions import SUITES, Question, Reader, Suite, questions_of
 from longdraft.benchmarks.drafters.record import checkpoint_digest, digest, recorded, write_spec_bench
-from longdraft.benchmarks.drafters.suites import SUITES, Suite
 from longdraft.benchmarks.drafters.text_report import table
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.launch import cli

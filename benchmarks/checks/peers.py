@@ -29,8 +29,7 @@ from typing import Any
 
 import torch
 
-from longdraft.benchmarks.drafters.prompts import stdlib_prompts
-from longdraft.benchmarks.drafters.timing import SPUN_OUT, seconds_of, take_turns
+from longdraft.benchmarks.drafters.timing import SPUN_OUT, seconds_of, stdlib_prompts, take_turns
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.draft_folder import SHIPPED

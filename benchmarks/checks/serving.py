@@ -17,7 +17,7 @@ from functools import partial
 from itertools import pairwise
 from statistics import median
 
-from longdraft.benchmarks.drafters.prompts import stdlib_prompts
+from longdraft.benchmarks.drafters.timing import stdlib_prompts
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import load_target

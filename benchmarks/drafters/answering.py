@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from tqdm import tqdm
 
-from longdraft.benchmarks.drafters.prompts import Question
 from longdraft.benchmarks.drafters.provenance import hardware, provenance
+from longdraft.benchmarks.drafters.questions import Question
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record
 from longdraft.benchmarks.drafters.timing import Log, peak_memory_mib, seconds_of
 from longdraft.infer.engine import Engine

@@ -12,7 +12,7 @@ from longdraft.benchmarks.drafters.answering import ask, of_transformers
 from longdraft.benchmarks.drafters.exactness import Builder, in_fp32, prove
 from longdraft.benchmarks.drafters.forced import LABEL, replaying
 from longdraft.benchmarks.drafters.metrics import run_figures
-from longdraft.benchmarks.drafters.prompts import Question
+from longdraft.benchmarks.drafters.questions import Question
 from longdraft.benchmarks.drafters.record import Record
 from longdraft.benchmarks.drafters.timing import Log, peak_memory_mib, width_curve
 from longdraft.infer.engine import Engine

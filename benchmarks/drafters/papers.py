@@ -11,8 +11,8 @@ from itertools import accumulate, product, repeat
 from typing import Any
 
 from longdraft.benchmarks.drafters.metrics import lay_out, totals
+from longdraft.benchmarks.drafters.questions import SUITES, Suite
 from longdraft.benchmarks.drafters.record import Answer, Record
-from longdraft.benchmarks.drafters.suites import SUITES, Suite
 from longdraft.infer.sampling import PRESETS, preset_for
 
 PROMPT = "as many as a prompt's tokens"  # stands for that number in a paper's options

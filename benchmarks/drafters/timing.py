@@ -1,10 +1,12 @@
-"""Times calls in turns and the target's passes by their width, and measures peaks of memory."""
+"""Times calls in turns and the target's passes by their width, measures peaks of memory, and has prompts to time."""
 
 import resource
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +72,13 @@ def width_curve(
     take_turns(runs, 2 if graphs.recording else 1)  # the first turn warms up; in the second one, passes are recorded
     seconds = take_turns(runs, repeats, partial(seconds_of, device=device))
     return {width: statistics.median(of) for width, of in seconds.items()}
+
+
+def stdlib_prompts(encode: Callable[[str], list[int]], n_tokens: int, count: int) -> list[list[int]]:
+    """`count` evenly spaced stretches of `n_tokens` tokens from the source of Python's module textwrap."""
+    tokens = encode(Path(textwrap.__file__).read_text(encoding="utf-8"))
+    starts = [i * (len(tokens) - n_tokens) // count for i in range(count)]
+    return [tokens[start : start + n_tokens] for start in starts]
 
 
 def peak_memory_mib(device: torch.device) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from longdraft.benchmarks.drafters.answering import ask, of_transformers
 from longdraft.benchmarks.drafters.bench import BenchSettings
-from longdraft.benchmarks.drafters.prompts import Question
+from longdraft.benchmarks.drafters.questions import Question
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record, read_record, recorded
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch import arguments, bench

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from longdraft.benchmarks.drafters.papers import PAPERS, beside, table
+from longdraft.benchmarks.drafters.questions import LONGBENCH, SUITES
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record
-from longdraft.benchmarks.drafters.suites import LONGBENCH, SUITES
 from longdraft.launch import arguments, bench
 from longdraft.models.hf import load_target
 from longdraft.models.published import convert

@@ -1,4 +1,4 @@
-"""Published suites of prompts: their source, the layout of their files, the questions, and the length of answers.
+"""Questions for a target, from any text or from a published suite: its source, its files, and the length of answers.
 
 A suite is an entry of SUITES and a function that makes a question from a record; fields are validated as they are read.
 Suites that belong to a paper's table use its program's literal prompts, the others the target's own chat template.
@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import Field, Json, Strict
 from typing_extensions import TypedDict
 
-from longdraft.benchmarks.drafters.prompts import Question, Reader
 from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.records import all_records
 from longdraft.data_prep.sources import list_files
+from longdraft.infer.requests import prompt_tokens
 from longdraft.models.schema import Str, validate
 from longdraft.models.target import Target
 
@@ -53,6 +53,45 @@ MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 Text = Annotated[str, Strict(), Field(pattern=r"\S")]  # not blank
 Texts = Annotated[list[Text], Field(min_length=1)]
 Id = Annotated[int, Strict()] | Text
+Turn = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class Reader(NamedTuple):
+    """The part of a target that turns a prompt into token ids; it is there before the weights are loaded."""
+
+    name: str
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
+class Question:
+    """One conversation with a target.
+
+    Attributes:
+        task: figures are grouped by it. category: the suite's own name for it; "" means the task.
+        turns: what is sent before each answer: a text, token ids, or messages that follow those of earlier turns and
+            their answers.
+    """
+
+    id: int | str
+    task: str
+    turns: tuple[Turn, ...]
+    category: str = ""
+
+    def prompt(self, target: Target | Reader, answers: Sequence[str] = ()) -> list[int]:
+        """The token ids that the next answer follows. answers: those to the earlier turns."""
+        turn, name, target = self.turns[len(answers)], f"question {self.id}", cast(Target, target)
+        if isinstance(turn, str) or not isinstance(turn[0], Mapping):
+            return prompt_tokens(target, turn, name)
+        chat: list[Mapping[str, str]] = []
+        for earlier, answer in zip(self.turns, answers, strict=False):
+            chat += [*earlier, {"role": "assistant", "content": answer}]  # type: ignore[list-item]
+        return prompt_tokens(target, [*chat, *turn], name)
+
+
+def questions_of(texts: Sequence[list[int]]) -> list[Question]:
+    """A question for each text, which asks to continue it. texts: token ids of the target's tokenizer."""
+    return [Question(number, "continue", (text,)) for number, text in enumerate(texts, start=1)]
 
 
 class Message(TypedDict):

@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from longdraft.benchmarks.drafters.prompts import Question, Reader
-from longdraft.benchmarks.drafters.suites import AIME, LONGBENCH, SUITES
+from longdraft.benchmarks.drafters.questions import AIME, LONGBENCH, SUITES, Question, Reader
 from longdraft.launch import arguments
 from longdraft.models.hf import load_target
 
