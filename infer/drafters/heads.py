@@ -51,17 +51,16 @@ class HeadsDrafter(DeviceDrafter):
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
         if self.max_depth > n_heads:
             raise ValueError(f"shape: {self.max_depth} levels, but this draft has {n_heads} heads, one a level")
-        self.learns_from = draft.needs
+        self.learns_from = frozenset({draft.reads})
         self.hidden_BD = torch.empty(0)
 
     @property
     def needs(self) -> frozenset[str]:
-        return self.draft.needs
+        return self.learns_from
 
     def state_of(self, output: TargetOutput) -> Tensor | None:
         """The target's state that the heads read, [B, T, D]; None if the output does not have it."""
-        (field,) = self.draft.needs
-        return getattr(output, field)
+        return getattr(output, self.draft.reads)
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if len(self.hidden_BD) != cache.batch:

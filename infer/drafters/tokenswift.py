@@ -159,7 +159,7 @@ class TokenSwiftDrafter(HeadsDrafter):
 
     def _ranked_by_pass(self, state: SlotState, shape: TreeShape) -> Tensor:
         """int64 [B, I, K]: the best tokens of each level, the first one's by the draft pass itself."""
-        needs = self.draft.needs | {"logits"}
+        needs = self.learns_from | {"logits"}
         output = self.target.model(Pass(state.roots[:, None], self._selected, state.positions[:, None], needs=needs))
         hidden_B1D = self.state_of(output)
         assert output.logits is not None and hidden_B1D is not None

@@ -21,9 +21,6 @@ from longdraft.models.drafts.base import TOP_K, DraftModule, Projection
 from longdraft.models.schema import Float, validated_dataclass
 from longdraft.models.stream import RMSNorm
 
-# By kind: the field of TargetOutput that the heads read.
-NEEDS = {"linear_chain": frozenset({"pre_norm"}), "silu_chain": frozenset({"post_norm"})}
-
 
 class HeadsConfig:
     """The fields that every method's config has; each method's dataclass has its own order of them."""
@@ -35,7 +32,8 @@ class HeadsConfig:
 
 
 class Heads(DraftModule):
-    """Parameters: `proj.{i}.weight` [D, D], a matrix W for each head.
+    """Parameters: `proj.{i}.weight` [D, D], a matrix W for each head. `reads`: the field of TargetOutput that is the
+    heads' input.
 
     Args:
         generator: draws W from N(0, init_std); the same seed gives the same heads. None leaves W at zero, for weights
@@ -44,6 +42,7 @@ class Heads(DraftModule):
     """
 
     config: HeadsConfig
+    reads: Literal["pre_norm", "post_norm"] = "post_norm"
 
     def __init__(
         self, config: HeadsConfig, generator: torch.Generator | None = None, token_ids_E: Tensor | None = None
@@ -57,11 +56,6 @@ class Heads(DraftModule):
                 weight.zero_()
                 if generator is not None and config.init_std:
                     weight.normal_(0.0, config.init_std, generator=generator)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The one field of TargetOutput that the heads read."""
-        raise NotImplementedError
 
     def step(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The input of the LM head for head i + 1, and the state that head i + 2 starts from, both [..., D].
@@ -89,7 +83,7 @@ class Heads(DraftModule):
         """The training loss, with one part for each head.
 
         Args:
-            hidden_ND: the target's state that `needs` names, without gradient.
+            hidden_ND: the target's state that the heads read, without gradient.
             parts: head i's part is `ahead` by i + 1 (train/methods/base.py).
             lm_head_VD: the target's frozen LM head.
             count_top_k: also count the labels among each head's TOP_K first candidates.
@@ -149,16 +143,13 @@ class TokenSwift(Heads):
         super().__init__(config, generator, token_ids_E)
         heads, norm = range(config.n_heads), (config.hidden_size, config.rms_norm_eps)
         if config.kind == "linear_chain":
+            self.reads = "pre_norm"
             self.in_norm = nn.ModuleList([RMSNorm(*norm) for _ in heads])
             self.out_norm = nn.ModuleList([RMSNorm(*norm) for _ in heads])
         if config.out_norm_init == "target" and final_norm_D is not None:
             with torch.no_grad():
                 for weight in self.out_norm.parameters():
                     weight.copy_(final_norm_D)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return NEEDS[self.config.kind]
 
     def step(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         if self.config.kind == "linear_chain":
@@ -189,10 +180,6 @@ class Medusa(Heads):
     """
 
     config: MedusaConfig
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"post_norm"})
 
     def step(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return hidden + F.silu(self.proj[i](hidden)), hidden

@@ -8,7 +8,7 @@ from longdraft.models.drafts.heads import Heads, Medusa, MedusaConfig, TokenSwif
 from longdraft.train.methods.base import ahead
 
 D, V = 12, 31
-NEEDS = {"linear_chain": {"pre_norm"}, "silu_chain": {"post_norm"}, "medusa": {"post_norm"}}
+READS = {"linear_chain": "pre_norm", "silu_chain": "post_norm", "medusa": "post_norm"}
 
 
 def heads(kind: str, seed: int | None = 0, n_heads: int = 3, std: float = 0.3) -> Heads:
@@ -37,7 +37,7 @@ def written_out(draft, kind, hidden):
     return states
 
 
-@pytest.fixture(params=NEEDS)
+@pytest.fixture(params=READS)
 def kind(request) -> str:
     return request.param
 
@@ -52,7 +52,7 @@ def test_states_follow_the_formula(kind):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     one_position = draft.states(hidden[1, 3])
     torch.testing.assert_close(torch.stack(one_position), torch.stack(draft.states(hidden))[:, 1, 3])
-    assert draft.needs == NEEDS[kind]
+    assert draft.reads == READS[kind]
     n_weights = 3 * (D * D + 2 * D) if kind == "linear_chain" else 3 * D * D
     assert sum(p.numel() for p in draft.parameters()) == n_weights
 

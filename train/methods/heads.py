@@ -20,15 +20,14 @@ class HeadsMethod(Method):
 
     def __init__(self, data: DataSection, train: TrainSection, draft: TokenSwift | Medusa, vocab_size: int):
         super().__init__(data, train, draft, vocab_size)
-        self.needs = draft.needs
-        (self._field,) = draft.needs
+        self._reads, self.needs = draft.reads, frozenset({draft.reads})
         self.part_names = [f"head{i + 1}" for i in range(draft.config.n_heads)]
 
     def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
         return [1 / max(n, 1) for n in n_labels]
 
     def arguments(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
-        return getattr(output, self._field), micro_batch.parts
+        return getattr(output, self._reads), micro_batch.parts
 
     def target_rows(self, micro_batch: MicroBatch, part: int) -> Tensor:
         return micro_batch.parts[part].rows + micro_batch.first + part + 1
