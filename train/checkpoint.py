@@ -278,8 +278,8 @@ def load(engine: DraftEngine, found: Found) -> None:
     folder, state = found
     if state["format"] != FORMAT:
         raise ValueError(f"train.run_dir: {folder} was saved by a former version; export it, and begin another run")
-    engine.set_weights(load_file(folder / WEIGHTS))
     saved = SavedShares(folder)
+    engine.set_weights(load_file(folder / WEIGHTS))
     for key, own in engine.shares().items():
         kind, start, name = key.split(":", 2)
         own.copy_(saved.read(name, kind, int(start), len(own)))

@@ -69,14 +69,14 @@ class DraftEngine:
         self.ranks, self._sharded = ranks, train.zero_stage == 3
         dtype = DTYPES[train.precision]
         self.draft = draft.to(ranks.device, dtype)
+        n_weights = sum(p.numel() for p in draft.parameters())
+        settings = deepspeed_dict(train, optimizer.clip, ranks.world_size, n_weights)
         groups = parameter_groups(draft, optimizer.weight_decay)
         options: dict[str, Any] = {"lr": optimizer.peak_lr, "betas": optimizer.betas, "eps": optimizer.eps}
         if optimizer.name == "adamuon":
             self.optimizer = AdaMuon(groups, dtype=dtype, **options)
         else:
             self.optimizer = torch.optim.AdamW(groups, fused=True, **options)
-        n_weights = sum(p.numel() for p in draft.parameters())
-        settings = deepspeed_dict(train, optimizer.clip, ranks.world_size, n_weights)
         with redirect_stdout(StringIO()):  # DeepSpeed's bf16 optimizer prints tables of memory
             self.deepspeed, *_ = deepspeed.initialize(
                 model=draft, optimizer=self.optimizer, config=settings, dist_init_required=False
