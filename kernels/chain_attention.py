@@ -2,9 +2,9 @@
 
 Over a cache (`chain_attention`):
 
-- On a GPU in half precision, one flash kernel for all rows (lower-right causal, windows included): flash-attn's if it
-  is installed, else PyTorch's. It is called directly because on the newest GPUs PyTorch itself would choose cuDNN,
-  which makes a plan for every length of keys.
+- On a GPU in half precision, one flash kernel for all rows (lower-right causal, windows included): the fastest that is
+  installed (`backend.prompt_attention_for`). It is called directly because on the newest GPUs PyTorch itself would
+  choose cuDNN, which makes a plan for every length of keys, and reads a chunk of a prompt only under a dense mask.
 - On a GPU where no flash kernel serves, as in fp32, the Triton kernel of tree attention, MOST_ROWS rows at a time.
 - On a CPU with bf16 instructions, the C kernels, MOST_ATTENTION_ROWS rows at a time, with the bits of decoding.
 - Elsewhere PyTorch, slot by slot (`causal_attention`, which also has gradients).
@@ -41,13 +41,14 @@ def chain_attention(
     Args:
         q_BTHd: queries after RoPE.
         keys_BSKd, values_BSKd: cache rows. The pass's own are at [lengths[b], lengths[b] + T), already written; rows
-            beyond are never read (they may be NaN). Their strides may differ.
+            beyond do not count. On a GPU their values must be finite, as kernels may multiply them by 0; elsewhere
+            they may be NaN. Their strides may differ.
         plan: the plan of the pass.
         window: number of rows a row reads at most, itself included; None for all.
         sinks_H: attention sinks (kernels/attention.py); None for none.
     Returns: [B, T, H, d] in q's dtype, scores scaled by d ** -0.5.
     """
-    if (flash := backend.varlen_attention_for(q_BTHd)) is not None:
+    if (flash := backend.prompt_attention_for(q_BTHd, window)) is not None:
         return by_flash(attention_with_sinks(flash, sinks_H), q_BTHd, keys_BSKd, values_BSKd, plan, window)
     if (triton := backend.triton_kernels("tree_attention", q_BTHd.device.type)) is not None:
         return in_slices(triton, q_BTHd, keys_BSKd, values_BSKd, plan.lengths_B, window, sinks_H)

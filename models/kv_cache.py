@@ -38,6 +38,8 @@ class KVCache:
         shape = (n_layers, batch, capacity, n_kv_heads, head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        if self.values.is_cuda:
+            self.values.zero_()  # flash kernels multiply the values after a slot's last by 0
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.prompt_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._slots_B1 = torch.arange(batch, device=device)[:, None]

@@ -165,7 +165,7 @@ def wide_logits(target, tokens_BT: torch.Tensor, mask_TT: torch.Tensor | None, w
     model, device = target.model, target.model.embed_tokens.weight.device
     cache, n_rows = model.new_cache(len(FILLED), max(FILLED) + tokens_BT.shape[1]), tokens_BT.shape[1] - max(FILLED)
     cache.keys.fill_(float("nan"))
-    cache.values.fill_(float("nan"))
+    cache.values.fill_(torch.finfo(cache.values.dtype).max)  # finite: flash kernels multiply such rows by 0
     tokens_BT, lengths = tokens_BT.to(device), torch.tensor(FILLED, device=device)
     for part in tokens_BT[:, : max(FILLED)].split(width, dim=1):
         before = cache.lengths

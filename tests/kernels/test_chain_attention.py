@@ -1,11 +1,12 @@
 """kernels/chain_attention.py: every implementation, on a CPU, against the reference; masks; the error of bf16."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from longdraft.kernels import chain_attention, tree_attention
+from longdraft.kernels import backend, chain_attention, tree_attention
 from longdraft.kernels.chain_attention import by_flash, in_slices
 from longdraft.kernels.segment_attention import segment_attention_reference
 from longdraft.kernels.tree import PassPlan, attended_rows
@@ -69,3 +70,62 @@ def test_a_gpu_takes_many_rows_without_a_length_on_the_host(pretended_cuda, tree
         assert not gpu.waits
         assert gpu.calls["varlen attention" if half else "triton: tree_attention"] == 2
         torch.testing.assert_close(found.cpu(), want, rtol=0, atol=2e-2 if half else 1e-5)
+
+
+def version_3(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False, window_size=(-1, -1),
+    return_attn_probs=False,
+):  # fmt: skip
+    """As of fa3_fwd 0.0.3, which has no windows."""
+    assert causal and window_size == (-1, -1) and return_attn_probs
+    return varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None), "log-sum-exps"
+
+
+def version_4(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, *, causal=False,
+    window_size=(None, None), return_lse=False,
+):  # fmt: skip
+    """As of flash_attn.cute 4.0.0b36. `causal` is a window without a left end, and a given window counts instead."""
+    assert causal == (window_size == (None, None)) and (causal or window_size[1] == 0) and return_lse
+    window = None if causal else window_size[0] + 1
+    return varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window), "log-sum-exps"
+
+
+VERSIONS = {"fa3_fwd": ("fa3_fwd_interface", version_3), "flash_attn": ("flash_attn.cute", version_4)}
+
+
+@pytest.mark.parametrize("major, dtype, width, window, installed, chosen", [
+    (9, "bf16", 128, None, {"fa3_fwd", "flash_attn"}, "fa3_fwd"),
+    (9, "bf16", 256, None, {"fa3_fwd", "flash_attn"}, "fa3_fwd"),
+    (9, "bf16", 128, 9, {"fa3_fwd", "flash_attn"}, "flash_attn"),
+    (9, "fp16", 128, None, {"fa3_fwd", "flash_attn"}, "flash_attn"),
+    (9, "bf16", 256, 9, {"fa3_fwd", "flash_attn"}, None),
+    (9, "fp16", 64, None, {"fa3_fwd"}, None),
+    (10, "bf16", 128, None, {"fa3_fwd", "flash_attn"}, "flash_attn"),
+    (8, "bf16", 128, None, {"fa3_fwd", "flash_attn"}, None),
+    (12, "bf16", 128, None, {"fa3_fwd", "flash_attn"}, None),
+    (9, "bf16", 128, None, set(), None),
+])  # fmt: skip
+def test_the_fastest_flash_kernel_that_serves_reads_prompts(
+    monkeypatch, trees, major, dtype, width, window, installed, chosen
+):
+    """And its package gets what it asks for, as far as a stand-in with its signature shows."""
+    for package, (name, function) in VERSIONS.items():
+        module = ModuleType(name)
+        vars(module)["flash_attn_varlen_func"] = function
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, package, sys.modules.get(package, ModuleType(package)))
+    monkeypatch.setattr(backend, "_is_installed", lambda package, module: package in installed)
+    monkeypatch.setattr(backend, "varlen_attention_for", lambda q: "version 2")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    q = torch.empty(0, width, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
+    attention = backend.prompt_attention_for(q, window)
+    assert backend.prompt_attention_for(q.requires_grad_(), window) == "version 2", "only this one has gradients"
+    if chosen is None:
+        assert attention == "version 2"
+        return
+    keys, values = trees.poisoned([0, 7, 300], 140, 450, 2, 16)
+    q, plan = trees.draw(3, 140, 6, 16, seed=7), PassPlan(torch.tensor([0, 7, 300]), 140)
+    want = tree_attention_reference(q, keys, values, plan.lengths_B, None, window)[0]
+    found = by_flash(lambda *given: attention(*given, with_lse=True)[0], q, keys, values, plan, window)
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
