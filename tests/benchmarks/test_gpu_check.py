@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longdraft.benchmarks.checks import gpu_check
+from longdraft.benchmarks.checks import gpu_check, long_contexts
 from longdraft.train.config import DRAFT_SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,11 +112,23 @@ def test_the_kernels_benchmarks_run_with_few_packages(tmp_path):
     assert training["output"] == "not installed: deepspeed, omegaconf, pyarrow, psutil"
     assert benchmarks["state"] == "passed" and made["passed"]
     found = made["kernel benchmarks"]
-    assert {row["benchmark"] for row in found["results"]} == {"attention", "linear", "loss"}
+    assert {row["benchmark"] for row in found["results"]} == {"attention", "prompt", "linear", "loss"}
     assert all("problem" in row or row["ms"] > 0 for row in found["results"])
     assert min(found["ceilings"].values()) > 0 and found["commit"] == made["commit"]
     assert found["versions"]["liger_kernel"] and {"date", "hardware", "threads"} <= set(found)
     assert "RuntimeError: Liger" in (tmp_path / "kernel_benchmarks.txt").read_text()
+
+
+def test_long_contexts_are_measured_with_forced_acceptance(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LONGDRAFT_TEST_DEVICE", "cpu")
+    options = gpu_check.FEW["long contexts"].split()
+    assert long_contexts.main([*options, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = {key: figures for line in lines for key, figures in line.items()}
+    after = ["plain after 512", "transformers after 512", "plain after 64", "oracle after 64", "longspec after 64"]
+    assert list(found) == after and all(one["first_token_s"] > 0 for one in found.values())
+    assert found["oracle after 64"]["tokens_per_step"] == 8 and 1 < found["longspec after 64"]["tokens_per_step"] <= 6
+    assert all("aten::mm" in (tmp_path / name).read_text() for name in ("prefill.txt", "steps.txt"))
 
 
 def test_the_tests_of_triton_are_all_there():

@@ -1,0 +1,188 @@
+"""Decoding with the shapes of Llama-3.1-8B after 2,048 to 100,000 tokens, without a checkpoint: its weights are random.
+
+`python benchmarks/checks/long_contexts.py` prints a JSON object a line: for each context and drafter how long an engine
+needs until its first request, to the first token and for a step, and the speed over plain decoding's. Costs are real.
+The acceptance is forced (benchmarks/drafters/forced.py), to the tokens a step that the papers have. Also the first
+token beside transformers', and with --out a profile of a prefill and of plain steps.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from longdraft.benchmarks.drafters.answering import of_engine, of_transformers
+from longdraft.benchmarks.drafters.forced import Blank, Forced, at_tokens_per_step
+from longdraft.benchmarks.drafters.record import Answer
+from longdraft.infer.drafters.base import Drafter
+from longdraft.infer.drafters.build import build_drafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.models.device import check_device, on_device
+from longdraft.models.drafts.heads import TokenSwift, TokenSwiftConfig
+from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
+from longdraft.models.hf import build_decoder
+from longdraft.models.hf_config import decoder_config
+from longdraft.models.target import Target
+
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE |= {"original_max_position_embeddings": 8192}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama3.1-8b": {
+        "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+        "rope_parameters": ROPE,
+    },
+    "tiny": {  # not a model, only for a check of this script
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+        "rope_parameters": ROPE,
+    },
+}  # fmt: skip
+# Tokens a step that are forced: LongSpec's and TokenSwift's of their papers, Token Recycling's of its own.
+TOKENS_A_STEP = {"oracle": 13.0, "longspec": 3.3, "tokenswift": 2.9, "token_recycling": 2.7}
+SHORT, LONG = 512, 4096  # tokens of the prompts that transformers reads, too; of those that are read once
+
+
+def random_target(shape: str, device: torch.device, dtype: torch.dtype) -> Target:
+    """A target of this shape whose weights are drawn on the device, without a tokenizer."""
+    hf_config = LlamaConfig(**SHAPES[shape])
+    decoder = build_decoder(decoder_config(hf_config), dtype, device)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, weight in decoder.named_parameters():
+        weight.data.normal_(float("norm" in name), 0.02, generator=generator)
+    return Target(decoder, None, f"random {shape}", hf_config, {"config": "random", "tokenizer": "none"}, ())
+
+
+def build(name: str, target: Target) -> Drafter:
+    """A drafter with a random draft, if it has one, that is right as often as TOKENS_A_STEP says."""
+    config, weight = target.model.config, target.model.embed_tokens.weight
+    with on_device(weight.device):
+        if name == "oracle":
+            inner: Drafter = Blank()
+        elif name == "longspec":
+            draft = LongSpec(LongSpecConfig.for_target(config), None, target.model)
+            inner = build_drafter(name, target, draft.to(weight).requires_grad_(False).eval())
+        elif name == "tokenswift":
+            heads = TokenSwift(TokenSwiftConfig(hidden_size=config.hidden_size, rms_norm_eps=config.rms_norm_eps))
+            inner = build_drafter(name, target, heads.to(weight).requires_grad_(False).eval())
+        else:
+            inner = build_drafter(name, target)
+        return Forced(inner, target, at_tokens_per_step(TOKENS_A_STEP[name], inner.max_depth))
+
+
+def measure(
+    name: str, target: Target, prompts: list[list[int]], params: SamplingParams, texts: list[list[int]]
+) -> dict:
+    """The figures of one drafter, all of whose nodes are verified, over prompts of one length.
+
+    texts: plain decoding's answers, which forced acceptance follows; empty for plain decoding, which puts them there.
+    """
+    lines, firsts, device = list[str](), dict[int, float](), target.model.embed_tokens.weight.device
+    drafter = "plain" if name == "plain" else build(name, target)
+    longest = len(prompts[0]) + params.max_new_tokens
+    engine = Engine(target, drafter, nodes=None, max_length=longest, log=lines.append)
+    once = of_engine(engine)
+
+    def answer(prompt: list[int], params: SamplingParams) -> Answer:
+        found = once(prompt, params)
+        firsts.setdefault(id(prompt), found.first_token_seconds)  # asked again, the prompt is kept
+        return found
+
+    if isinstance(drafter, Forced):
+        for prompt, text in zip(prompts, texts, strict=True):
+            drafter.keep(prompt, params, text)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    answers = [(drafter.answering(answer) if isinstance(drafter, Forced) else answer)(one, params) for one in prompts]
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    texts.extend([] if texts else [one.tokens for one in answers])
+    tokens, steps = (sum(len(getattr(one, field)) for one in answers) for field in ("tokens", "accept_lengths"))
+    seconds, drafting, nodes = (
+        sum(getattr(one, field) for one in answers) for field in ("decode_seconds", "draft_seconds", "drafted")
+    )
+    return {
+        "first_token_s": median(firsts.values()), "tokens_per_s": tokens / seconds, "tokens_per_step": tokens / steps,
+        "ms_per_step": 1e3 * seconds / steps, "draft_ms": 1e3 * drafting / steps, "nodes_per_step": nodes / steps,
+        "peak_gib": peak / 2**30, "engine": lines,
+    }  # fmt: skip
+
+
+def of_transformers_model(target: Target, prompts: list[list[int]]) -> dict[str, float]:
+    """Seconds to the first token of transformers' model of this shape, after a warm-up."""
+    weight = target.model.embed_tokens.weight
+    with torch.device(weight.device):
+        model = AutoModelForCausalLM.from_config(target.hf_config, dtype=weight.dtype).eval()
+    answer = of_transformers(model, ())
+    answers = [answer(prompt, SamplingParams(max_new_tokens=2)) for prompt in (prompts[0], *prompts)]
+    return {"first_token_s": median(one.prefill_seconds for one in answers[1:])}
+
+
+def profile(work: Callable[[], object], device: torch.device) -> str:
+    """PyTorch's tables of a call, after one to warm up: by the device's time, and by the host's."""
+    from torch.profiler import ProfilerActivity, profile
+
+    work()
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as seen:
+        work()
+    keys = ("self_device_time_total", "self_cpu_time_total") if on_gpu else ("self_cpu_time_total",)
+    return "\n".join(seen.key_averages().table(sort_by=key, row_limit=30, max_name_column_width=80) for key in keys)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Decoding after long prompts, with random weights.")
+    parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 32_767, 99_999], help="tokens of the prompts")
+    parser.add_argument("--drafters", nargs="+", choices=TOKENS_A_STEP, default=list(TOKENS_A_STEP))
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write prefill.txt and steps.txt, two profiles")
+    args = parser.parse_args(argv)
+    try:
+        device = check_device(args.device, "--device")
+    except ValueError as error:
+        parser.error(str(error))
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    target = random_target(args.shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    params = SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=True)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(length: int, count: int) -> list[list[int]]:
+        return torch.randint(target.hf_config.vocab_size, (count, length), generator=generator).tolist()
+
+    def say(key: str, found: dict[str, Any]) -> None:
+        print(json.dumps({key: found}), flush=True)
+
+    for context in (SHORT, *args.contexts):
+        # After a long prompt a drafter's speed hardly differs between two, and reading one takes seconds.
+        prompts, texts = draw(context, 3 if context < LONG else 1), list[list[int]]()
+        drafters = args.drafters if context in args.contexts else []
+        plain = measure("plain", target, prompts, params, texts)
+        say(f"plain after {context}", plain)
+        for name in drafters:
+            found = measure(name, target, prompts, params, texts)
+            say(f"{name} after {context}", {**found, "over_plain": found["tokens_per_s"] / plain["tokens_per_s"]})
+        if context == SHORT:
+            say(f"transformers after {context}", of_transformers_model(target, prompts))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        engine = Engine(target, keep_prompts=False)
+        prompts = draw(min(args.contexts), 1)
+        for file, n_tokens in (("prefill.txt", 1), ("steps.txt", args.new_tokens)):
+            work = partial(engine.generate, prompts, replace(params, max_new_tokens=n_tokens))
+            (args.out / file).write_text(profile(work, device) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
