@@ -14,14 +14,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.hf import load_target
 from longdraft.models.layer import Layer
 from longdraft.models.target import Target
-from longdraft.models.transformers_model import find_layers
 from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accelerator
 
 # isort: split
@@ -61,6 +60,10 @@ def share_out(
     The first rank's host reads the whole model and sends the others their shares; a device has at most one whole layer
     of it. Raises ValueError on all ranks where the first one cannot read it.
     """
+    from transformers import AutoModelForCausalLM  # imports much of transformers, as the next one
+
+    from longdraft.models.transformers_model import find_layers
+
     read_here: list[Any] = []
     ranks.from_first(lambda: read_here.append(read()))
     if read_here:

@@ -26,13 +26,25 @@ def run(out: Path, *words: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_training_is_stopped_gone_on_with_and_decodes(tmp_path):
-    """One method under DeepSpeed's launcher; a killed one is what tests/train/ has."""
-    status, said = run(tmp_path, "--only", "training", "--methods", "longspec", OMP_NUM_THREADS="1")
+def test_training_is_stopped_gone_on_with_and_decodes(tiny, tmp_path, monkeypatch):
+    """One method under the launcher, with a target whose steps are short and so many; a killed one is what tests/train/
+    has."""
+    whole, steps = gpu_check._command, 120
+
+    def command(name, args, methods):
+        python, _, *rest = whole(name, args, methods)
+        small = f"it.TARGET, it.STEPS, it.ANCHORED['max_position'] = {str(tiny)!r}, {steps}, 2048"
+        start = f"from {gpu_check.__package__} import gpu_check as it; {small}; raise SystemExit(it.main())"
+        return [python, "-c", start, *rest]
+
+    monkeypatch.setattr(gpu_check, "_command", command)
+    monkeypatch.setenv("LONGDRAFT_TEST_DEVICE", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    status = gpu_check.main(["--out", str(tmp_path), "--only", "training", "--methods", "longspec"])
     made = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert status == 0 and made["passed"] and made["stages"]["training"]["state"] == "passed", said
+    assert status == 0 and made["passed"] and made["stages"]["training"]["state"] == "passed", made
     found = made["training"]["longspec"]
-    assert found["ended_by"] == "SIGTERM" and 5 <= found["resumed_from"] < found["steps"] == 20
+    assert found["ended_by"] == "SIGTERM" and 5 <= found["resumed_from"] < found["steps"] == steps
     assert found["exact"] is True and found["exact_checked"].startswith("96 tokens a drafter in fp32, ")
     assert found["over_target"] > 1 and found["step_s"] > 0 and len(found["losses"]) == 2
 
