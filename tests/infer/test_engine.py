@@ -212,23 +212,6 @@ def test_drafters_that_break_their_word_are_named(target, proposer):
             Engine(target, drafter).generate([PROMPTS[0]])
 
 
-@pytest.mark.parametrize("heads", [2, 4], ids=["gqa", "mha"])
-def test_the_cache_equals_a_fresh_prefill_after_random_acceptances(tiny_target, proposers, heads):
-    """In all layers and slots, accepted rows lie where a prefill would have put them."""
-    target = tiny_target(vocab_size=61, n_layers=3, n_kv_heads=heads)
-    params = SamplingParams(temperature=1.0, seed=4, max_new_tokens=NEW)
-    plain = [generation.tokens for generation in Engine(target).generate(PROMPTS, params)]
-    for name in ("sometimes_right", "always_right", "random_trees"):
-        engine = Engine(target, proposers[name](plain), nodes=None)
-        assert [generation.tokens for generation in engine.generate(PROMPTS, params)] == plain
-        for slot, (prompt, tokens) in enumerate(zip(PROMPTS, plain, strict=True)):
-            text = torch.tensor([(prompt + tokens)[:-1]])  # the last token is a root that no pass has computed
-            fresh = target.model.new_cache(1, text.shape[1])
-            target.model(Pass(text, cache=fresh))
-            for held, wanted in ((engine.runner.cache.keys, fresh.keys), (engine.runner.cache.values, fresh.values)):
-                torch.testing.assert_close(held[:, slot, : text.shape[1]], wanted[:, 0], rtol=0, atol=2e-5)
-
-
 def test_a_cache_that_is_too_small_is_freed_before_a_larger_one_is_allocated(target, monkeypatch):
     engine = Engine(target, "token_recycling", slots=1, keep_prompts=False)
     engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=5))

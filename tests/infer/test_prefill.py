@@ -1,13 +1,59 @@
-"""A prompt that goes through the target in one pass gives what it gives in chunks."""
+"""A prompt in chunks gives what it gives in one pass. No pass makes a mask of chunk x context, a GPU's chunks are
+large, and a pass allocates what is estimated, also at 128K tokens of context."""
+
+import weakref
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
+from longdraft.kernels import backend, chain_attention, linear
+from longdraft.models.decoder import Decoder
+from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.footprint import pass_bytes
 from longdraft.models.passes import Pass
+from longdraft.models.rope import RopeConfig
 
-NEW = SamplingParams(max_new_tokens=6, ignore_eos=True)
+LLAMA = DecoderConfig(128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 140_000, RopeConfig(128, 140_000))
+QWEN = DecoderConfig(152064, 5120, 27648, 64, 40, 8, 128, 1e-5, 140_000, RopeConfig(128, 140_000), attention_bias=True)
+NARROW = DecoderConfig(640, 512, 256, 2, 32, 32, 16, 1e-5, 8192, RopeConfig(16, 8192))
+
+
+class Allocations(TorchDispatchMode):
+    """Measures the most bytes that new tensors took at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for x in tree_leaves((args, kwargs)):
+            self._see(x, 0)
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            self._see(x, 1)
+        return found
+
+    def _see(self, x: object, new: int) -> None:
+        if isinstance(x, Tensor) and (key := (storage := x.untyped_storage())._cdata) not in self._known:
+            size = new * storage.nbytes()
+            self._known.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.remove(key)
+        self.now -= size
+
+
+NEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
+PROMPT = torch.randint(97, (700,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -39,3 +85,84 @@ def test_prompts_go_through_the_target_one_by_one_in_chunks(tiny_target):
     target.model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].tokens_BT.shape)))
     assert [generation.tokens for generation in engine.generate(prompts, NEW)] == alone
     assert shapes == [(1, 10), (1, 12), (1, 16), (1, 13), *[(4, 1)] * NEW.max_new_tokens]
+
+
+@pytest.mark.parametrize("windows", [None, (200, None)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_in_chunks_has_the_tokens_of_small_chunks(no_masks, tiny_target, monkeypatch, windows, dtype):
+    """Three chunks of over 128 rows, or one pass for the whole prompt; without masks, or with those of a window and a
+    block of rows."""
+    monkeypatch.setattr(chain_attention, "BLOCK", 256)
+    target = tiny_target(dtype=dtype, sliding_windows=windows, max_positions=1024, std=0.2)
+    few = Engine(target, prefill_chunk=100).generate([PROMPT], NEW)[0].tokens
+    with no_masks(128 if windows is None else 256 + 200 - 1):
+        found = [Engine(target, prefill_chunk=chunk).generate([PROMPT], NEW)[0].tokens for chunk in (256, 1024)]
+    if dtype == torch.float32:  # in bf16 such close decisions may fall either way
+        assert found == [few, few]
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [*((name, None) for name in ("plain", "token_recycling", "triforce", "small_model")), ("plain", (200, None))],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_neither(no_masks, pretended_cuda, tiny_target, name, windows, dtype):
+    """Nor does the host read a length for it, whatever the chunks are."""
+    target = tiny_target(dtype=dtype, sliding_windows=windows, max_positions=1024)
+    small = tiny_target(dtype=dtype, n_layers=1, max_positions=512, seed=5)
+    with pretended_cuda.PretendedCuda() as gpu:
+        gpu.put(target.model), gpu.put(small.model)
+        options = {"small": small} if name == "small_model" else {}
+        engine = Engine(target, name, prefill_chunk=256, options=options)
+        with no_masks():
+            engine.generate([PROMPT], NEW)
+        if name == "plain":
+            assert not [what for what in gpu.waits if "chain_attention" in what]
+            # Three chunks, for which the last layer only writes keys and values.
+            assert gpu.calls["varlen attention"] == (3 if dtype == torch.bfloat16 else 0)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Meta tensors, which no code mistakes for a CPU's, and a flash kernel that allocates only its output."""
+    monkeypatch.setattr(backend, "varlen_attention_for", lambda _: lambda q, *_: torch.empty_like(q))
+
+
+def counted(config: DecoderConfig, dtype: torch.dtype, chunk: int, context: int, device: str, needs: set[str]) -> int:
+    """The most bytes that a chunk allocates at a time after this context, beyond weights and cache."""
+    with torch.device(device):
+        model, tokens = Decoder(config).to(dtype), torch.zeros(1, chunk, dtype=torch.int64)
+    cache = model.new_cache(1, context + chunk)
+    cache.lengths.fill_(context)
+    with Allocations() as seen:
+        model(Pass(tokens, cache=cache, needs=needs))
+    return seen.most
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
+@pytest.mark.parametrize(("chunk", "context"), [(512, 4096), (2048, 131_072 - 2048)])
+def test_on_a_gpu_a_pass_takes_what_is_estimated(as_on_a_gpu, config, chunk, context):
+    """Whatever the context is, it takes no more."""
+    found = counted(config, torch.bfloat16, chunk, context, "meta", {"post_norm"})
+    assert found <= pass_bytes(config, chunk, torch.bfloat16) <= 1.05 * found
+
+
+SMALL = DecoderConfig(640, 576, 1536, 2, 9, 3, 64, 1e-5, 8192, RopeConfig(64, 8192))
+
+
+@pytest.mark.parametrize("config", [SMALL, NARROW], ids=["smollm2", "narrow"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("context", [0, 600])
+def test_on_a_cpu_a_pass_takes_no_more_than_is_estimated(monkeypatch, config, dtype, context):
+    monkeypatch.setattr(linear, "emulates_bf16", lambda: False)
+    found = counted(config, dtype, 512, context, "cpu", {"post_norm"})
+    assert 0.5 * pass_bytes(config, 512, dtype) <= found <= pass_bytes(config, 512, dtype)
+
+
+def test_the_engine_takes_large_chunks_on_a_gpu(pretended_cuda, tiny_target):
+    assert Engine(tiny_target()).pool.prefill_chunk == 512
+    target = tiny_target()
+    with pretended_cuda.PretendedCuda() as gpu:
+        gpu.put(target.model)
+        assert Engine(target).pool.prefill_chunk == 2048
+        assert Engine(target, prefill_chunk=100).pool.prefill_chunk == 100

@@ -14,7 +14,7 @@ from longdraft.infer.drafters.tokenswift import SEARCHED, TOKEN_BITS, JoinedTree
 from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.tree import PAD, ROOT, TreeShape
+from longdraft.infer.tree import PAD, TreeShape
 from longdraft.kernels.choice import gumbel_noise
 from longdraft.models.drafts.heads import TokenSwift, TokenSwiftConfig
 from longdraft.models.passes import Pass
@@ -150,38 +150,24 @@ def test_a_proposal_launches_as_many_kernels_after_any_text(made, pretended_cuda
 
 @pytest.mark.parametrize("max_nodes", [1, 6, 25, 200])
 @pytest.mark.parametrize("options", [{"draft_pass": "never"}, {"draft_pass": "always", "budget": 32}], ids=str)
-def test_ngrams_and_heads_are_one_trie(target, watched, options, max_nodes, prompts):
+def test_the_frequent_ngrams_of_a_text_are_in_its_tree(target, watched, options, max_nodes, prompts):
     drafter = drafter_for(target, **options)
-    seen = watched(drafter)
-    text = prompts(9)[0] * 6  # repeats: many n-grams
-    Engine(target, drafter, nodes=max_nodes, slots=2).generate(
-        [text, text[:20], text[3:40]], SamplingParams(max_new_tokens=30)
-    )
+    seen, text = watched(drafter), prompts(9)[0] * 6  # repeats: many n-grams
+    asked = [text, text[:20], text[3:40]]
+    Engine(target, drafter, nodes=max_nodes, slots=2).generate(asked, SamplingParams(max_new_tokens=30))
     assert len(seen) > 10
-    ngram_nodes = 0
-    for tree, committed, positions, asked in seen:
-        assert asked.max_nodes == min(max_nodes, drafter.max_nodes)
-        assert tree.classes is not None and int(tree.classes.max()) < drafter.n_classes
-        assert tree.depths.max() <= drafter.max_depth
-        for slot, tokens in enumerate(committed):
-            nodes, parents = tree.tokens[slot].tolist(), tree.parents[slot].tolist()
-            kinds = tree.classes[slot].tolist()
-            assert parents[0] == ROOT
-            real = [i for i in range(1, len(nodes)) if parents[i] != PAD]
-            assert len(real) <= max_nodes and all(0 <= parents[i] < i for i in real)
-            assert len({(parents[i], nodes[i]) for i in real}) == len(real), "siblings carry different tokens"
-            own = 1 + len(drafter.shape.nodes) + ("budget" in options)  # the heads' classes, which come first
-            ngram_nodes += sum(kinds[i] >= own for i in real)
-            if max_nodes < 200 or not tokens:
-                continue
-            assert int(positions[slot]) == len(tokens) - 1 and nodes[0] == tokens[-1]
-            known = {0: []} | {i: None for i in real}
-            for i in real:
-                known[i] = [*known[parents[i]], nodes[i]]
-            paths = [tuple(path) for path in known.values()]
-            start = (nodes[1],) if "budget" in options else ()
-            for gram in plain_counting(tokens, start[0] if start else tokens[-1]):
-                assert (*start, *gram) in paths
+    own, ngram_nodes = 1 + len(drafter.shape.nodes) + ("budget" in options), 0  # the heads' classes come first
+    for tree, committed, positions, budget in seen:
+        assert budget.max_nodes == min(max_nodes, drafter.max_nodes)
+        assert tree.depths.max() <= drafter.max_depth and int(tree.classes.max()) < drafter.n_classes
+        ngram_nodes += int(((tree.classes >= own) & (tree.parents >= 0)).sum())
+        for slot, tokens in enumerate(committed if max_nodes == 200 else []):
+            if tokens:
+                assert [int(positions[slot]), int(tree.tokens[slot, 0])] == [len(tokens) - 1, tokens[-1]]
+                paths = tree.paths()[slot]
+                start = paths[0] if "budget" in options else []  # below what the draft pass proposes
+                for gram in plain_counting(tokens, start[0] if start else tokens[-1]):
+                    assert [*start, *gram] in paths
     assert max_nodes == 1 or ngram_nodes > 20
 
 

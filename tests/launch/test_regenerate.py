@@ -1,18 +1,13 @@
 """`longdraft prepare regenerate` on a tiny real checkpoint and on SmolLM2.
 
-The answers are those of a plain loop over the engine, whatever the batch and the drafter, and also after a kill.
-`longdraft prepare` reads them, with the loss on the answers.
+The answers are those of a plain loop over the engine, whatever the batch and the drafter. `longdraft prepare` reads
+them, with the loss on the answers.
 """
 
 import json
-import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +24,6 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.server.app import Service, create_app
-from longdraft.launch import regenerate as module
 from longdraft.launch.prepare import main as prepare
 from longdraft.launch.regenerate import main
 from longdraft.models.hf import load_target, load_tokenizer
@@ -195,25 +189,6 @@ def test_servers_of_the_target_give_the_same_answers(arguments, answered, target
     assert main(given) == 0, "a finished folder needs no server"
     parts = [name for name in files_of(answered) if name.startswith(("part-", "manifest"))]
     assert len(parts) > 3 and all((out / name).read_bytes() == (answered / name).read_bytes() for name in parts)
-
-
-def test_after_a_kill_in_the_middle_the_bytes_are_the_same(arguments, answered, tmp_path, files_of):
-    out = tmp_path / "out"
-    small = f"from longdraft.data_prep import regenerate; regenerate.PART_SIZE = 5; import {module.__name__} as it; "
-    command = [sys.executable, "-c", f"{small}it.main()", *arguments, "--out", str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
-    while not (out / "progress" / "part-00001.json").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not (out / "manifest.json").exists() and len(list(out.glob("part-*"))) < len(list(answered.glob("part-*")))
-    begun = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
-    assert main([*arguments, "--out", str(out), "--batch", "2", "--drafter", "prompt_lookup"]) == 0
-    assert files_of(out) == files_of(answered)
-    kept = {name for name, at in begun.items() if (out / name).stat().st_mtime_ns == at}
-    assert {"part-00000.jsonl", "part-00001.jsonl"} <= kept, "finished parts are not made again"
 
 
 @pytest.mark.parametrize(
