@@ -119,22 +119,24 @@ def value_of(x: Any) -> Any:
     return x.value if isinstance(x, Pretended) else x
 
 
+def _taken(x: Any, mine: dict[int, "Pretended"], hosts: list[Tensor]) -> Any:
+    """The arguments of an operation with the values of the device's tensors in their places. `mine` gets these tensors,
+    by the identity of their values, and `hosts` all others."""
+    if isinstance(x, Tensor):
+        if isinstance(x, Pretended):
+            mine[id(x.value)] = x
+            return x.value
+        hosts.append(x)
+    elif isinstance(x, (list, tuple)):
+        return type(x)([_taken(one, mine, hosts) for one in x])
+    return x
+
+
 def _map(change: Callable[[Tensor], Any], x: Any) -> Any:
-    """The arguments or results of an operation with another for each tensor: as `tree_map`, in a fourth of its time."""
+    """The results of an operation with another for each tensor: as `tree_map`, in a fourth of its time."""
     if isinstance(x, Tensor):
         return change(x)
-    if isinstance(x, list | tuple):
-        return type(x)([_map(change, one) for one in x])
-    return {key: _map(change, one) for key, one in x.items()} if isinstance(x, dict) else x
-
-
-def _tensors(x: Any) -> Iterator[Tensor]:
-    """All of them in the arguments of an operation."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, list | tuple | dict):
-        for one in x.values() if isinstance(x, dict) else x:
-            yield from _tensors(one)
+    return type(x)([_map(change, one) for one in x]) if isinstance(x, (list, tuple)) else x
 
 
 def _on_device(x: Any) -> Any:
@@ -351,19 +353,13 @@ class PretendedCuda:
 
     # What is done with an operation.
 
-    def function(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """A call of PyTorch, as the project makes it."""
-        if func not in FUNCTIONS:
-            return func(*args, **kwargs)
-        return FUNCTIONS[func](self, func, *args, **kwargs)
-
     def operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An operation of PyTorch, as it comes to a device."""
-        name, leaves = func.overloadpacket.__name__, list(_tensors((args, kwargs)))
-        mine = [x for x in leaves if isinstance(x, Pretended)]
-        hosts = [x for x in leaves if not isinstance(x, Pretended)]
+        name, mine, hosts = func.overloadpacket.__name__, dict[int, Pretended](), list[Tensor]()
+        values = [_taken(x, mine, hosts) for x in args]
         device, pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
         kwargs = {key: x for key, x in kwargs.items() if key not in ("device", "pin_memory")}
+        named = {key: _taken(x, mine, hosts) for key, x in kwargs.items()}
         if name == "_to_copy" and hosts:
             return self._move(func(*args, **kwargs), _is_cuda(device), bool(kwargs.get("non_blocking")))
         if not mine and not _is_cuda(device):
@@ -379,10 +375,8 @@ class PretendedCuda:
             self._watch_index(name, args)
         else:
             self._watch(name, args, kwargs, hosts)
-        found = func(*_map(value_of, args), **_map(value_of, kwargs))
         # What was changed in its place is the same tensor as before.
-        same = {id(x.value): x for x in mine}
-        return _map(lambda x: same[id(x)] if id(x) in same else _on_device(x), found)
+        return _map(lambda x: mine[id(x)] if id(x) in mine else Pretended(x), func(*values, **named))
 
     def _watch(self, name: str, args: tuple, kwargs: dict, hosts: list[Tensor]) -> None:
         if name in READS:
@@ -437,13 +431,18 @@ class _Functions(TorchFunctionMode):
         self._gpu = gpu
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return self._gpu.function(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        return FUNCTIONS[func](self._gpu, func, *args, **kwargs) if func in FUNCTIONS else func(*args, **kwargs)
 
 
 class _Operations(TorchDispatchMode):
     def __init__(self, gpu: PretendedCuda):
         super().__init__()
         self._gpu = gpu
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to say so at each operation takes as long as it
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self._gpu.operation(func, args, kwargs or {})
