@@ -1,23 +1,16 @@
 """Stages of one file: each begins with the weights of the one before, wherever it was interrupted."""
 
 import json
-import os
-import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from longdraft.launch import train as command
 from longdraft.models.draft_folder import load_draft
-from longdraft.train import checkpoint
 from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.export import export
 from longdraft.train.loop import train_stages
@@ -222,35 +215,6 @@ def test_weights_and_vocabulary_are_handed_on(unbroken, staged, train_command, t
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], weight) for key, weight in expected.items())
     assert losses(tmp_path / "run" / "2-long")[0] == losses(run / "2-long")[0]
-
-
-def test_killed_in_the_second_stage_it_goes_on_to_the_same_bytes(unbroken, staged, train_command, tmp_path):
-    run, broken = unbroken[0], tmp_path / "broken"
-    arguments = [str(staged), f"train.run_dir={broken}"]
-    kill_at = random.SystemRandom().randrange(5, 14)
-    process = subprocess.Popen(
-        [sys.executable, command.__file__, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 200
-    while max([record["step"] for record in read_metrics(broken / "2-long")], default=0) < kill_at:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.005)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    process.communicate()
-    found = checkpoint.newest(broken / "2-long")
-    assert found is not None and 4 <= found[1]["step"] < 20, f"killed at {kill_at}"
-
-    status, printed = train_command(*arguments)
-    assert status == 0, printed
-    assert "Stage short, 1 of 2: done" in printed and f"step {found[1]['step']} to 20" in printed
-    assert drafts(broken) == drafts(run), f"killed at step {kill_at}"
-    for name in ("1-short", "2-long"):
-        assert losses(broken / name) == losses(run / name)
 
 
 def test_a_wish_to_stop_ends_the_curriculum_too(staged, no_launcher, tmp_path, capsys):
