@@ -1,5 +1,7 @@
 """triton/exact_attention.py in Triton's interpreter or on a GPU: its error, and the bits of plain decoding."""
 
+from copy import deepcopy
+from functools import partial
 from importlib import import_module
 from unittest.mock import MagicMock
 
@@ -114,15 +116,14 @@ def test_the_partial_results_are_in_the_estimate_of_memory(
 def test_a_models_logits_have_plain_decodings_bits(monkeypatch, exact_on_any_device, shared, tiny_target):
     """Through linear layers, attention and LM head: 8 rows of a chain and of a tree, and each path token by token."""
     monkeypatch.setattr("longdraft.kernels.tree.pack_tree", None)  # nobody reads the bits of ancestors
-    model = tiny_target(vocab_size=61, n_layers=2, dtype=DTYPE).model.to(DEVICE)
+    model = tiny_target(vocab_size=61, n_layers=1, dtype=DTYPE).model.to(DEVICE)
     mask = shared("kernels/test_tree_attention.py").random_tree(9, 3)[:8, :8]
     tokens = torch.randint(61, (1, 26), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
-    def filled():
-        cache = model.new_cache(1, 60)
-        model(Pass(tokens[:, :18], cache=cache))
-        cache.commit(None, torch.tensor([18], device=DEVICE))
-        return cache
+    first = model.new_cache(1, 60)
+    model(Pass(tokens[:, :18], cache=first))
+    first.commit(None, torch.tensor([18], device=DEVICE))
+    filled = partial(deepcopy, first)
 
     positions = (18 + mask.sum(-1) - 1)[None].to(DEVICE)
     in_tree = Pass(tokens[:, 18:], cache=filled(), positions_BT=positions, tree_mask_BTT=mask[None].to(DEVICE))

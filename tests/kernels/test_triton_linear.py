@@ -15,9 +15,7 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DTYPE)
 
 
-@pytest.mark.parametrize(
-    "n_outputs, n_inputs, bias", [(1, 1, True), (64, 1024, True), (64, 1024, False), (520, 300, True)]
-)
+@pytest.mark.parametrize("n_outputs, n_inputs, bias", [(1, 1, True), (64, 1024, True), (136, 300, False)])
 def test_rows_have_the_same_bits_whatever_lies_beside_them(n_outputs, n_inputs, bias):
     x, weight = draw(140, n_inputs), draw(n_outputs, n_inputs)
     bias_N = draw(n_outputs) if bias else None
