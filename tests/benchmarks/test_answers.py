@@ -78,26 +78,35 @@ def test_a_suite_is_asked_turn_by_turn_and_every_answer_recorded(whole, tiny):
     assert second.prompt_tokens > first.prompt_tokens + len(first.tokens)
 
 
-@pytest.mark.parametrize("parts", [6, 17])
-def test_a_killed_run_goes_on_to_the_same_record(whole, command, tmp_path, parts):
-    """Killed after so many parts of its record; what a drafter keeps from one answer to the next is there again."""
+@pytest.fixture(scope="module")
+def killed(command, tmp_path_factory) -> dict[int, Path]:
+    """(parts) -> a record as a kill after so many parts leaves it; the last one is of a kill, the other a copy."""
+    folder = tmp_path_factory.mktemp("killed")
     program = (
-        "import os, sys\n"
+        "import os, shutil, sys\n"
         "from longdraft.benchmarks.drafters.record import Record\n"
         "from longdraft.launch import bench\n"
         "add, count = Record.add, []\n"
         "def counted(self, part, value):\n"
         "    add(self, part, value)\n"
         "    count.append(1)\n"
-        f"    if len(count) == {parts}: os.kill(os.getpid(), 9)\n"
+        f"    if len(count) == 6: shutil.copytree({str(folder / '17')!r}, {str(folder / '6')!r})\n"
+        "    if len(count) == 17: os.kill(os.getpid(), 9)\n"
         "Record.add = counted\n"
         "bench.main(sys.argv[1:])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, *command, "--out", str(tmp_path)], capture_output=True)
+    done = subprocess.run([sys.executable, "-c", program, *command, "--out", folder / "17"], capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    assert 0 < len(read_record(tmp_path).entries) < len(read_record(whole).entries)
-    assert bench.main([*command, "--out", str(tmp_path)]) == 0
-    assert without_times(tmp_path) == without_times(whole)
+    return {parts: folder / str(parts) for parts in (6, 17)}
+
+
+@pytest.mark.parametrize("parts", [6, 17])
+def test_a_killed_run_goes_on_to_the_same_record(whole, command, killed, parts):
+    """What a drafter keeps from one answer to the next is there again."""
+    folder = killed[parts]
+    assert 0 < len(read_record(folder).entries) < len(read_record(whole).entries)
+    assert bench.main([*command, "--out", str(folder)]) == 0
+    assert without_times(folder) == without_times(whole)
 
 
 @pytest.mark.parametrize("name", ["token_recycling", "prompt_lookup"])

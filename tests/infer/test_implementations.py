@@ -10,7 +10,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels import tree_attention as attention
 from longdraft.models.decoder import Decoder
 
-NEW = 16
+NEW = 10
 
 
 def use(name, monkeypatch) -> list[int]:

@@ -157,12 +157,18 @@ def config_file(tmp_path_factory, target_folder, data_folder) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_ranks(config_file) -> "Callable[..., list[subprocess.Popen] | list[Forked]]":
+def fork() -> "Callable[[list[str], dict[str, str]], Forked]":
+    """(script and its arguments, environment) -> a process that has what takes long imported already."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    return Forked
+
+
+@pytest.fixture(scope="session")
+def start_ranks(config_file, fork) -> "Callable[..., list[subprocess.Popen] | list[Forked]]":
     """`start_ranks(2, [{"train": [override, ...]}, ...])` starts that many ranks of ranks.py, or of another script.
 
     They are forked from a process that has imported what takes long; with `fresh` they are processes of their own.
     """
-    multiprocessing.set_forkserver_preload(PRELOADED)
 
     def start(
         n_ranks: int, actions: Sequence[dict], script: str = "ranks.py", fresh: bool = False
@@ -175,7 +181,7 @@ def start_ranks(config_file) -> "Callable[..., list[subprocess.Popen] | list[For
             for rank in range(n_ranks)
         ]
         if not fresh:
-            return [Forked(command, environment) for environment in environments]
+            return [fork(command, environment) for environment in environments]
         return [
             subprocess.Popen(
                 [sys.executable, *command],
