@@ -2,7 +2,7 @@
 
 Greedy tokens are those of `model.generate`, in half precision up to the rounding of nearly equal logits. Sampled tokens
 follow the same distribution, with our own noise. Whatever a configuration asks for that is not a field of `Supported`
-is refused by name; nothing is ignored. The model is converted in models/from_transformers.py.
+is refused by name; nothing is ignored. The model is converted in models/hf.py.
 Shapes: B prompts, R rows (each prompt num_return_sequences times), P prompt tokens with padding, T = P + the longest
 row's new tokens.
 """
@@ -24,8 +24,7 @@ from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.draft_folder import draft_method
-from longdraft.models.from_transformers import refresh, target_from_transformers
-from longdraft.models.hf import load_tokenizer
+from longdraft.models.hf import load_tokenizer, refresh, target_from_transformers
 from longdraft.models.hf_config import decoder_config
 from longdraft.models.schema import Bool, Float, Instance, Int, Schema, Str, validate, validated
 from longdraft.models.target import Target

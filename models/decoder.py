@@ -78,7 +78,7 @@ class Decoder(nn.Module):
 
     Attributes:
         records: whether its passes can be recorded as CUDA graphs.
-        refreshed: how often its weights were replaced (models/from_transformers.py).
+        refreshed: how often its weights were replaced (models/hf.py).
         around_layer: entered around each layer's work. Whoever keeps the weights elsewhere brings them here
             (train/sharding.py).
     """

@@ -1,11 +1,12 @@
-"""Loads targets from Hugging Face folders, hub names and GGUF files: all of a target, or its shape or tokenizer alone.
+"""Loads targets from Hugging Face folders, hub names and GGUF files: all of a target, or its shape or tokenizer alone;
+and makes targets of models that transformers has loaded.
 
 Remote code is never run, and weights are read with safetensors or `torch.load(weights_only=True)`. hf_config.py knows
 what a configuration means, hf_weights.py the tensors' names.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from longdraft.models.files import damage_named
 from longdraft.models.fingerprint import fingerprint
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.hf_config import SUPPORTED, decoder_config
-from longdraft.models.hf_weights import fill, folder_tensors
+from longdraft.models.hf_weights import canonical, fill, folder_tensors, places
 from longdraft.models.hub import hub_folder
 from longdraft.models.quantised import read_quantisation
 from longdraft.models.special_tokens import end_tokens
@@ -114,6 +115,60 @@ def load_through_transformers(
 
 # By the config's `target.loader`.
 LOADERS: dict[str, Callable[..., Target]] = {"longdraft": load_target, "transformers": load_through_transformers}
+
+
+def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
+    """A target with the weights of a loaded transformers model, in its dtype and on its device.
+
+    Embedding, norms, output and down projections and the LM head share the model's tensors. q, k and v are one tensor
+    here, and so are gate and up; these are copied, about two thirds of the layers' bytes once more. After the model's
+    weights change, call `refresh`.
+
+    Args:
+        model: e.g. `LlamaForCausalLM`; computed as in its eval mode, without dropout.
+        tokenizer: the model's; None gives a target for token ids only, whose tokenizer fingerprint is "none".
+    Raises: ValueError for an unsupported architecture or option, weights under other names (adapters: merge them
+        first), in several dtypes or on several devices, and an LM head that is not the embedding although the
+        configuration ties them.
+    """
+    config, name = decoder_config(model.config), model.name_or_path or type(model).__name__
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    # On the meta device nothing is copied: this checks names and shapes.
+    fill(decoder, model.state_dict().items(), name, loaded=True)
+    _share(decoder, {canonical(key): tensor for key, tensor in model.state_dict().items()}, name)
+    generation = getattr(model, "generation_config", None)
+    ends = end_tokens(model.config, getattr(generation, "eos_token_id", None), tokenizer)
+    target = Target(decoder.eval(), tokenizer, name, model.config, fingerprint(config, tokenizer), ends)
+    refresh(target, model)
+    return target
+
+
+def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
+    """Put the model's tensors into a meta decoder where they are whole parameters of it; allocate the others, unset."""
+    table, embedding = places(decoder.config, loaded=True), weights["model.embed_tokens.weight"]
+    if any((weights[key].dtype, weights[key].device) != (embedding.dtype, embedding.device) for key in table):
+        raise ValueError(f"{name}: its weights have several dtypes or devices; bring them to one by model.to(...)")
+    if decoder.config.tie_embeddings and weights.get("lm_head.weight", embedding).data_ptr() != embedding.data_ptr():
+        raise ValueError(f"{name}: tie_word_embeddings is True, but lm_head.weight is not the embedding; set it False")
+    whole = {place.parameter: weights[key] for key, place in table.items() if place.is_whole}
+    shared = {key: tensor for key, tensor in whole.items() if tensor.is_contiguous()}
+    copied = {key: parameter.shape for key, parameter in decoder.named_parameters() if key not in shared}
+    unset = {key: torch.empty(shape, dtype=embedding.dtype, device=embedding.device) for key, shape in copied.items()}
+    decoder.load_state_dict(shared | unset, strict=False, assign=True)  # not strict: a tied head is not among them
+    decoder.requires_grad_(False)
+    decoder.tie()
+
+
+@torch.no_grad()
+def refresh(target: Target, model: Any) -> None:
+    """Bring a target that `target_from_transformers` made of `model` up to date, however the model's weights changed.
+
+    All weights are copied, about the cost of two decoding steps; those that the model has replaced are no longer
+    shared. The model must still have the same dtype, device and configuration.
+    """
+    fill(target.model, model.state_dict().items(), target.name, loaded=True)
+    target.model.refreshed += 1
 
 
 def read_target_config(path: str | Path, max_positions: int | None = None) -> DecoderConfig:

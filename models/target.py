@@ -1,7 +1,7 @@
 """Target: a frozen model with its tokenizer and fingerprint.
 
-hf.py loads one from files: through hf_config.py its configuration, hf_weights.py its tensors (gguf_file.py from GGUF,
-quantised.py dequantised), fingerprint.py its hashes. from_transformers.py takes over a model that is loaded already;
+hf.py makes one of files or of a model that transformers has loaded: through hf_config.py its configuration,
+hf_weights.py its tensors (gguf_file.py from GGUF, quantised.py dequantised), fingerprint.py its hashes.
 transformers_model.py runs transformers' own classes.
 """
 

@@ -11,7 +11,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.kept_prompts import KeptPrompts
 from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
-from longdraft.models.from_transformers import refresh, target_from_transformers
+from longdraft.models.hf import refresh, target_from_transformers
 from longdraft.models.kv_cache import KVCache
 
 DOCUMENT = list(range(3, 43))

@@ -31,8 +31,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.fingerprint import weights_hash
-from longdraft.models.from_transformers import refresh, target_from_transformers
-from longdraft.models.hf import load_target
+from longdraft.models.hf import load_target, refresh, target_from_transformers
 from longdraft.models.hf_config import decoder_config
 from longdraft.models.hf_weights import places
 from longdraft.models.passes import Pass

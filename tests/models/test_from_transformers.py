@@ -5,8 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from longdraft.models.from_transformers import refresh, target_from_transformers
-from longdraft.models.hf import load_target
+from longdraft.models.hf import load_target, refresh, target_from_transformers
 from longdraft.models.passes import Pass
 
 

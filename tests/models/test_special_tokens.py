@@ -7,8 +7,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from longdraft.models.from_transformers import target_from_transformers
-from longdraft.models.hf import load_target, load_through_transformers
+from longdraft.models.hf import load_target, load_through_transformers, target_from_transformers
 from longdraft.models.special_tokens import chat_end, end_tokens, special_tokens
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "configs" / "chat_templates"
