@@ -19,7 +19,7 @@ from longdraft.benchmarks.drafters.forced import LABEL, ORACLE, at_rates, at_tok
 from longdraft.benchmarks.drafters.papers import PAPERS, PROMPT, beside
 from longdraft.benchmarks.drafters.questions import SUITES, Question, Reader, Suite, questions_of
 from longdraft.benchmarks.drafters.record import checkpoint_digest, digest, recorded, write_spec_bench
-from longdraft.benchmarks.drafters.text_report import table
+from longdraft.benchmarks.drafters.report import table, write_report
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.launch import cli
 from longdraft.launch.arguments import NEW_TOKENS, PROMPTS, SAMPLING, TEXT_TOKENS, given_sampling
@@ -84,8 +84,6 @@ def run_bench(args: argparse.Namespace) -> dict:
             compared = [name for name in builders if paper.drafter in name.split("+")]
             result["paper"] = beside(paper, record, compared, settings.temperatures)
     if args.report is not None and args.out is not None:
-        from longdraft.benchmarks.drafters.html_report import write_report  # matplotlib
-
         write_report([args.out], args.report, "--report")
         note(f"Written to {args.report}")
     return result

@@ -61,7 +61,7 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    from longdraft.benchmarks.drafters.html_report import write_report
+    from longdraft.benchmarks.drafters.report import write_report
 
     write_report(args.runs, args.out, "--out")
     show(f"Written to {args.out}\n")

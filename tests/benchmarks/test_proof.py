@@ -8,7 +8,7 @@ import torch
 from longdraft.benchmarks.drafters.bench import BenchSettings, bench
 from longdraft.benchmarks.drafters.exactness import TOKENS, NotExact, in_fp32, prove
 from longdraft.benchmarks.drafters.questions import questions_of
-from longdraft.benchmarks.drafters.text_report import table
+from longdraft.benchmarks.drafters.report import table
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams

@@ -3,8 +3,8 @@
 import re
 from html import unescape
 
-from longdraft.benchmarks.drafters.html_report import bars, collect, line_chart, page
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record, recorded
+from longdraft.benchmarks.drafters.report import bars, collect, line_chart, page
 from longdraft.launch import cli
 
 
