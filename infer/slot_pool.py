@@ -36,9 +36,9 @@ IDLE = SamplingParams()
 # Steps are recorded for this many kinds of sampling: which filters and penalties there are, not how strong they are,
 # but of bans, biases and held back end tokens also which ones.
 KINDS_OF_SAMPLING = 8
-# Recorded passes over prompts have so many rows, or `prefill_chunk`: the most that the rest of the prompt fills, and
-# the least for what then remains, with the last rows unused.
-RECORDED_ROWS = (128, 256, 512)
+# Recorded passes over prompts have so many rows, or `prefill_chunk`: what fits the rest of the prompt with less than
+# SPARE_ROWS unused, else the most that it fills. A pass of so few rows takes as long as reading the weights.
+RECORDED_ROWS, SPARE_ROWS = (128, 256, 512), 256
 
 
 class SlotPool:
@@ -85,7 +85,7 @@ class SlotPool:
         self.sequences, self._prefilling = [None] * batch, None
         capacity = longest + (runner.lag + 1) * (self.drafter.max_depth + 1) + runner.policy.widths[-1]
         if runner.graphs.recording:
-            capacity += min(RECORDED_ROWS[0], self.prefill_chunk) - 1
+            capacity += min(SPARE_ROWS, self.prefill_chunk) - 1
         with on_device(self.device):
             if runner.cache is None or runner.cache.batch != batch or runner.cache.capacity < capacity:
                 self._allocate(batch, capacity, min(len(kinds), KINDS_OF_SAMPLING), log)
@@ -176,10 +176,10 @@ class SlotPool:
         sequence.began = begin
         needs = self._needs()  # asked once, because steps between two passes change it
         while end < length:
-            filled = [count for count in self._row_counts or [self.prefill_chunk] if count <= length - end]
-            start, end = end, end + filled[-1] if filled else length
+            n_rows = self._rows_of_pass(length - end)
+            start, end = end, min(end + n_rows, length)
             with on_device(self.device), torch.no_grad():
-                self._prefill_pass(slot, prompt, start, end, needs)
+                self._prefill_pass(slot, prompt, start, end, n_rows, needs)
             if self._kept is not None and length > self.prefill_chunk:
                 self._kept.extend(slot, prompt[:end])
             if end < length:
@@ -209,10 +209,20 @@ class SlotPool:
                 self.drafter.on_prefill(slot, request.prompt, 0, count, TargetOutput())
         return slot
 
-    def _prefill_pass(self, slot: int, prompt: Sequence[int], start: int, end: int, needs: frozenset[str]) -> None:
-        """One pass over the tokens prompt[start:end] of this slot."""
+    def _rows_of_pass(self, left: int) -> int:
+        """Rows of the next pass over a prompt, of which so many tokens are left; not more but where it is recorded."""
+        if not self._row_counts:
+            return min(self.prefill_chunk, left)
+        fitting = next((count for count in self._row_counts if count >= left), None)
+        if fitting is not None and fitting - left < SPARE_ROWS:
+            return fitting
+        return max(count for count in self._row_counts if count <= left)
+
+    def _prefill_pass(
+        self, slot: int, prompt: Sequence[int], start: int, end: int, n_rows: int, needs: frozenset[str]
+    ) -> None:
+        """One pass of `n_rows` rows over the tokens prompt[start:end] of this slot."""
         with self._prefill_threads(end - start):
-            n_rows = next((n_rows for n_rows in self._row_counts if n_rows >= end - start), end - start)
             output = self._forward(slot, prompt[start:end], n_rows, needs)
             self.drafter.on_prefill(slot, prompt, start, end, output.first(end - start))
 

@@ -145,7 +145,9 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(rows, "library", lambda: None)
     kernels = SimpleNamespace(tree_attention=dense, cross_attention=cross)
     monkeypatch.setattr(tree_attention, "triton_for", lambda q: kernels if q.shape[1] <= MOST_ROWS else None)
-    gpu = SimpleNamespace(triton_kernels=lambda *_: kernels, varlen_attention_for=lambda _: None)
+    gpu = SimpleNamespace(
+        triton_kernels=lambda *_: kernels, varlen_attention_for=lambda _: None, prompt_attention_for=lambda *_: None
+    )
     for module in (graphs_module, chain_attention):
         monkeypatch.setattr(module, "backend", gpu)
     monkeypatch.setattr(graphs_module, "cuda_graphs", lambda device: Graphs(record))

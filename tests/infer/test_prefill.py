@@ -2,6 +2,7 @@
 large, and a pass allocates what is estimated, also at 128K tokens of context."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_pool import SPARE_ROWS, SlotPool
 from longdraft.kernels import backend, chain_attention, linear
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
@@ -118,8 +120,8 @@ def test_on_a_gpu_neither(no_masks, pretended_cuda, tiny_target, name, windows, 
             engine.generate([PROMPT], NEW)
         if name == "plain":
             assert not [what for what in gpu.waits if "chain_attention" in what]
-            # Three chunks, for which the last layer only writes keys and values.
-            assert gpu.calls["varlen attention"] == (3 if dtype == torch.bfloat16 else 0)
+            # A rehearsal and three chunks of 256 rows, for which the last layer only writes keys and values.
+            assert gpu.calls["varlen attention"] == (4 if dtype == torch.bfloat16 else 0)
 
 
 @pytest.fixture
@@ -166,3 +168,15 @@ def test_the_engine_takes_large_chunks_on_a_gpu(pretended_cuda, tiny_target):
         gpu.put(target.model)
         assert Engine(target).pool.prefill_chunk == 2048
         assert Engine(target, prefill_chunk=100).pool.prefill_chunk == 100
+
+
+@pytest.mark.parametrize("length, rows", [
+    (1, [128]), (129, [256]), (511, [512]), (600, [512, 128]), (1100, [512, 512, 128]), (1900, [2048]),
+    (2048, [2048]), (2304, [2048, 256]), (5000, [2048, 2048, 512, 512]),
+])  # fmt: skip
+def test_recorded_passes_waste_few_rows(length, rows):
+    pool, passes, left = SimpleNamespace(_row_counts=[128, 256, 512, 2048], prefill_chunk=2048), [], length
+    while left > 0:
+        passes.append(SlotPool._rows_of_pass(pool, left))
+        left -= passes[-1]
+    assert passes == rows and -left < SPARE_ROWS
