@@ -38,7 +38,8 @@ class _DraftModel(Eagle3LlamaForCausalLM):
             vllm_config.device_config.device, vllm_config.model_config.dtype
         )
         target = vllm_config.model_config.hf_text_config
-        method = "eagle3" if "pre_norm" in getattr(self.draft, "needs", ()) else "eagle"
+        reads_pre_norm = isinstance(self.draft, TokenSwift) and self.draft.reads == "pre_norm"
+        method = "eagle3" if reads_pre_norm else "eagle"
         if speculation.method != method:
             raise ValueError(f"method: {speculation.method}, but {folder.model} needs {method}; give that")
         self.vocab_size = vllm_config.model_config.get_vocab_size()
