@@ -336,7 +336,7 @@ KEPT = ["nothing", "in place", "each into the one before", "ragged", "all"]
 @pytest.mark.parametrize("heads", [(3, 5), (8, 128), (13, 80)], ids=str)
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_rows(device, shared, name, heads, dtype):
-    builders = shared("kernels/test_keep_rows.py")
+    builders = shared("kernels/test_tree.py")
     lengths, rows, counts = builders.CASES[name]
     caches = builders.made(lengths, *heads, dtype)
     wanted = [builders.moved(cache, lengths, rows, counts) for cache in caches]
@@ -350,7 +350,7 @@ def test_kept_rows(device, shared, name, heads, dtype):
     (1, 0, False), (1, 3, False), (2, 1, True), (40, 4, False), (64, 9, False), (65, 64, True), (128, 8, False),
 ])  # fmt: skip
 def test_the_accepted_path(device, shared, n_nodes, max_depth, chain):
-    given = shared("kernels/test_accepted_path.py").tries(6, n_nodes, seed=n_nodes, chain=chain)
+    given = shared("kernels/test_tree.py").tries(6, n_nodes, seed=n_nodes, chain=chain)
     active = torch.tensor([True, False, True, True, True, False])
     found = accepted_path(*(part.to(device) for part in (*given, active)), max_depth)
     for ours, want in zip(found, accepted_path(*given, active, max_depth), strict=True):
@@ -423,7 +423,7 @@ def test_choice_path_and_commit_are_recorded_and_replayed(device, shared):
     """One CUDA graph is replayed with other contents in the same memory: the host reads nothing in it."""
     if device.type != "cuda" or backend.triton_kernels("choice", device.type) is None:
         pytest.skip("needs a CUDA device and Triton")
-    builders, vocab, n_nodes = shared("kernels/test_accepted_path.py"), 7, 30
+    builders, vocab, n_nodes = shared("kernels/test_tree.py"), 7, 30
     temperatures = torch.tensor([0.0, 1.0, 0.5], device=device)
     active = torch.tensor([True, True, False], device=device)
 

@@ -1,4 +1,4 @@
-"""kernels/tree_attention.py and `causal_attention` against the reference and against attention row by row."""
+"""kernels/tree_attention.py and `causal_attention` against the references and against attention row by row."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longdraft.kernels import tree_attention as module
 from longdraft.kernels.chain_attention import causal_attention
-from longdraft.kernels.tree_attention import tree_attention
+from longdraft.kernels.tree_attention import cross_attention, cross_attention_reference, tree_attention
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 
 
@@ -154,3 +154,36 @@ def test_causal_attention(n_rows, window):
     q, k, v = draw(2, n_rows, 4, 8, seed=0), draw(2, n_rows, 2, 8, seed=1), draw(2, n_rows, 2, 8, seed=2)
     expected = reference(q, k, v, torch.zeros(2, dtype=torch.int64), None, window)[0]
     torch.testing.assert_close(causal_attention(q, k, v, window), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("n_rows", [1, 2, 16, 63])
+@pytest.mark.parametrize("lengths", [*LENGTHS, [1030, 3, 0]], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
+def test_cross_attention_reads_its_slots_rows_and_no_other(request, heads, lengths, n_rows, compiled):
+    request.getfixturevalue("c_kernels" if compiled else "pytorch_only")
+    n_heads, n_kv_heads = heads
+    keys, values = poisoned(lengths, 0, max(lengths) + 9, n_kv_heads, 16)
+    given = draw(len(lengths), n_rows, n_heads, 16, seed=7), keys, values, torch.tensor(lengths)
+    out = cross_attention(*given)
+    torch.testing.assert_close(out, cross_attention_reference(*given)[0], rtol=0, atol=1e-5)
+    for slot, length in enumerate(lengths):
+        for row in range(n_rows):
+            expected = row_by_row(given[0][slot, row], keys[slot, :length], values[slot, :length])
+            difference = (out[slot, row] - expected).abs().max()
+            assert difference < 1e-5, f"slot {slot}, row {row}: {difference}"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cross_attentions_error_is_that_of_plain_arithmetic(request, plain, dtype, compiled):
+    """At most twice the error of plain.py's attention in the same precision, both measured against fp32."""
+    request.getfixturevalue("c_kernels" if compiled else "pytorch_only")
+    keys, values = poisoned([300], 0, 309, 2, 32)
+    q, lengths = draw(1, 9, 6, 32, seed=3), torch.tensor([300])
+    exact = cross_attention_reference(q, keys, values, lengths)[0]
+    low = [x.to(dtype) for x in (q, keys, values)]
+    usual = plain.attention(low[0], *(x[:, :300] for x in low[1:]), torch.ones(1, 9, 300, dtype=torch.bool))
+    allowed = 2 * (usual.float() - exact).abs().max()
+    out = cross_attention(*low, lengths)
+    assert out.dtype == dtype and (out.float() - exact).abs().max() <= allowed
