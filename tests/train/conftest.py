@@ -34,7 +34,7 @@ TOKENSWIFT = ["draft.out_norm_init=target"]
 # small eps would scale up to steps of full size.
 LONGSPEC = [
     "draft.method=longspec", "draft.window=6", "draft.noise=3", "draft.final_norm=true", "optimizer.eps=1e-5",
-    "heldout.every=20",
+    "heldout.every=10",
 ]  # fmt: skip
 FEW = ["train.steps=8", "train.global_batch=4", "heldout.every=8"]
 # On rows of `long_folder`, whose pieces are longer than a block of queries.

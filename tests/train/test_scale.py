@@ -5,13 +5,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longdraft.train.checkpoint import WEIGHTS, newest
+from longdraft.train.checkpoint import WEIGHTS
 from longdraft.train.tracking import read_metrics
 
 HEADS = ["draft.out_norm_init=target"]
 BLOCK = [
     "draft.method=longspec", "draft.window=6", "draft.noise=3", "draft.final_norm=true", "optimizer.eps=1e-5",
-    "heldout.every=20",
+    "heldout.every=10",
 ]  # fmt: skip
 ANCHORED = [
     *BLOCK, "data.seq_len=312", "data.positions=anchor_offset", "data.max_position=2000", "data.sinks=2",
@@ -29,6 +29,8 @@ ALONE = {
     ],
     "poisoned": [*BLOCK, "train.zero_stage=3"],
 }  # fmt: skip
+# The steps that are compared: those of the runs, or up to their first checkpoint where later ones do nothing else.
+N_STEPS = {"acceptance": 20, "longspec-fp32-1-1": 8, "poisoned": 3}
 SHARDED, SHARED, THREES = "target.zero_stage=3", "train.sequence_parallel=2", "train.micro_batch=3"  # 3, 3 and 2 rows
 # By the number of ranks: the run of one rank that each equals, and what is otherwise.
 CASES = {
@@ -54,9 +56,10 @@ def scaled(tmp_path_factory, start_ranks, finish_ranks, runs, long_folder, poiso
     data = {"longspec-anchored": long, "acceptance": long, "poisoned": poisoned}
     for n_ranks, cases in CASES.items():
         actions = [
-            {"train": [f"train.run_dir={folder / f'{n_ranks}-{i}-{like}'}", *ALONE[like], *others, *data.get(like, [])]}
+            {"train": [f"train.run_dir={folder / f'{n_ranks}-{i}-{like}'}", *ALONE[like], *others, *data.get(like, [])],
+                "until": N_STEPS.get(like, 10)}
             for i, (like, others) in enumerate(cases)
-        ]
+        ]  # fmt: skip
         finish_ranks(start_ranks(n_ranks, actions))
     return folder
 
@@ -65,19 +68,24 @@ def scaled(tmp_path_factory, start_ranks, finish_ranks, runs, long_folder, poiso
 def test_ranks_train_as_one(runs, scaled, name):
     """Losses of every step, what is skipped, weights and the evaluation."""
     n_ranks, _, like = name.split("-", 2)
-    alone, together = runs / like, scaled / name
+    alone, together, n_steps = runs / like, scaled / name, N_STEPS.get(like, 10)
     bound = 1e-5 if like == "longspec" or (n_ranks == "3" and like != "longspec-anchored") else 1e-4
     records, found = ([record for record in read_metrics(run) if "loss" in record] for run in (alone, together))
-    assert len(records) == {"longspec-fp32-1-1": 8, "poisoned": 3}.get(like, 20)
+    assert len(found) == n_steps
+    records = records[:n_steps]
     torch.testing.assert_close([r["loss"] for r in found], [r["loss"] for r in records], rtol=1e-5, atol=0)
     assert [record["skipped"] for record in found] == [record["skipped"] for record in records]
     assert records[-1]["skipped"] == (like == "poisoned")
-    expected, got = (load_file(newest(run)[0] / WEIGHTS) for run in (alone, together))  # pyright: ignore[reportOptionalSubscript]
+    expected, got = (load_file(run / "checkpoints" / f"step_{n_steps:06d}" / WEIGHTS) for run in (alone, together))
     assert expected.keys() == got.keys()
     for weight, tensor in expected.items():
         if weight != "token_ids":
             error = ((got[weight] - tensor).norm() / tensor.norm().clamp(min=1e-12)).item()
             assert error <= bound, f"{weight}: relative error {error}"
     for key in ("heldout_loss", "heldout_rank_rates"):
-        one, other = ([record[key] for record in read_metrics(run) if key in record][-1] for run in (alone, together))
+        one, other = (
+            [record[key] for record in read_metrics(run) if record["step"] == n_steps and key in record]
+            for run in (alone, together)
+        )
+        assert len(one) == 1
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
