@@ -2,11 +2,11 @@
 fixture `start_ranks`.
 
 There is one action. {"states": [[precision, zero_stage, offload, optimizer, bytes expected], ...], "out"}: drafts of
-large matrices train under ZeRO, one after the other; MALLOC_MMAP_THRESHOLD_ must be set, so that freed memory is
-returned. {"run": [override, ...], "out"}: two steps of a run, on data that it makes up. Peaks are the kernel's own, so
-that none is missed on a busy machine.
+large matrices train under ZeRO, one after the other. {"run": [override, ...], "out"}: two steps of a run, on data that
+it makes up. Peaks are the kernel's own, so that none is missed on a busy machine.
 """
 
+import ctypes
 import gc
 import json
 import sys
@@ -29,6 +29,7 @@ from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
 from longdraft.train.setup import open_run, open_target
 from longdraft.train.step import learning_rate, train_step
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
 WIDTH, MATRICES, PASSES, STEPS = 1024, 4, 2, 2
 
 
@@ -76,6 +77,7 @@ def growth(config: Config, ranks: Ranks) -> int:
 def states(runs: list, path: str, ranks: Ranks) -> list[int]:
     """The largest growth of memory that is not backed by files, in each case. Files are left out: whether a case is the
     first to touch some megabytes of a library's code depends on the processor."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # freed memory goes back at once
     gc.freeze()  # DeepSpeed collects garbage at every start of a run; objects of the imports need not be searched
     grown, first = [], {precision: [precision, *rest] for precision, *rest in reversed(runs)}
     base = ["train.micro_batch=1", f"train.global_batch={PASSES * ranks.world_size}"]
