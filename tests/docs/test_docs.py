@@ -52,6 +52,7 @@ SMALL = (
     ("--suite spec-bench ", "--suite spec-bench --prompts 2 "),
     ("--source stdlib-chat ", "--source my/chats.jsonl --chat-field messages "),
     ("--source stdlib ", "--source my/code "),
+    ("--max-new-tokens 48", "--max-new-tokens 8"),
 )
 
 
