@@ -170,8 +170,8 @@ def _forward(
         assert output.post_norm is not None
         states_ND = teacher.gather(output.post_norm, len(batch.tokens))
         distillation = method.distillation(micro_batch, states_ND, objective)
-    arguments = method.arguments(micro_batch, output, teacher)
-    loss: LinearLoss = run.engine.deepspeed(*arguments, teacher.lm_head_VD, count_top_k, distillation)
+    given = method.inputs(micro_batch, output, teacher), micro_batch.parts, teacher.lm_head_VD
+    loss: LinearLoss = run.engine.deepspeed(*given, count_top_k, distillation)
     is_skipped = teacher.any(~loss.sums.detach().isfinite().all())  # ranks that share these rows skip them together
     return LinearLoss(*(field.masked_fill(is_skipped, 0) for field in loss)), is_skipped, lap
 

@@ -53,9 +53,10 @@ def validate(run: Run, rows: ShardSet) -> dict[str, Any]:
                 micro_batch = micro_batch.without_labels()
             labels, n_chosen, distillation = _choices(method, micro_batch, teacher, post_norm_ND, n_choices)
             micro_batch = micro_batch.to(ranks.device)
+            inputs = method.inputs(micro_batch, output, teacher)
             text, choice = (
-                run.engine.deepspeed(*method.arguments(labelled, output, teacher), teacher.lm_head_VD, True, taught)
-                for labelled, taught in ((micro_batch, None), (micro_batch._replace(parts=labels), distillation))
+                run.engine.deepspeed(inputs, parts, teacher.lm_head_VD, True, taught)
+                for parts, taught in ((micro_batch.parts, None), (labels, distillation))
             )
             chosen_P = from_host(torch.tensor(n_chosen), ranks.device)
             columns = [text.sums, text.n_labels, *text.top_k_counts.T, text.n_labels, *choice.top_k_counts.T, chosen_P]

@@ -1,17 +1,20 @@
-"""The base of every draft network: its linear layer, and its vocabulary, which may be a part of the target's.
+"""The base of every draft network: its linear layer, its loss, and its vocabulary, which may be a part of the target's.
 
 The LM head is most of a small draft's time, and a few tokens make up most of a text. Tokens outside of it cost
 acceptance, never exactness. train/methods/build.py chooses them. Shapes: V vocabulary, E draft vocabulary, D hidden.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longdraft.kernels.distillation import Distillation
 from longdraft.kernels.gate import gate
 from longdraft.kernels.linear import linear
+from longdraft.kernels.linear_loss import LinearLoss, LossPart, linear_loss
 from longdraft.models.layer import Linear
 from longdraft.models.stream import RMSNorm
 
@@ -44,13 +47,38 @@ class Projection(Linear):
 
 
 class DraftModule(nn.Module):
-    """Base of every draft: the buffer `token_ids`, int64 [E], of the tokens that it can propose; None for all tokens.
+    """Base of every draft: its training loss, and the buffer `token_ids`, int64 [E], of the tokens that it can propose.
 
-    If it is set, the draft's logits and labels are indices into it.
+    If that is set, the draft's logits and labels are indices into it; None: it can propose all tokens.
     """
 
     config: Any
     token_ids: Tensor | None
+
+    def states(self, *inputs: Any) -> Tensor | list[Tensor]:
+        """The LM head's inputs, each [..., D]: for each part of the loss its own, or the same for all."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        inputs: tuple[Any, ...],
+        parts: Sequence[LossPart],
+        lm_head_VD: Tensor,
+        count_top_k: bool,
+        distillation: Distillation | None = None,
+    ) -> LinearLoss:
+        """The training loss of the states, in parts.
+
+        Args:
+            inputs: the arguments of `states`.
+            parts: rows of the states; labels index the draft vocabulary if it is restricted.
+            lm_head_VD: the target's frozen LM head.
+            count_top_k: also count the labels among the TOP_K first candidates.
+            distillation: the target's distributions; None trains on the labels' cross-entropy.
+        """
+        states = self.states(*inputs)
+        of_parts = [states] * len(parts) if isinstance(states, Tensor) else states
+        return linear_loss(of_parts, self.head(lm_head_VD), parts, TOP_K if count_top_k else 0, distillation)
 
     def restrict(self, size: int | None, token_ids_E: Tensor | None) -> None:
         """Restrict the draft to these tokens; without ids, to the first `size`, until weights are read from a file.

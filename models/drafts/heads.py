@@ -1,12 +1,11 @@
-"""TokenSwift's and Medusa's heads, which guess the tokens after the next one: configs, networks and training loss; one
-definition for training and serving.
+"""TokenSwift's and Medusa's heads, which guess the tokens after the next one: configs and networks, one definition for
+training and serving.
 
 With the target's state from position t, head i proposes the token at t + 1 + i; methods differ in how a head transforms
 the state (`step`). infer/drafters/heads.py and infer/drafters/tokenswift.py decode with the heads.
 Shapes: N tokens, D hidden, V vocabulary; ... any leading shape.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -14,10 +13,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from longdraft.kernels.distillation import Distillation
-from longdraft.kernels.linear_loss import LinearLoss, LossPart, linear_loss
 from longdraft.models.decoder_config import Size
-from longdraft.models.drafts.base import TOP_K, DraftModule, Projection
+from longdraft.models.drafts.base import DraftModule, Projection
 from longdraft.models.schema import Float, validated_dataclass
 from longdraft.models.stream import RMSNorm
 
@@ -65,32 +62,13 @@ class Heads(DraftModule):
         raise NotImplementedError
 
     def states(self, hidden: Tensor) -> list[Tensor]:
-        """Inputs of the LM head for heads 1..I, from the target's state: each [..., D] in the same dtype."""
+        """Inputs of the LM head for heads 1..I, from the target's state that `reads` names: each [..., D] in the same
+        dtype. The loss has a part for each; head i's is `ahead` by i + 1 (train/methods/base.py)."""
         states = []
         for i in range(self.config.n_heads):
             state, hidden = self.step(i, hidden)
             states.append(state)
         return states
-
-    def forward(
-        self,
-        hidden_ND: Tensor,
-        parts: Sequence[LossPart],
-        lm_head_VD: Tensor,
-        count_top_k: bool,
-        distillation: Distillation | None = None,
-    ) -> LinearLoss:
-        """The training loss, with one part for each head.
-
-        Args:
-            hidden_ND: the target's state that the heads read, without gradient.
-            parts: head i's part is `ahead` by i + 1 (train/methods/base.py).
-            lm_head_VD: the target's frozen LM head.
-            count_top_k: also count the labels among each head's TOP_K first candidates.
-            distillation: the target's distributions; None trains on the labels' cross-entropy.
-        """
-        top_k = TOP_K if count_top_k else 0
-        return linear_loss(self.states(hidden_ND), self.head(lm_head_VD), parts, top_k, distillation)
 
 
 @validated_dataclass

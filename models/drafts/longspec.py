@@ -17,13 +17,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from longdraft.kernels.distillation import Distillation
-from longdraft.kernels.linear_loss import LinearLoss, LossPart, linear_loss
 from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, Size
-from longdraft.models.drafts.base import TOP_K, DraftModule, Projection
+from longdraft.models.drafts.base import DraftModule, Projection
 from longdraft.models.layer import Experts, Layer
 from longdraft.models.passes import Span
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
@@ -261,6 +259,7 @@ class LongSpec(DraftModule):
         queries: Queries,
     ) -> Tensor:
         """Run the block over whole pieces: the LM head's input for every query, [Q, D]. Token t's proposes token t + 1.
+        The loss has a part for each noise shift, of the same states.
 
         Args:
             embeddings_ND: the target's embeddings of the tokens, in the draft's dtype.
@@ -286,27 +285,3 @@ class LongSpec(DraftModule):
             return segment_attention(q_BTHd[0], target_keys_NKd, target_values_NKd, queries.cross_segments)[None]
 
         return self.block(x_1ND, tables, attend_self, attend_cross)[0]
-
-    def forward(
-        self,
-        embeddings_ND: Tensor,
-        positions_N: Tensor,
-        target_keys_NKd: Tensor,
-        target_values_NKd: Tensor,
-        queries: Queries,
-        parts: Sequence[LossPart],
-        lm_head_VD: Tensor,
-        count_top_k: bool,
-        distillation: Distillation | None = None,
-    ) -> LinearLoss:
-        """The training loss of the queries' states (see `states`), with one part for each noise shift.
-
-        Args:
-            parts: rows of the Q states; labels index the draft vocabulary if it is restricted.
-            lm_head_VD: the target's frozen LM head.
-            count_top_k: also count the labels among the TOP_K first candidates.
-            distillation: the target's distributions; None trains on the labels' cross-entropy.
-        """
-        states_QD = self.states(embeddings_ND, positions_N, target_keys_NKd, target_values_NKd, queries)
-        top_k = TOP_K if count_top_k else 0
-        return linear_loss([states_QD] * len(parts), self.head(lm_head_VD), parts, top_k, distillation)

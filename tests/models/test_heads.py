@@ -88,7 +88,7 @@ def test_loss_is_each_heads_cross_entropy_and_gradient_flows_along_the_chain(kin
     lm_head_VD = torch.randn(V, D, generator=generator)
     tokens_N = torch.randint(V, (18,), generator=generator)
     parts = [ahead(tokens_N, torch.ones(18, dtype=torch.bool), [0, 7, 18], i + 1) for i in (1, 2, 3)]
-    out = draft(hidden_ND, parts, lm_head_VD, True)
+    out = draft((hidden_ND,), parts, lm_head_VD, True)
     for i, state_ND in enumerate(written_out(draft, kind, hidden_ND), start=1):
         rows = [*range(7 - 1 - i), *range(7, 18 - 1 - i)]
         logits, labels = state_ND[rows] @ lm_head_VD.T, tokens_N[[row + 1 + i for row in rows]]
@@ -100,7 +100,7 @@ def test_loss_is_each_heads_cross_entropy_and_gradient_flows_along_the_chain(kin
     (out.sums.sum() if kind == "medusa" else out.sums[2]).backward()  # a chain's last loss alone reaches the first head
     assert all(float(layer.weight.grad.abs().sum()) > 0 for layer in draft.proj)
     assert lm_head_VD.grad is None
-    assert draft(hidden_ND, parts, lm_head_VD, False).top_k_counts.shape == (3, 0)
+    assert draft((hidden_ND,), parts, lm_head_VD, False).top_k_counts.shape == (3, 0)
 
 
 @pytest.mark.parametrize(

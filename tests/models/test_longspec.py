@@ -168,7 +168,7 @@ def test_a_subset_of_queries_is_the_whole_row_at_these(target, spans, restricted
     gradients = []
     for plan, part in ((planned(draft), LossPart(rows, labels)), (queries, LossPart(torch.arange(len(rows)), labels))):
         draft.zero_grad()
-        draft(*row, plan, [part], head, False).sums.sum().backward()
+        draft((*row, plan), [part], head, False).sums.sum().backward()
         gradients.append([parameter.grad.clone() for parameter in draft.parameters()])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -225,7 +225,7 @@ def test_gradients_reach_every_weight_and_nothing_of_the_target(target, dtype, s
     row = row_of(target).to(dtype)
     head.requires_grad_()
     part = LossPart(torch.arange(9), torch.arange(9))
-    loss = draft(*row, planned(draft, spans=[(3, 9), (30, 37)] if subset else None), [part], head, True)
+    loss = draft((*row, planned(draft, spans=[(3, 9), (30, 37)] if subset else None)), [part], head, True)
     loss.sums.sum().backward()
     for name, parameter in draft.named_parameters():
         assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
@@ -238,7 +238,7 @@ def test_every_weight_has_a_gradient_where_nothing_reads_the_target(target):
     """A pass of pieces that are all shorter than their shifts: zeros, as ranks that share a weight all need one."""
     draft, row = drafted(target), row_of(target)
     part = LossPart(torch.arange(9), torch.arange(9))
-    draft(*row, planned(draft, shifts=[11, 3, 40]), [part], target.model.lm_head.weight, False).sums.sum().backward()
+    draft((*row, planned(draft, shifts=[11, 3, 40])), [part], target.model.lm_head.weight, False).sums.sum().backward()
     for name, parameter in draft.named_parameters():
         assert parameter.grad is not None and bool(parameter.grad.any()) is ("cross" not in name), name
 

@@ -88,7 +88,7 @@ def test_labels_of_prompts_do_not_count_and_those_of_answers_do(folder, target, 
         """The step's loss and its gradient, with other labels at these tokens."""
         changed = batch._replace(tokens=torch.where(changed_N, others_N, batch.tokens))
         micro_batch = method.micro_batch(changed)._replace(batch=batch)
-        loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, False)
+        loss = method.draft(method.inputs(micro_batch, seen, teacher), micro_batch.parts, teacher.lm_head_VD, False)
         total = (loss.sums * torch.tensor(method.loss_weights(micro_batch.n_labels))).sum()
         gradients = torch.autograd.grad(total, list(method.draft.parameters()), allow_unused=True)
         return total.detach(), gradients

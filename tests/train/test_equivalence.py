@@ -75,7 +75,9 @@ def test_a_plain_loop_gives_the_same_losses(runs, kind):
             seen = teacher.forward(
                 micro_batch.batch.tokens, micro_batch.batch.borders, micro_batch.positions, method.needs
             )
-            passes.append(method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, False))
+            passes.append(
+                method.draft(method.inputs(micro_batch, seen, teacher), micro_batch.parts, teacher.lm_head_VD, False)
+            )
         sums, n_labels = (sum(field) for field in list(zip(*passes, strict=True))[:2])
         loss = (sums / n_labels).sum() if kind == "linear_chain" else sums.sum() / n_labels.sum()
         found.append(loss.item())

@@ -107,7 +107,9 @@ def a_pass(config: Config, target: DecoderConfig) -> dict[str, int]:
             seen = teacher.forward(micro_batch.batch.tokens, borders, micro_batch.positions, needs)
         with torch.profiler.record_function("loss"):
             teaching = method.distillation(micro_batch, seen.post_norm, objective) if objective else None
-            loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, True, teaching)
+            loss = method.draft(
+                method.inputs(micro_batch, seen, teacher), micro_batch.parts, teacher.lm_head_VD, True, teaching
+            )
         with torch.profiler.record_function("backward"):
             loss.sums.sum().backward()
     return allocated(profile, ["forward", "loss", "backward"])

@@ -80,7 +80,7 @@ def loss_and_gradients(method, target, batch):
     """The summed losses by part, the labels of each and how many of them rank first to third, and the gradients."""
     teacher, micro_batch = Teacher(target.model), method.micro_batch(batch)
     seen = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs)
-    loss = method.draft(*method.arguments(micro_batch, seen, teacher), teacher.lm_head_VD, True)
+    loss = method.draft(method.inputs(micro_batch, seen, teacher), micro_batch.parts, teacher.lm_head_VD, True)
     counts = torch.cat([loss.n_labels[:, None], loss.top_k_counts], 1)
     return loss.sums.detach(), counts, torch.autograd.grad(loss.sums.sum(), list(method.draft.parameters()))
 
@@ -208,7 +208,7 @@ def test_target_and_draft_see_the_same_positions(opened, target):
     batch = read_batch(Rows([[*LENGTHS]]), [EpochRow(0, 0)])
     micro_batch = method.micro_batch(batch)
     seen = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs)
-    arguments = method.arguments(micro_batch, seen, teacher)
+    arguments = method.inputs(micro_batch, seen, teacher)
     assert torch.equal(arguments[0], target.model.embed_tokens.weight[batch.tokens])
     assert torch.equal(arguments[1], micro_batch.positions)
     for start, stop in pairwise(batch.borders):
@@ -216,7 +216,7 @@ def test_target_and_draft_see_the_same_positions(opened, target):
         alone = target.model(Pass(batch.tokens[None, start:stop], positions_BT=own, needs={"last_kv"}))
         for field in range(2):
             torch.testing.assert_close(arguments[2 + field][start:stop], alone.last_kv[field][0], rtol=1e-5, atol=1e-5)
-    plain = method.arguments(method.eval_batches(batch)[0], seen, teacher)[1]
+    plain = method.inputs(method.eval_batches(batch)[0], seen, teacher)[1]
     assert plain.tolist() == [*range(300), *range(9), *range(150)]
 
 

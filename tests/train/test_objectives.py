@@ -79,8 +79,8 @@ def test_the_loss_of_a_pass_is_that_of_full_logits(config_file, target, made, de
         needs = method.needs | {"post_norm"}
         output = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, needs)
         teaching = method.distillation(micro_batch, output.post_norm, chosen)
-        arguments = method.arguments(micro_batch, output, teacher)
-        loss = method.draft(*arguments, teacher.lm_head_VD, False, teaching)
+        inputs = method.inputs(micro_batch, output, teacher)
+        loss = method.draft(inputs, micro_batch.parts, teacher.lm_head_VD, False, teaching)
         found = torch.autograd.grad(loss.sums.sum(), list(method.draft.parameters()))
         sums = []
         for part, (own, seen) in zip(micro_batch.parts, whole_logits(target, batch, method, micro_batch), strict=True):

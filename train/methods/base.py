@@ -102,8 +102,8 @@ class Method(ABC):
         """The weight of each part's summed loss in the step's loss, given the number of labels of each part."""
 
     @abstractmethod
-    def arguments(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
-        """The arguments of the network's forward, up to `lm_head_VD`."""
+    def inputs(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
+        """The arguments of the network's `states`."""
 
     @abstractmethod
     def target_rows(self, micro_batch: MicroBatch, part: int) -> Tensor:

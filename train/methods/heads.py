@@ -26,8 +26,8 @@ class HeadsMethod(Method):
     def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
         return [1 / max(n, 1) for n in n_labels]
 
-    def arguments(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
-        return getattr(output, self._reads), micro_batch.parts
+    def inputs(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
+        return (getattr(output, self._reads),)
 
     def target_rows(self, micro_batch: MicroBatch, part: int) -> Tensor:
         return micro_batch.parts[part].rows + micro_batch.first + part + 1

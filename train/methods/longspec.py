@@ -36,10 +36,10 @@ class LongSpecMethod(Method):
     def loss_weights(self, n_labels: Sequence[float]) -> list[float]:
         return [1 / max(sum(n_labels), 1)] * len(n_labels)
 
-    def arguments(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
+    def inputs(self, micro_batch: MicroBatch, output: TargetOutput, teacher: Teacher) -> tuple[Any, ...]:
         assert output.last_kv is not None
         embeddings_ND = teacher.model.embed_tokens(micro_batch.batch.tokens)
-        return embeddings_ND, micro_batch.positions, *output.last_kv, micro_batch.queries, micro_batch.parts
+        return embeddings_ND, micro_batch.positions, *output.last_kv, micro_batch.queries
 
     def target_rows(self, micro_batch: MicroBatch, part: int) -> Tensor:
         rows, queries = micro_batch.parts[part].rows, micro_batch.queries
