@@ -1,7 +1,7 @@
 """The choice rule and its noise, the one source of randomness of decoding, a pure function of (seed, position, token).
 
 Where no processor changes the logits, choice(t) = argmax_v( logits_v / T + g(seed, t, v) ); at T = 0 the argmax of the
-logits. Temperature, noise and argmax of all nodes are one operation.
+logits. Temperature, noise and argmax of all nodes are one operation. Of the filters, top-p has one of its own.
 Shapes: B slots, N nodes, J positions, V vocabulary.
 """
 
@@ -15,6 +15,8 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 BELOW_ONE = 1 - 2.0**-24  # the largest fp32 below 1
+# Top-p looks at the sum over this many most probable tokens before it sorts the whole vocabulary.
+LIKELIEST = 256
 
 
 def gumbel_noise(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tensor:
@@ -111,3 +113,34 @@ def choose_reference(logits_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, 
     scaled_BNV = logits_BNV.float() / torch.where(sampled_B11, temperatures_B[:, None, None], 1.0)
     noisy_BNV = scaled_BNV + gumbel_noise_reference(seeds_B, positions_BN, logits_BNV.shape[-1])
     return torch.where(sampled_B11, noisy_BNV, scaled_BNV).argmax(-1)
+
+
+def top_p_border(scores_BNV: Tensor, top_p_B11: Tensor) -> Tensor:
+    """The least score that top-p keeps in each row, fp32 [B, N, 1]; -inf where top_p is 1.
+
+    The tokens from the most probable one on are kept until their probabilities reach top_p, and all that equal the last
+    of them. A row's border does not depend on the other rows. On a GPU Triton searches for it without sorting.
+
+    Args:
+        scores_BNV: fp32, contiguous; -inf for what is dropped already. Probabilities are their softmax.
+        top_p_B11: fp32, above 0.
+
+    Source: Holtzman et al., "The curious case of neural text degeneration" (arXiv 1904.09751).
+    """
+    if (triton := backend.triton_kernels("choice", scores_BNV.device.type)) is not None:
+        return triton.top_p_border(scores_BNV, top_p_B11)
+    return top_p_border_reference(scores_BNV, top_p_B11)
+
+
+def top_p_border_reference(scores_BNV: Tensor, top_p_B11: Tensor) -> Tensor:
+    """`top_p_border` by sorting. The sum is mostly reached within a few hundred tokens, so a CPU sorts the others only
+    where it is not. Elsewhere the host would have to wait to know."""
+    vocab, probs_BNV = scores_BNV.shape[-1], scores_BNV.softmax(-1)
+    for most in (min(LIKELIEST, vocab), vocab) if backend.is_host(scores_BNV.device) else (vocab,):
+        values_BNK, order_BNK = scores_BNV.topk(most, dim=-1)
+        short_BNK = probs_BNV.gather(-1, order_BNK).cumsum(-1) < top_p_B11
+        if most == vocab or not bool((short_BNK[..., -1:] & (top_p_B11 < 1)).any()):
+            break
+    # The token with which the sum reaches top_p is the last one to stay.
+    last_BN1 = short_BNK.sum(-1, keepdim=True).clamp(max=values_BNK.shape[-1] - 1)
+    return values_BNK.gather(-1, last_BN1).masked_fill(top_p_B11 >= 1, float("-inf"))

@@ -74,6 +74,7 @@ def call(v: Variant, module: ModuleType) -> None:
     elif v.file == "choice":
         module.gumbel_noise(one, nodes, VOCAB)
         module.choose(empty(1, v.rows, VOCAB), one, nodes, empty(1, dtype=torch.float32))
+        module.top_p_border(*(empty(1, *shape, dtype=torch.float32) for shape in ((v.rows, VOCAB), (1, 1))))
     elif v.file == "rotate":
         qkv = empty(1, v.rows, HEADS + 2 * KV, v.width)
         tables = empty(1, v.rows, 1, 1, v.width // 2), empty(1, v.rows, 1, 2, v.width // 2)

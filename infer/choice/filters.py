@@ -14,9 +14,8 @@ from torch.nn.functional import pad
 from longdraft.infer.choice.penalties import column
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels import backend
+from longdraft.kernels.choice import top_p_border
 
-# Top-p looks at the sum over this many most probable tokens before it sorts the whole vocabulary.
-LIKELIEST = 256
 ALIGNED = 8  # numbers in fp32 that a GPU reads at once, at the most
 GREEDY = SamplingParams()
 
@@ -55,29 +54,13 @@ class Filters:
             is_dropped = (scaled_BNV < _kth_largest(scaled_BNV, k_B11, self._most_k)) & (k_B11 > 0)
             scaled_BNV.masked_fill_(is_dropped, -torch.inf)
         if self._top_p is not None:
-            scaled_BNV.masked_fill_(self._outside_top_p(scaled_BNV, self._top_p[:, None]), -torch.inf)
+            scaled_BNV.masked_fill_(scaled_BNV < top_p_border(scaled_BNV, self._top_p[:, None]), -torch.inf)
         if self._min_p is not None:
             border_BN1 = scaled_BNV.amax(-1, keepdim=True) + self._min_p[:, None].log()
             scaled_BNV.masked_fill_((scaled_BNV < border_BN1) & (scaled_BNV < self._last_kept(scaled_BNV)), -torch.inf)
         if self._eta is not None:
             scaled_BNV.masked_fill_(self._below_eta(scaled_BNV, self._eta[:, None]), -torch.inf)
         return scaled_BNV
-
-    def _outside_top_p(self, scaled_BNV: Tensor, top_p_B11: Tensor) -> Tensor:
-        """Whether a token lies outside of the top-p set.
-
-        The sum is mostly reached within a few hundred tokens, so a CPU sorts the others only where it is not. A GPU
-        sorts all, because the host would have to wait for it to know.
-        """
-        vocab, probs_BNV = scaled_BNV.shape[-1], _softmax(scaled_BNV)
-        for most in (min(LIKELIEST, vocab), vocab) if backend.is_host(scaled_BNV.device) else (vocab,):
-            values_BNK, order_BNK = scaled_BNV.topk(most, dim=-1)
-            short_BNK = _running_sum(probs_BNV.gather(-1, order_BNK)) < top_p_B11
-            if most == vocab or not bool((short_BNK[..., -1:] & (top_p_B11 < 1)).any()):
-                break
-        # The token with which the sum reaches top_p is the last one to stay.
-        border_BN1 = values_BNK.gather(-1, short_BNK.sum(-1, keepdim=True).clamp(max=values_BNK.shape[-1] - 1))
-        return (scaled_BNV < border_BN1) & (top_p_B11 < 1)
 
     def _below_eta(self, scaled_BNV: Tensor, eta_B11: Tensor) -> Tensor:
         probs_BNV = _softmax(scaled_BNV)

@@ -22,8 +22,8 @@ from longdraft.kernels.transfer import from_host, integers
 # Rows of noise kept for each slot on the CPU: drafting, verifying and the next step ask for the same positions, so a
 # step would compute each row two or three times.
 KEPT_ROWS = 32
-# Scores that are sorted at once (some 64 nodes with a vocabulary of 128k), and the bytes that each takes meanwhile.
-MOST_SORTED, SORTED_BYTES = 1 << 23, 40
+# Scores that are filtered at once (some 64 nodes with a vocabulary of 128k), and the bytes that each takes meanwhile.
+MOST_SCORES, SCORE_BYTES = 1 << 23, 40
 
 
 def choice_bytes(batch: int, width: int, vocab_size: int, device: torch.device) -> int:
@@ -31,7 +31,7 @@ def choice_bytes(batch: int, width: int, vocab_size: int, device: torch.device) 
     if backend.is_host(device):
         return batch * vocab_size * 8
     # Filters and penalties take all nodes at once (infer/accept.py).
-    return max(batch, min(batch * width, MOST_SORTED // vocab_size)) * vocab_size * SORTED_BYTES
+    return max(batch, min(batch * width, MOST_SCORES // vocab_size)) * vocab_size * SCORE_BYTES
 
 
 class SlotSampling:
@@ -162,7 +162,7 @@ class SlotSampling:
         positions_BN: Tensor,
         ancestors_BNN: Tensor | None = None,
     ) -> Tensor:
-        """`choose` at all nodes of a tree at once, int64 [B, N], so that scores are sorted once.
+        """`choose` at all nodes of a tree at once, int64 [B, N], so that filters run once.
 
         Args:
             history: valid through the roots.
@@ -173,7 +173,7 @@ class SlotSampling:
             return choose(logits_BNV, self.seeds, positions_BN + 1, self.temperatures)
         chosen = []
         n_slots, _, vocab = logits_BNV.shape
-        first, n_nodes = 0, max(1, MOST_SORTED // (n_slots * vocab))
+        first, n_nodes = 0, max(1, MOST_SCORES // (n_slots * vocab))
         for logits_BMV in logits_BNV.split(n_nodes, dim=1):
             scores_BMV = self.penalties.apply(logits_BMV, history, positions_BN, tokens_BN, ancestors_BNN, first)
             if not self.greedy:

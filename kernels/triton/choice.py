@@ -5,6 +5,9 @@ registers, and only if the row's temperature is above 0. In the second, one prog
 blocks. A score and its token's id form one int64 whose order is that of the choice, so a maximum of integers is the
 argmax.
 
+Top-p's border is the largest number from which on the scores have enough of the probability. It is searched for in the
+bits of numbers, a hexadecimal digit a launch: programs add up chunks of a row. To sort the rows would move far more.
+
 Shapes: B slots, N nodes, J positions, V vocabulary. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
 """
 
@@ -15,10 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
+BLOCK, CHUNK = 1024, 8192  # tokens at a time, and of a program that looks for top-p's border
 STEP = tl.constexpr(2.0**-32)
 BELOW_ONE = tl.constexpr(1 - 2.0**-24)  # the largest fp32 below 1
 LARGEST = tl.constexpr(0x7FFFFFFF)
+SIGN = tl.constexpr(0x80000000)
+LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-(2**63))
 
 
@@ -42,12 +47,17 @@ def gumbel(seed, position, o_4):
 
 
 @triton.jit
-def _ordered(b_score, o_v):
-    """An int64 that is larger for a larger score and, for equal scores, for the lower id. NaN is the largest score."""
+def _order(b_score):
+    """An int32 that is larger for a larger number; the largest one for NaN, and the same one for -0 and 0."""
     b_bits = tl.where(b_score == 0.0, 0.0, b_score).to(tl.int32, bitcast=True)  # -0 is 0
     b_key = tl.where(b_bits < 0, b_bits ^ LARGEST, b_bits)
-    b_key = tl.where(b_score == b_score, b_key, LARGEST)
-    return (b_key.to(tl.int64) << 32) | (o_v ^ LARGEST).to(tl.int64)
+    return tl.where(b_score == b_score, b_key, LARGEST)
+
+
+@triton.jit
+def _ordered(b_score, o_v):
+    """An int64 that is larger for a larger score and, for equal scores, for the lower id. NaN is the largest score."""
+    return (_order(b_score).to(tl.int64) << 32) | (o_v ^ LARGEST).to(tl.int64)
 
 
 @triton.jit
@@ -114,3 +124,81 @@ def gumbel_noise(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tens
         BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return noise_BJV
+
+
+@triton.jit
+def _narrowed(p_shares, p_borders, top_p, i_row, n_rows, n_chunks, digit, CHUNKS: tl.constexpr):
+    """Top-p's border of a row as far as its first `digit` digits: of the 16 next ones, the largest that enough reaches.
+    The chunks' shares are summed in one order, whatever the other rows."""
+    border = tl.zeros([], tl.uint32)
+    if digit > 0:
+        o_way = tl.arange(0, 16)
+        o_cw = tl.arange(0, CHUNKS)[:, None] * 16 + o_way[None, :]
+        p_row, m_cw = p_shares + i_row * n_chunks * 16 + o_cw, (tl.arange(0, CHUNKS) < n_chunks)[:, None]
+        whole = tl.max(tl.sum(tl.load(p_row, mask=m_cw, other=0.0), 0), 0)  # of the first digit, 0 is reached by all
+        b_share = tl.sum(tl.load(p_row + (digit - 1) * n_rows * n_chunks * 16, mask=m_cw, other=0.0), 0)
+        before = tl.load(p_borders + (digit - 1) * n_rows + i_row).to(tl.uint32, bitcast=True)
+        b_way = before + (o_way.to(tl.uint32) << (32 - 4 * digit).to(tl.uint32))
+        border = tl.max(tl.where(b_share >= top_p * whole, b_way, before), 0)
+    return border
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_nodes", "n_chunks", "digit"])
+def _reach(
+    p_scores, p_most, p_top_p, p_shares, p_borders, p_b, n_rows, n_nodes, vocab, n_chunks, digit,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk of a row's probabilities, unnormalised, how much reaches each of the 16 borders of this digit."""
+    i_row, i_chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    top_p = tl.load(p_top_p + i_row // n_nodes * p_b)
+    if top_p < 1.0:
+        border = _narrowed(p_shares, p_borders, top_p, i_row, n_rows, n_chunks, digit, CHUNKS)
+        most, o_way = tl.load(p_most + i_row), tl.arange(0, 16)
+        b_way = border + (o_way.to(tl.uint32) << (28 - 4 * digit).to(tl.uint32))
+        b_share = tl.zeros([BLOCK, 16], tl.float32)
+        for start in range(0, tl.minimum(CHUNK, vocab - i_chunk * CHUNK), BLOCK):
+            o_v = i_chunk * CHUNK + start + tl.arange(0, BLOCK)
+            b_score = tl.load(p_scores + i_row * vocab + o_v, mask=o_v < vocab, other=float("-inf"))
+            b_key = _order(b_score).to(tl.uint32, bitcast=True) ^ SIGN
+            b_prob = tl.exp2((b_score - most) * LOG2E)
+            b_share += tl.where(b_key[:, None] >= b_way[None, :], b_prob[:, None], 0.0)
+        o_row = (digit * n_rows + i_row) * n_chunks + i_chunk
+        tl.store(p_shares + o_row * 16 + o_way, tl.sum(b_share, 0))
+        if i_chunk == 0:
+            tl.store(p_borders + digit * n_rows + i_row, border.to(tl.int32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_nodes", "n_chunks", "digit"])
+def _border(
+    p_top_p, p_shares, p_borders, p_border, p_b, n_rows, n_nodes, n_chunks, digit, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """The border of a row, of so many digits, as the number whose bits it is."""
+    i_row = tl.program_id(0).to(tl.int64)
+    top_p = tl.load(p_top_p + i_row // n_nodes * p_b)
+    border = float("-inf")
+    if top_p < 1.0:
+        key = _narrowed(p_shares, p_borders, top_p, i_row, n_rows, n_chunks, digit, CHUNKS) ^ SIGN
+        bits = key.to(tl.int32, bitcast=True)
+        border = tl.where(bits < 0, bits ^ LARGEST, bits).to(tl.float32, bitcast=True)
+    tl.store(p_border + i_row, border)
+
+
+def top_p_border(scores_BNV: Tensor, top_p_B11: Tensor) -> Tensor:
+    """See `longdraft.kernels.choice.top_p_border`."""
+    n_slots, n_nodes, vocab = scores_BNV.shape
+    assert scores_BNV.is_contiguous() and scores_BNV.dtype == top_p_B11.dtype == torch.float32
+    n_rows, n_chunks, device = n_slots * n_nodes, -(-vocab // CHUNK), scores_BNV.device
+    shares = torch.empty((8, n_rows, n_chunks, 16), dtype=torch.float32, device=device)
+    borders = torch.empty((8, n_rows), dtype=torch.int32, device=device)
+    border_BN1 = torch.empty((n_slots, n_nodes, 1), dtype=torch.float32, device=device)
+    most_BN, chunks = scores_BNV.amax(-1), triton.next_power_of_2(n_chunks)
+    reach_kernel: Any = _reach[(n_rows, n_chunks)]
+    sizes = top_p_B11.stride(0), n_rows, n_nodes
+    for digit in range(8):
+        reach_kernel(
+            scores_BNV, most_BN, top_p_B11, shares, borders, *sizes, vocab, n_chunks, digit,
+            CHUNK=CHUNK, BLOCK=BLOCK // 2, CHUNKS=chunks, num_warps=8,
+        )  # fmt: skip
+    border_kernel: Any = _border[(n_rows,)]
+    border_kernel(top_p_B11, shares, borders, border_BN1, *sizes, n_chunks, 8, CHUNKS=chunks, num_warps=1)
+    return border_BN1

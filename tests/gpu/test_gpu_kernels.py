@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longdraft.kernels import backend
-from longdraft.kernels.choice import choose, gumbel_noise
+from longdraft.kernels.choice import choose, gumbel_noise, top_p_border
 from longdraft.kernels.gate import gate, gate_reference
 from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_loss import GPU_CHUNK_BYTES, linear_loss
@@ -376,6 +376,17 @@ def test_choices(device, n_nodes, vocab, dtype):
     # Plain decoding computes one row, a tree many: the bits must be the same.
     one = [given[0][2:, -1:], given[1][2:], given[2][2:, -1:], given[3][2:]]
     assert choose(*one).cpu().tolist() == chosen[2:, -1:].tolist()
+
+
+@pytest.mark.parametrize("vocab", [1003, 128_256])
+def test_top_ps_border(device, vocab):
+    """It keeps no less than top_p and not a token more, and a row's is the same alone and in a tree."""
+    scores = (4 * torch.randn(2, 16, vocab, generator=torch.Generator().manual_seed(vocab))).to(device)
+    top_p_B11 = torch.tensor([0.9, 0.5], device=device)[:, None, None]
+    found, probs = top_p_border(scores, top_p_B11), scores.double().softmax(-1)
+    kept, above = ((probs * mask).sum(-1, keepdim=True) for mask in (scores >= found, scores > found))
+    assert (kept > top_p_B11 - 2e-6).all() and (above < top_p_B11 + 2e-6).all()
+    assert torch.equal(top_p_border(scores[1:, -1:].contiguous(), top_p_B11[1:]), found[1:, -1:])
 
 
 def test_ties_infinities_and_nan_are_chosen_as_on_the_cpu(device):

@@ -138,8 +138,7 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
     elif "+" in name:  # each of them has shown it, and with top_p there is more to do
         del calls["T1"]
     stepped, sorts, builds = (
-        counted(owner, name)
-        for owner, name in ((Runner, "step"), (Filters, "_outside_top_p"), (SelectedCache, "build"))
+        counted(owner, name) for owner, name in ((Runner, "step"), (Filters, "apply"), (SelectedCache, "build"))
     )
     with pretended_cuda.PretendedCuda() as gpu:
         target, drafter = made(name, gpu.put, others)

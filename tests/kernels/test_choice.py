@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longdraft.kernels import backend
-from longdraft.kernels.choice import choose
+from longdraft.kernels.choice import choose, top_p_border_reference
 from longdraft.kernels.choice import choose_reference as reference
 from longdraft.kernels.choice import gumbel_noise_reference as gumbel_noise
 from longdraft.kernels.triton import choice as kernel
@@ -99,3 +99,27 @@ def test_strided_seeds_positions_and_temperatures(implementation):
     expanded = POSITIONS[:, :1].expand(-1, 2)
     want = reference(logits, SEEDS, expanded, TEMPERATURES)
     assert torch.equal(implementation(logits, SEEDS, expanded, TEMPERATURES), want)
+
+
+def rows_for_top_p(vocab):
+    """Scores [3, 2, V]: peaked, with ties, some dropped, flat, all equal, and one token alone."""
+    scores = torch.randn(3, 2, vocab, generator=torch.Generator().manual_seed(vocab)) * 4
+    scores[0, 1], scores[1, 1], scores[2, 1] = scores[0, 1].round(), scores[1, 1] / 40, -torch.inf
+    scores[1, 0, : vocab // 2], scores[2, 0], scores[2, 1, vocab // 3] = -torch.inf, -2.5, 7.0
+    return scores.to(DEVICE)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, BLOCK + 1, 2 * BLOCK + 5])
+def test_top_ps_border_is_found_without_sorting(monkeypatch, vocab):
+    monkeypatch.setattr(kernel, "CHUNK", 2 * BLOCK)
+    scores = rows_for_top_p(vocab)
+    probs = scores.double().softmax(-1)
+    for top_p in ((0.9, 1.0, 0.6), (0.999, 1e-9, 0.05)):
+        top_p_B11 = torch.tensor(top_p, device=DEVICE)[:, None, None]
+        found = kernel.top_p_border(scores, top_p_B11)
+        kept, above = ((probs * mask).sum(-1, keepdim=True) for mask in (scores >= found, scores > found))
+        assert ((kept > top_p_B11 - 2e-6) & ((above < top_p_B11 + 2e-6) | (top_p_B11 == 1))).all()
+        assert ((scores == found).any(-1, keepdim=True) | (found.isneginf() & (top_p_B11 == 1))).all()
+        assert torch.equal(kernel.top_p_border(scores[2:, 1:].contiguous(), top_p_B11[2:]), found[2:, 1:])
+        near_1 = top_p_B11 == torch.tensor(0.999)  # where the sums' rounding counts
+        assert torch.equal(found[~near_1[:, 0, 0]], top_p_border_reference(scores, top_p_B11)[~near_1[:, 0, 0]])
