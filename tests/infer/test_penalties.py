@@ -130,11 +130,11 @@ def test_reading_more_of_the_history_changes_nothing(monkeypatch, host_knows):
     assert max(counts) == (int(positions.max()) + 1 if host_knows else 90)
 
 
-@pytest.mark.parametrize("most_sorted", [1 << 23, 8 * VOCAB * 4])
+@pytest.mark.parametrize("most_scores", [1 << 23, 8 * VOCAB * 4])
 @pytest.mark.parametrize("seed", range(2))
-def test_all_nodes_at_once_are_each_node_with_its_path_written_out(monkeypatch, seed, most_sorted):
+def test_all_nodes_at_once_are_each_node_with_its_path_written_out(monkeypatch, seed, most_scores):
     """Penalised logits and, with every filter, choices have equal bits, for all nodes at once and a few at a time."""
-    monkeypatch.setattr(sampling_module, "MOST_SORTED", most_sorted)
+    monkeypatch.setattr(sampling_module, "MOST_SCORES", most_scores)
     narrow, all_tokens, _, positions = histories(len(MANY), 24, seed)
     history = History(len(MANY), 34)
     history.tokens[:, :24], history.prompt_lengths = narrow.tokens, narrow.prompt_lengths
