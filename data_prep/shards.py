@@ -14,7 +14,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -119,7 +121,8 @@ class ShardSet:
             used = columns["borders"].values.to_numpy()[columns["borders"].offsets.to_numpy()[1:] - 1]
             yield tokens[np.arange(seq_len) < used[:, None]]
 
-    def identity(self) -> dict:
+    @cached_property
+    def identity(self) -> dict[str, Any]:
         """What identifies these rows and their order: {"rows", "sha256"}, a hash over the manifest's shard hashes."""
         hashes = "\n".join(shard["sha256"] for shard in self.manifest["shards"])
         return {"rows": len(self), "sha256": hashlib.sha256(hashes.encode()).hexdigest()}

@@ -189,7 +189,7 @@ def save(engine: DraftEngine, run_dir: str | Path, state: Mapping[str, Any], kee
     Raises TrainingError, on all ranks, where a weight is not a number or a rank cannot write (a full disk). What was
     saved before is untouched.
     """
-    weights = engine.weights()
+    folder, weights = checkpoint_folder(run_dir), engine.weights()
     if not all(bool(weight.isfinite().all()) for weight in weights.values()):
         raise TrainingError(
             f"step {state['step']}: weights of the draft are no longer numbers and are not saved; the checkpoints "
@@ -199,7 +199,7 @@ def save(engine: DraftEngine, run_dir: str | Path, state: Mapping[str, Any], kee
     threads = torch.get_num_threads() if engine.ranks.device.type == "cpu" else None
     state = {**state, "optimizer_steps": engine.optimizer_steps()}
     state |= {"threads": threads, "world_size": engine.ranks.world_size}
-    return write_folder(engine.ranks, checkpoint_folder(run_dir), state, weights, keep, own)
+    return write_folder(engine.ranks, folder, state, weights, keep, own)
 
 
 def write_folder(

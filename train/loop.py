@@ -85,7 +85,7 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
         ranks.from_first(lambda: held.enter_context(locked(Path(run_dir) / "lock", "train.run_dir", busy)))
         found = ranks.from_first(partial(checkpoint.newest, run_dir))
         if found is not None:
-            checkpoint.check_continues(found[1], config, rows.identity())
+            checkpoint.check_continues(found[1], config, rows.identity)
             if found[1]["step"] >= n_steps:
                 ranks.log(f"Training is done already: {n_steps} steps, checkpoint in {found[0]}")
                 return True
@@ -169,7 +169,7 @@ def _save(run: Run) -> Path:
         "heldout": run.heldout,
         "wandb_id": run.tracker and run.tracker.wandb_id,
         "skipped": run.skipped,
-        "data": run.rows.identity(),
+        "data": run.rows.identity,
         "target_weights": run.target_weights,
     }
     train, state = run.config.train, {"step": run.step, "config": to_dict(run.config), "extra": extra}
