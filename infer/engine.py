@@ -17,6 +17,7 @@ from longdraft.infer.runner import Runner, Step
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import SlotPool
 from longdraft.kernels import backend
+from longdraft.kernels.tree import MOST_ROWS
 from longdraft.models.schema import Bool, Instance, Str, validated
 from longdraft.models.target import Target
 
@@ -76,10 +77,10 @@ class Engine:
             drafter = build_drafter(drafter, target, draft, options or {})
         elif draft is not None or options:
             raise ValueError("draft and options go with a drafter's name; a Drafter instance already has its own")
-        check_exact(target)
         self.target, self.slots, self.drafter = target, slots, drafter
         self.max_length = max_length or limit
         self.runner = Runner(target.model, drafter, nodes, graphs)
+        check_exact(target, self.runner.max_nodes)
         self.pool = SlotPool(self.runner, prefill_chunk, keep_prompts)
         self._log = log or logging.getLogger("longdraft").info
         self._cancelled: set[int] = set()
@@ -188,11 +189,17 @@ class Engine:
             yield piece
 
 
-def check_exact(target: Target) -> None:
-    """Raise ValueError if LONGDRAFT_EXACT=1 asks for plain decoding's bits of a target that does not give them: in half
-    precision on a GPU, one with experts or of transformers' classes, or any without the packages that it takes."""
+def check_exact(target: Target, max_nodes: int) -> None:
+    """Raise ValueError if LONGDRAFT_EXACT=1 asks for plain decoding's bits where these are not to be had: in half
+    precision on a GPU, with more nodes in a tree than kernels take, of a target with experts or of transformers'
+    classes, or of any without the packages that it takes."""
     weight = target.model.embed_tokens.weight
     exact = backend.exact_kernels("linear", weight) is not None
+    if exact and max_nodes >= MOST_ROWS:
+        raise ValueError(
+            f"nodes: a tree of {max_nodes} nodes, but with LONGDRAFT_EXACT=1 in {weight.dtype} at most "
+            f"{MOST_ROWS - 1} are exact; give that number as nodes, or a smaller shape"
+        )
     if exact and (target.loader != "longdraft" or target.model.config.experts is not None):
         what = "transformers' own classes" if target.loader != "longdraft" else "a mixture of experts"
         raise ValueError(

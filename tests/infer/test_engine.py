@@ -130,25 +130,26 @@ def test_engine_arguments_that_cannot_be(target):
 
 
 @pytest.mark.parametrize(
-    ("fields", "loader", "dtype", "device", "refused"),
+    ("fields", "loader", "n_nodes", "dtype", "device", "refused"),
     [
-        ({"experts": ExpertsConfig(4, 2, 24, True)}, "longdraft", torch.bfloat16, "cuda", True),
-        ({}, "transformers", torch.float16, "cuda", True),
-        ({}, "longdraft", torch.bfloat16, "cuda", False),
-        ({}, "transformers", torch.float32, "cuda", False),
-        ({}, "transformers", torch.bfloat16, "cpu", False),
+        ({"experts": ExpertsConfig(4, 2, 24, True)}, "longdraft", 8, torch.bfloat16, "cuda", "LONGDRAFT_EXACT=1"),
+        ({}, "transformers", 8, torch.float16, "cuda", "LONGDRAFT_EXACT=1"),
+        ({}, "longdraft", 127, torch.bfloat16, "cuda", None),
+        ({}, "longdraft", 128, torch.bfloat16, "cuda", "nodes"),
+        ({}, "transformers", 128, torch.float32, "cuda", None),
+        ({}, "transformers", 128, torch.bfloat16, "cpu", None),
     ],
 )
-def test_exact_decoding_is_refused_where_a_target_does_not_give_it(
-    monkeypatch, pretended_cuda, tiny_target, fields, loader, dtype, device, refused
+def test_exact_decoding_is_refused_where_it_is_not_to_be_had(
+    monkeypatch, pretended_cuda, tiny_target, fields, loader, n_nodes, dtype, device, refused
 ):
     monkeypatch.setenv("LONGDRAFT_EXACT", "1")
     target = replace(tiny_target(dtype=dtype, **fields), loader=loader)
     with pretended_cuda.PretendedCuda() as gpu:
         if device == "cuda":
             gpu.put(target.model)
-        with pytest.raises(ValueError, match=r"^LONGDRAFT_EXACT=1: ") if refused else nullcontext():
-            Engine(target)
+        with pytest.raises(ValueError, match=f"^{refused}: ") if refused else nullcontext():
+            Engine(target, "prompt_lookup", nodes=n_nodes, options={"length": 64})
 
 
 def logits_of_all_prefixes(target, prompt):
