@@ -27,7 +27,7 @@ COMMANDS = [
     "export run --card me/draft",
     "generate --draft me/draft --dtype fp32 --prompt the --max-new-tokens 4",
 ]
-# All in one process, training without the launcher.
+# All in one process, with DECODE after it; training without the launcher.
 MAKE = """
 import shutil, sys
 from longdraft.launch import cli, train
@@ -61,9 +61,8 @@ def uploaded(tmp_path_factory, shared, serving):
     own = {"HF_HOME": str(folder / "cache"), "HF_TOKEN": "hf_ours", "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
     with serving(folder / "hub") as (address, _):
         asked = {"cwd": folder, "env": os.environ | own | {"HF_ENDPOINT": address}, "timeout": 240}
-        for call in ([MAKE, *COMMANDS], [DECODE]):
-            done = subprocess.run([sys.executable, "-c", *call], capture_output=True, text=True, **asked)
-            assert done.returncode == 0, f"{call}\n{done.stdout}\n{done.stderr}"
+        done = subprocess.run([sys.executable, "-c", MAKE + DECODE, *COMMANDS], capture_output=True, text=True, **asked)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return folder, json.loads(done.stdout.splitlines()[-1])
 
 
