@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from longdraft.benchmarks.checks import gpu_check, long_contexts
+from longdraft.launch import cli
 from longdraft.train.config import DRAFT_SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,25 +27,32 @@ def run(out: Path, *words: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_training_is_stopped_gone_on_with_and_decodes(tiny, tmp_path, monkeypatch):
-    """One method under the launcher, with a target whose steps are short and so many; a killed one is what tests/train/
-    has."""
-    whole, steps = gpu_check._command, 120
+def test_training_is_stopped_gone_on_with_and_decodes(tiny, tmp_path, monkeypatch, shared, capfd):
+    """One method, with a target whose steps are short and so many. What is stopped is a rank alone, forked with its
+    imports done, and the launcher goes on with it; one that is stopped or killed is what tests/train/ has."""
+    original, forked, run, prepared = gpu_check.Run._start, shared("train/conftest.py").Forked, subprocess.run, []
 
-    def command(name, args, methods):
-        python, _, *rest = whole(name, args, methods)
-        small = f"it.TARGET, it.STEPS, it.ANCHORED['max_position'] = {str(tiny)!r}, {steps}, 2048"
-        start = f"from {gpu_check.__package__} import gpu_check as it; {small}; raise SystemExit(it.main())"
-        return [python, "-c", start, *rest]
+    def start(one: gpu_check.Run):
+        if one.log.exists():
+            return original(one)
+        one.log.touch()
+        return forked([str(ROOT / "launch" / "train.py"), str(one.config)], os.environ | {"OMP_NUM_THREADS": "1"})
 
-    monkeypatch.setattr(gpu_check, "_command", command)
+    def here(command, **options):
+        if "prepare" in command:
+            return prepared.append(cli.main(command[command.index("prepare") :]))
+        return run(command, **options)
+
+    for name, value in {"TARGET": str(tiny), "STEPS": 120}.items():
+        monkeypatch.setattr(gpu_check, name, value)
+    monkeypatch.setitem(gpu_check.ANCHORED, "max_position", 2048)
+    monkeypatch.setattr(gpu_check.Run, "_start", start)
+    monkeypatch.setattr(gpu_check.subprocess, "run", here)
     monkeypatch.setenv("LONGDRAFT_TEST_DEVICE", "cpu")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    status = gpu_check.main(["--out", str(tmp_path), "--only", "training", "--methods", "longspec"])
-    made = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert status == 0 and made["passed"] and made["stages"]["training"]["state"] == "passed", made
-    found = made["training"]["longspec"]
-    assert found["ended_by"] == "SIGTERM" and 5 <= found["resumed_from"] < found["steps"] == steps
+    assert gpu_check.main(["--out", str(tmp_path), "--training", "--methods", "longspec"]) == 0 and prepared == [0]
+    *_, line = (line for line in capfd.readouterr().out.splitlines() if line.startswith('{"longspec"'))
+    found = json.loads(line)["longspec"]
+    assert found["ended_by"] == "SIGTERM" and 5 <= found["resumed_from"] < found["steps"] == 120
     assert found["exact"] is True and found["exact_checked"].startswith("96 tokens a drafter in fp32, ")
     assert found["over_target"] > 1 and found["step_s"] > 0 and len(found["losses"]) == 2
 
