@@ -130,12 +130,13 @@ class Absent:
 
 def compile_all() -> Iterator[dict[str, Any]]:
     """Call the public functions, which then compile the kernels that they would launch, and yield for each kernel its
-    variant, name, warps, bytes of shared memory per program, and registers and bytes of stack per thread."""
+    variant, name, warps, bytes of shared memory per program, registers and bytes of stack per thread, and how many of
+    sm_90's products (HGMMA) and waits for them its code has."""
     import triton
     from triton.runtime import driver
 
     assert os.environ.get("TRITON_INTERPRET") != "1", "Triton's interpreter compiles nothing"
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     function: Any = triton.JITFunction
     absent: Any = Absent()
     driver.set_active(absent)
@@ -152,28 +153,32 @@ def compile_all() -> Iterator[dict[str, Any]]:
             if (variant.arch, kernel.hash) in seen:
                 continue
             seen.add((variant.arch, kernel.hash))
-            registers, stack = registers_and_stack(cuobjdump, kernel.asm["cubin"])
             usage = {"warps": kernel.metadata.num_warps, "shared_memory": kernel.metadata.shared}
-            yield {"variant": asdict(variant), "kernel": name, **usage, "registers": registers, "stack": stack}
+            yield {"variant": asdict(variant), "kernel": name, **usage, **read(tools, kernel.asm["cubin"])}
         made.clear()
 
 
-def registers_and_stack(cuobjdump: Path, cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack per thread, as Triton's cuobjdump reports them."""
+def read(tools: Path, cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack per thread, products and waits, as Triton's cuobjdump and nvdisasm report them."""
+
+    def told(tool: str, *options: str) -> str:
+        return subprocess.run([tools / tool, *options, file], check=True, capture_output=True, text=True).stdout
+
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
-        told = subprocess.run([cuobjdump, "-res-usage", file], check=True, capture_output=True, text=True).stdout
-    used = re.search(r"REG:(\d+) STACK:(\d+)", told)
+        used, code = re.search(r"REG:(\d+) STACK:(\d+)", told("cuobjdump", "-res-usage")), told("nvdisasm")
     assert used is not None, "cuobjdump reports no registers"
-    return int(used[1]), int(used[2])
+    counts = {"products": code.count("HGMMA."), "waits": code.count("WARPGROUP.DEPBAR")}
+    return {"registers": int(used[1]), "stack": int(used[2]), **counts}
 
 
 def exceeds(usage: dict[str, Any]) -> bool:
-    """Whether a kernel uses more shared memory or stack than it may."""
+    """Whether a kernel uses more shared memory or stack than it may, or waits for each product before the next."""
     arch, file = usage["variant"]["arch"], usage["variant"]["file"]
     most_stack = 0 if arch == 90 and file == "tree_attention" else MOST_STACK
-    return usage["shared_memory"] > SHARED_MEMORY[arch] or usage["stack"] > most_stack
+    serial = usage["waits"] > usage["products"] / 2
+    return usage["shared_memory"] > SHARED_MEMORY[arch] or usage["stack"] > most_stack or serial
 
 
 def main() -> int:

@@ -42,12 +42,13 @@ def _readable(b_low, b_high, ahead, count):
     rest = (behind & 63).to(tl.uint64)
     b_word = tl.where(behind < 64, (b_low >> rest) | ((b_high << 1) << (63 - rest)), b_high >> rest)
     b_word = (b_word << over) | ((b_all << over) ^ b_all)
-    return tl.where(ahead <= -64, b_all, b_word) & (b_all >> (64 - tl.minimum(count, 64)).to(tl.uint64))
+    b_there = b_all >> (64 - tl.minimum(tl.maximum(count, 1), 64)).to(tl.uint64)
+    return tl.where(ahead <= -64, b_all, b_word) & tl.where(count > 0, b_there, 0)
 
 
 @triton.jit
 def _add(
-    b_most, b_sum, b_out, b_q, b_low, b_high, b_depth, o_t, p_k, p_v, p_depth, k_s, v_s,
+    b_most, b_sum, b_out, b_q, b_low, b_high, b_depth, o_t, p_k, p_v, p_depth, k_s: tl.constexpr, v_s,
     start, end, length, scale, window,
     MASKED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
@@ -100,7 +101,8 @@ def _add(
 @triton.jit(do_not_specialize=["n_rows", "n_own", "group", "n_kv", "n_splits", "window"])
 def _runs(
     p_q, p_k, p_v, p_bits, p_depth, p_length, p_out, p_lse, scale,
-    q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, n_own, group, n_kv, n_splits, window,
+    q_b, q_t, q_h, k_b, k_s: tl.constexpr, k_h, v_b, v_s, v_h,
+    n_rows, n_own, group, n_kv, n_splits, window,
     TREE: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -122,37 +124,42 @@ def _runs(
     if WINDOW:
         b_depth = tl.load(p_depth + i_b * n_rows + o_t, mask=m_m, other=0)
 
+    # From 64 queries on the tensor cores of sm_90 multiply in the background, unless ptxas sees anything but products
+    # write to an accumulator of theirs, as the zeros of a loop that may be skipped do: each product then waits for the
+    # one before. So the masked keys come first there, and they are at least one, or one block with none.
+    LEAST: tl.constexpr = tl.constexpr(1 if BLOCK_M >= 64 else 0)
     # No row of the pass reads below `first`, which is where the window of a root, of depth 0, begins.
     first = tl.maximum(length - window + 1, 0) if WINDOW else 0
     stop = length + n_own  # the pass's own rows are behind the committed ones; n_own is 0 if they are not read
     run = tl.cdiv(tl.cdiv(stop - first, n_splits), BLOCK_N) * BLOCK_N
     begin = first + i_split * run
     end = tl.minimum(begin + run, stop)
-    # Every row reads the keys [full, tail), which are whole blocks of committed keys, and they come first. `full` is
-    # that of the deepest row possible, so that a row's order of keys does not depend on the other rows of the pass.
+    # Every row reads the keys [full, tail), which are whole blocks of committed keys. `full` is that of the deepest row
+    # possible, so that a row's order of keys does not depend on the other rows of the pass.
     full = begin
     if WINDOW:
         full += tl.cdiv(tl.maximum(length + MOST_ROWS - window - begin, 0), BLOCK_N) * BLOCK_N
-    tail = full + tl.maximum(tl.minimum(end, length) - full, 0) // BLOCK_N * BLOCK_N
+    tail = full + tl.maximum(tl.minimum(end - LEAST, length) - full, 0) // BLOCK_N * BLOCK_N
 
+    # At most the bits of a word, and less where an accumulator leaves few registers.
+    MASKED_N: tl.constexpr = tl.constexpr(min(BLOCK_N, 64) if max(BLOCK_M, BLOCK_D) <= 128 else max(BLOCK_N // 2, 16))
     p_k0, p_v0, p_depths = p_k + i_b * k_b + i_k * k_h, p_v + i_b * v_b + i_k * v_h, p_depth + i_b * n_rows
     b_most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(full, tail, BLOCK_N):
-        b_most, b_sum, b_out = _add(
-            b_most, b_sum, b_out, b_q, b_low, b_high, b_depth, o_t, p_k0, p_v0, p_depths, k_s, v_s,
-            start, end, length, scale, window,
-            MASKED=tl.constexpr(False), TREE=TREE, WINDOW=WINDOW, WIDTH=WIDTH,
-            BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, PRECISION=PRECISION,
-        )  # fmt: skip
-    for i in range(begin, end - (tail - full), BLOCK_N):
-        b_most, b_sum, b_out = _add(
-            b_most, b_sum, b_out, b_q, b_low, b_high, b_depth, o_t, p_k0, p_v0, p_depths, k_s, v_s,
-            tl.where(i < full, i, i + tail - full), end, length, scale, window,
-            MASKED=tl.constexpr(True), TREE=TREE, WINDOW=WINDOW, WIDTH=WIDTH,
-            BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, PRECISION=PRECISION,
-        )  # fmt: skip
+    for part in tl.static_range(2):  # the one numbered LEAST has no masks
+        if part == LEAST:
+            low, high = full, tail
+        else:
+            low, high = 0, tl.maximum(end - begin - (tail - full), LEAST)
+        for i in range(low, high, BLOCK_N if part == LEAST else MASKED_N):
+            start = i if part == LEAST else begin + i + tl.where(begin + i < full, 0, tail - full)
+            b_most, b_sum, b_out = _add(
+                b_most, b_sum, b_out, b_q, b_low, b_high, b_depth, o_t, p_k0, p_v0, p_depths, k_s, v_s,
+                start, end, length, scale, window,
+                MASKED=part != LEAST, TREE=TREE, WINDOW=WINDOW, WIDTH=WIDTH,
+                BLOCK_N=BLOCK_N if part == LEAST else MASKED_N, BLOCK_D=BLOCK_D, PRECISION=PRECISION,
+            )  # fmt: skip
 
     b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
     b_lse = tl.where(b_sum == 0.0, float("-inf"), b_most * scale + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum)))

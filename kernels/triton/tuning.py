@@ -40,10 +40,10 @@ class Choice(NamedTuple):
     programs: int = 0
 
 
-# Not more than 64 keys, which are the bits of a word, and would spill registers.
+# On sm_90 two stages fetch the next keys only after the last product of a block has begun, so larger tiles have more.
 TILES = (
     Choice(64, 64, 2, 4), Choice(64, 64, 3, 4), Choice(64, 64, 4, 4), Choice(64, 32, 4, 4),
-    Choice(128, 64, 2, 8), Choice(128, 64, 3, 8), Choice(128, 32, 4, 8),
+    Choice(128, 64, 2, 8), Choice(128, 64, 3, 8), Choice(128, 32, 4, 8), Choice(128, 128, 3, 8), Choice(256, 64, 4, 8),
 )  # fmt: skip
 PROGRAMS = 1, 2, 4
 
@@ -123,9 +123,9 @@ def choose_splits(n_programs: int, capacity: int, n_processors: int, block_n: in
 
 
 def fitted(choice: Choice, rows: int) -> Choice:
-    """The choice with no larger block of queries than there are, and for a smaller one four warps."""
+    """The choice with no larger block of queries than there are, and four warps for one of fewer than 128."""
     block_m = min(choice.queries, at_least_16(rows))
-    return choice if block_m == choice.queries else choice._replace(queries=block_m, warps=4)
+    return choice._replace(queries=block_m, warps=choice.warps if block_m >= 128 else 4)
 
 
 def variants(shape: Shape, fast_memory: int) -> list[Choice]:

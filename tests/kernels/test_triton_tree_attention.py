@@ -8,9 +8,10 @@ from longdraft.kernels.tree_attention import cross_attention_reference as cross_
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 from longdraft.kernels.triton import tuning
 from longdraft.kernels.triton.tree_attention import cross_attention, tree_attention
-from longdraft.kernels.triton.tuning import blocks, choose_splits
+from longdraft.kernels.triton.tuning import Choice, blocks, choose_splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LARGE = [Choice(128, 128, 3, 8), Choice(256, 64, 4, 8)]
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +26,11 @@ def small_blocks():
     """Makes the test use the blocks of fp32."""
 
 
-def run(q, keys, values, lengths, masks, window=None, n_splits=None):
+def run(q, keys, values, lengths, masks, window=None, n_splits=None, choice=None):
     """(Output, log-sum-exp) of the kernel on its device, from and to tensors on the CPU."""
     bits, depth = pack_tree(masks, len(lengths), q.shape[1], lengths.device)
     tensors = [x.to(DEVICE) for x in (q, keys, values, lengths, bits, depth)]
-    out, lse = tree_attention(*tensors, masks is not None, window, n_splits)
+    out, lse = tree_attention(*tensors, masks is not None, window, n_splits, choice)
     return out.cpu(), lse.cpu()
 
 
@@ -116,14 +117,15 @@ def test_passes_of_all_widths(trees, n_rows):
         assert (out - reference(q, keys, values, lengths_B, masks, window)[0]).abs().max() < 2e-6
 
 
-def test_a_row_does_not_depend_on_the_depth_of_those_beside_it(trees):
+@pytest.mark.parametrize("choice", [None, *LARGE], ids=str)
+def test_a_row_does_not_depend_on_the_depth_of_those_beside_it(trees, choice):
     """Bit for bit: the order in which a row reads its keys depends on shapes and lengths alone."""
-    n_rows, length = 20, torch.tensor([300])
-    keys, values = trees.poisoned([300], n_rows, 320, 1, 16)
-    q, chain = trees.draw(1, n_rows, 2, 16, seed=7), torch.ones(n_rows, n_rows, dtype=torch.bool).tril()[None]
+    n_rows, length = 20, torch.tensor([600])
+    keys, values = trees.poisoned([600], n_rows, 620, 1, 16)
+    q, chain = trees.draw(1, n_rows, 8, 16, seed=7), torch.ones(n_rows, n_rows, dtype=torch.bool).tril()[None]
     flat = torch.eye(n_rows, dtype=torch.bool)[None]
-    for window in (None, 180):
-        deep, shallow = (run(q, keys, values, length, mask, window, 1) for mask in (chain, flat))
+    for window in (None, 400):
+        deep, shallow = (run(q, keys, values, length, mask, window, 1, choice) for mask in (chain, flat))
         assert all(torch.equal(a[:, 0], b[:, 0]) for a, b in zip(deep, shallow, strict=True))
 
 
@@ -150,6 +152,22 @@ def test_any_number_of_runs_gives_the_same(trees, window):
     for n_splits in (1, 7):
         out, _ = run(q, keys, values, lengths, masks, window, n_splits)
         assert (out - wanted).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("n_rows", [1, 16, 64, 128])
+@pytest.mark.parametrize("choice", LARGE, ids=str)
+def test_large_blocks(trees, choice, n_rows):
+    """Several blocks of 128 keys and a part of one, also under a window that leaves whole blocks between the keys that
+    only some rows read and the pass's own rows; runs of which some are empty; a cache that is shorter than a block."""
+    n_heads = 4 if n_rows < 64 else 2  # up to 256 queries of a key head
+    for length, is_tree, window, n_splits in (
+        (401, True, None, 4), (401, False, 270, 1), (512, True, 270, 1), (384, False, None, 1), (3, True, None, 2)
+    ):  # fmt: skip
+        keys, values = trees.poisoned([length], n_rows, length + n_rows, 1, 16)
+        q, lengths_B = trees.draw(1, n_rows, n_heads, 16, seed=7), torch.tensor([length])
+        masks = trees.random_tree(n_rows, 0)[None] | torch.eye(n_rows, dtype=torch.bool) if is_tree else None
+        out, _ = run(q, keys, values, lengths_B, masks, window, n_splits, choice)
+        assert (out - reference(q, keys, values, lengths_B, masks, window)[0]).abs().max() < 2e-6
 
 
 def test_a_row_that_may_read_nothing_is_zero(trees):
