@@ -119,12 +119,12 @@ def value_of(x: Any) -> Any:
     return x.value if isinstance(x, Pretended) else x
 
 
-def _taken(x: Any, mine: dict[int, "Pretended"], hosts: list[Tensor]) -> Any:
+def _taken(x: Any, mine: list[Tensor], hosts: list[Tensor]) -> Any:
     """The arguments of an operation with the values of the device's tensors in their places. `mine` gets these tensors,
-    by the identity of their values, and `hosts` all others."""
+    and `hosts` all others."""
     if isinstance(x, Tensor):
         if isinstance(x, Pretended):
-            mine[id(x.value)] = x
+            mine.append(x)
             return x.value
         hosts.append(x)
     elif isinstance(x, (list, tuple)):
@@ -355,7 +355,7 @@ class PretendedCuda:
 
     def operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An operation of PyTorch, as it comes to a device."""
-        name, mine, hosts = func.overloadpacket.__name__, dict[int, Pretended](), list[Tensor]()
+        name, mine, hosts = func.overloadpacket.__name__, list[Tensor](), list[Tensor]()
         values = [_taken(x, mine, hosts) for x in args]
         device, pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
         kwargs = {key: x for key, x in kwargs.items() if key not in ("device", "pin_memory")}
@@ -375,8 +375,7 @@ class PretendedCuda:
             self._watch_index(name, args)
         else:
             self._watch(name, args, kwargs, hosts)
-        # What was changed in its place is the same tensor as before.
-        return _map(lambda x: mine[id(x)] if id(x) in mine else Pretended(x), func(*values, **named))
+        return _map(Pretended, func(*values, **named))
 
     def _watch(self, name: str, args: tuple, kwargs: dict, hosts: list[Tensor]) -> None:
         if name in READS:
