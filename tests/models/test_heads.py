@@ -1,4 +1,4 @@
-"""TokenSwift's and Medusa's heads: their formulas, initialisation, loss, and the gradient along a chain."""
+"""TokenSwift's and Medusa's heads: their formulas, initialisation, and the gradient along a chain."""
 
 import pytest
 import torch
@@ -80,27 +80,15 @@ def test_zero_weights_are_the_targets_own_prediction():
         assert all(torch.equal(state, hidden) for state in heads(kind, std=0.0).states(hidden))
 
 
-def test_loss_is_each_heads_cross_entropy_and_gradient_flows_along_the_chain(kind):
-    """At token t head i proposes token t + 1 + i, in two pieces that lie end to end."""
-    draft = heads(kind)
-    generator = torch.Generator().manual_seed(2)
-    hidden_ND = torch.randn(18, D, generator=generator)
-    lm_head_VD = torch.randn(V, D, generator=generator)
+def test_gradients_reach_every_head_and_not_the_lm_head(kind):
+    draft, generator = heads(kind), torch.Generator().manual_seed(2)
+    hidden_ND, lm_head_VD = (torch.randn(rows, D, generator=generator) for rows in (18, V))
     tokens_N = torch.randint(V, (18,), generator=generator)
     parts = [ahead(tokens_N, torch.ones(18, dtype=torch.bool), [0, 7, 18], i + 1) for i in (1, 2, 3)]
-    out = draft((hidden_ND,), parts, lm_head_VD, True)
-    for i, state_ND in enumerate(written_out(draft, kind, hidden_ND), start=1):
-        rows = [*range(7 - 1 - i), *range(7, 18 - 1 - i)]
-        logits, labels = state_ND[rows] @ lm_head_VD.T, tokens_N[[row + 1 + i for row in rows]]
-        expected = F.cross_entropy(logits, labels, reduction="sum")
-        torch.testing.assert_close(out.sums[i - 1], expected, rtol=1e-5, atol=1e-5)
-        assert out.n_labels[i - 1] == len(rows)
-        ranks = (logits.argsort(-1, descending=True) == labels[:, None]).float().argmax(1)
-        assert out.top_k_counts[i - 1].tolist() == [(ranks == k).sum() for k in range(3)]
+    out = draft((hidden_ND,), parts, lm_head_VD, False)
     (out.sums.sum() if kind == "medusa" else out.sums[2]).backward()  # a chain's last loss alone reaches the first head
     assert all(float(layer.weight.grad.abs().sum()) > 0 for layer in draft.proj)
-    assert lm_head_VD.grad is None
-    assert draft((hidden_ND,), parts, lm_head_VD, False).top_k_counts.shape == (3, 0)
+    assert lm_head_VD.grad is None and out.top_k_counts.shape == (3, 0)
 
 
 @pytest.mark.parametrize(
