@@ -292,6 +292,7 @@ def train_command() -> Callable[..., tuple[int, str]]:
 
 # Runs by their number of ranks: precision and ZeRO stage, of TokenSwift's chain and of LongSpec.
 HEADS = {1: ["fp32-1", "fp32-3", "bf16-1", "bf16-3"], 2: ["fp32-1", "fp32-2", "fp32-3", "bf16-2", "bf16-3"]}
+WHOLE = ("fp32-1-1", "bf16-1-1", "fp32-2-1")
 BLOCKS = {1: ["fp32-1", "bf16-1"], 2: ["fp32-1", "fp32-3", "bf16-2"]}
 
 
@@ -299,17 +300,18 @@ BLOCKS = {1: ["fp32-1", "bf16-1"], 2: ["fp32-1", "fp32-3", "bf16-2"]}
 def runs(tmp_path_factory, start_ranks, long_folder, poisoned) -> Path:
     """A folder of finished runs, trained in as few processes as possible:
 
-    {fp32,bf16}-{ranks}-{stage} of HEADS: 20 steps of linear_chain; longspec-{fp32,bf16}-{ranks}-{stage} of BLOCKS: 8 of
-    LongSpec; silu_chain, medusa, longspec, longspec-anchored: 20 on one rank in fp32, for golden losses; acceptance,
-    mix: other losses, and acceptance-again gone on with from step 10;
-    offload-{stage}, micro-{rows}, longspec-micro-1: what should be {longspec-,}fp32-1-1 again;
+    {fp32,bf16}-{ranks}-{stage} of HEADS: linear_chain, 20 steps of WHOLE and 10 of the others; longspec-{fp32,bf16}-
+    {ranks}-{stage} of BLOCKS: 8 of LongSpec; silu_chain, medusa, longspec, longspec-anchored: 20 on one rank in fp32,
+    for golden losses; acceptance, mix: other losses, and acceptance-again gone on with from step 10;
+    offload-{stage}, micro-{rows}, longspec-micro-1: what should be {longspec-,}fp32-1-1 again, over 10 and 8 steps;
     poisoned: 3 steps of LongSpec under ZeRO-3;
     output.txt: what one rank printed.
     """
     folder = tmp_path_factory.mktemp("runs")
 
     def train(name: str, *overrides: str) -> dict:
-        return {"train": [f"train.run_dir={folder / name}", *overrides]}
+        half = name.startswith(("offload", "micro")) or (name.startswith(("fp32", "bf16")) and name not in WHOLE)
+        return {"train": [f"train.run_dir={folder / name}", *overrides]} | ({"until": 10} if half else {})
 
     started = []
     for n_ranks in (1, 2):
