@@ -42,13 +42,14 @@ WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "uniqu
 
 
 class Tape(TorchDispatchMode):
-    """Records every operation with its input tensors, its outputs, and which outputs have memory of their own."""
+    """Records every operation but views, with its input tensors and those of its outputs, by their places, that have
+    memory of their own, which is `owned`."""
 
     def __init__(self):
         super().__init__()
-        self.calls: list[tuple[Callable, tuple, dict, list[Tensor], list[bool]]] = []
+        self.calls: list[tuple[Callable, tuple, dict, list[tuple[int, Tensor]]]] = []
+        self.owned: dict[int, torch.UntypedStorage] = {}
         self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self.made: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -59,13 +60,14 @@ class Tape(TorchDispatchMode):
         if func._schema.is_mutable:
             for x in given:
                 storage = x.untyped_storage()
-                if storage.data_ptr() not in self.made:
+                if storage.data_ptr() not in self.owned:
                     self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
         out = func(*args, **kwargs)
         known, made = {x.untyped_storage().data_ptr() for x in given}, tensors(out)
-        fresh = [x.untyped_storage().data_ptr() not in known for x in made]
-        self.made |= {x.untyped_storage().data_ptr() for x in made} - known
-        self.calls.append((func, args, kwargs, made, fresh))
+        own = [(place, x) for place, x in enumerate(made) if x.untyped_storage().data_ptr() not in known]
+        self.owned |= {x.untyped_storage().data_ptr(): x.untyped_storage() for _, x in own}
+        if own or func._schema.is_mutable:
+            self.calls.append((func, args, kwargs, own))
         return out
 
     def undo(self) -> None:
@@ -74,25 +76,25 @@ class Tape(TorchDispatchMode):
             storage.copy_(before)
 
     def replay(self) -> None:
-        for func, args, kwargs, made, fresh in self.calls:
-            for still, new, copied in zip(made, tensors(func(*args, **kwargs)), fresh, strict=True):
-                if copied:
-                    still.copy_(new)
+        for func, args, kwargs, own in self.calls:
+            made = tensors(func(*args, **kwargs))
+            for place, still in own:
+                still.copy_(made[place])
         self.spoil()
 
     def spoil(self) -> None:
         """Overwrite what the operations made: afterwards that memory belongs to other recorded work."""
-        for *_, made, fresh in self.calls:
-            for x, own in zip(made, fresh, strict=True):
-                if own:
-                    x.untyped_storage().fill_(113)
+        for storage in self.owned.values():
+            storage.fill_(113)
 
 
 def tensors(x: Any) -> list[Tensor]:
     """All tensors in the arguments or results of an operation."""
-    if isinstance(x, list | tuple):
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, (list, tuple)):
         return [one for part in x for one in tensors(part)]
-    return tensors(list(x.values())) if isinstance(x, dict) else [x] if isinstance(x, Tensor) else []
+    return tensors(list(x.values())) if isinstance(x, dict) else []
 
 
 RECORDED: list[Tape] = []
