@@ -47,46 +47,50 @@ def _readable(b_low, b_high, ahead, count):
 
 
 @triton.jit
-def _add(
-    b_most, b_sum, b_out, b_q, b_low, b_high, b_depth, o_t, p_k, p_v, p_depth, k_s: tl.constexpr, v_s,
-    start, end, length, scale, window,
-    MASKED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+def _load(
+    p_rows, stride, start, end,
+    MASKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Update the maximum of the products (unscaled), the sum and the output with BLOCK_N more keys, from `start` on.
-
-    MASKED: False if all of these keys are committed and every row reads them.
-    """
+    """BLOCK_N rows of keys or values from `start` on. MASKED: those from `end` on are zero."""
     o_j, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    o_n = start + o_j
-    p_kn = p_k + tl.cast(start, tl.int64) * k_s + (o_j[:, None] * k_s + o_d[None, :])
-    p_vn = p_v + tl.cast(start, tl.int64) * v_s + (o_j[:, None] * v_s + o_d[None, :])
+    p_nd = p_rows + tl.cast(start, tl.int64) * stride + (o_j[:, None] * stride + o_d[None, :])
     if MASKED:
-        m_nd = (o_n < end)[:, None] & (o_d < WIDTH)[None, :]
-        b_k = tl.load(p_kn, mask=m_nd, other=0.0)
-        b_v = tl.load(p_vn, mask=m_nd, other=0.0)
+        b_nd = tl.load(p_nd, mask=(start + o_j < end)[:, None] & (o_d < WIDTH)[None, :], other=0.0)
     elif WIDTH < BLOCK_D:
-        b_k = tl.load(p_kn, mask=(o_d < WIDTH)[None, :], other=0.0)
-        b_v = tl.load(p_vn, mask=(o_d < WIDTH)[None, :], other=0.0)
+        b_nd = tl.load(p_nd, mask=(o_d < WIDTH)[None, :], other=0.0)
     else:
-        b_k, b_v = tl.load(p_kn), tl.load(p_vn)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    if MASKED:
-        o_own = o_n - length  # place among the pass's own rows, negative for committed ones
-        b_place = o_own
-        if TREE:
-            tl.static_assert(BLOCK_N <= 64, "the bits of a word")
-            b_word = _readable(b_low, b_high, start - length, end - start)
-            b_half = tl.where((o_j < 32)[None, :], b_word.to(tl.int32)[:, None], (b_word >> 32).to(tl.int32)[:, None])
-            m_open = (b_half & (1 << (o_j & 31))[None, :]) != 0
-            if WINDOW:
-                b_own = tl.load(p_depth + o_own, mask=(o_own >= 0) & (o_n < end), other=0)
-                b_place = tl.where(o_own < 0, o_own, b_own)
-        else:
-            m_open = o_own[None, :] <= tl.minimum(o_t, end - 1 - length)[:, None]
+        b_nd = tl.load(p_nd)
+    return b_nd
+
+
+@triton.jit
+def _masked(
+    b_s, b_low, b_high, b_depth, o_t, p_depth, start, end, length, window,
+    TREE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Products with BLOCK_N keys from `start` on, -inf where a row does not read them."""
+    o_j = tl.arange(0, BLOCK_N)
+    o_n = start + o_j
+    o_own = o_n - length  # place among the pass's own rows, negative for committed ones
+    b_place = o_own
+    if TREE:
+        tl.static_assert(BLOCK_N <= 64, "the bits of a word")
+        b_word = _readable(b_low, b_high, start - length, end - start)
+        b_half = tl.where((o_j < 32)[None, :], b_word.to(tl.int32)[:, None], (b_word >> 32).to(tl.int32)[:, None])
+        m_open = (b_half & (1 << (o_j & 31))[None, :]) != 0
         if WINDOW:
-            m_open = m_open & (b_place[None, :] > b_depth[:, None] - window)
-        b_s = tl.where(m_open, b_s, float("-inf"))
+            b_own = tl.load(p_depth + o_own, mask=(o_own >= 0) & (o_n < end), other=0)
+            b_place = tl.where(o_own < 0, o_own, b_own)
+    else:
+        m_open = o_own[None, :] <= tl.minimum(o_t, end - 1 - length)[:, None]
+    if WINDOW:
+        m_open = m_open & (b_place[None, :] > b_depth[:, None] - window)
+    return tl.where(m_open, b_s, float("-inf"))
+
+
+@triton.jit
+def _add(b_most, b_sum, b_out, b_s, b_v, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """Update the maximum of the products (unscaled), the sum and the output with a block of products and values."""
     b_next = tl.maximum(b_most, tl.max(b_s, 1))
     b_base = b_next * scale
     if MASKED:
@@ -105,8 +109,12 @@ def _runs(
     n_rows, n_own, group, n_kv, n_splits, window,
     TREE: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of one key head's queries (rows x group) over one run of keys."""
+    """Attention of a block of one key head's queries (rows x group) over one run of keys.
+
+    AHEAD: whether the products with a block's keys begin before the sum over the block before it.
+    """
     i_m, i_split, i_bk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_k = (i_bk // n_kv).to(tl.int64), i_bk % n_kv
     n_m = n_rows * group
@@ -148,18 +156,32 @@ def _runs(
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for part in tl.static_range(2):  # the one numbered LEAST has no masks
-        if part == LEAST:
-            low, high = full, tail
+        if part != LEAST:
+            for i in range(0, tl.maximum(end - begin - (tail - full), LEAST), MASKED_N):
+                start = begin + i + tl.where(begin + i < full, 0, tail - full)
+                b_k = _load(p_k0, k_s, start, end, True, WIDTH, MASKED_N, BLOCK_D)
+                b_v = _load(p_v0, v_s, start, end, True, WIDTH, MASKED_N, BLOCK_D)
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+                b_s = _masked(
+                    b_s, b_low, b_high, b_depth, o_t, p_depths, start, end, length, window, TREE, WINDOW, MASKED_N
+                )
+                b_most, b_sum, b_out = _add(b_most, b_sum, b_out, b_s, b_v, scale, True, PRECISION)
+        elif AHEAD:
+            b_k = _load(p_k0, k_s, full, tail, True, WIDTH, BLOCK_N, BLOCK_D)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            for start in range(full, tail, BLOCK_N):
+                b_v = _load(p_v0, v_s, start, tail, False, WIDTH, BLOCK_N, BLOCK_D)
+                after = tl.minimum(start, tail - 2 * BLOCK_N) + BLOCK_N  # the last block once more, for nothing
+                b_k = _load(p_k0, k_s, after, tail, False, WIDTH, BLOCK_N, BLOCK_D)
+                b_after = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+                b_most, b_sum, b_out = _add(b_most, b_sum, b_out, b_s, b_v, scale, False, PRECISION)
+                b_s = b_after
         else:
-            low, high = 0, tl.maximum(end - begin - (tail - full), LEAST)
-        for i in range(low, high, BLOCK_N if part == LEAST else MASKED_N):
-            start = i if part == LEAST else begin + i + tl.where(begin + i < full, 0, tail - full)
-            b_most, b_sum, b_out = _add(
-                b_most, b_sum, b_out, b_q, b_low, b_high, b_depth, o_t, p_k0, p_v0, p_depths, k_s, v_s,
-                start, end, length, scale, window,
-                MASKED=part != LEAST, TREE=TREE, WINDOW=WINDOW, WIDTH=WIDTH,
-                BLOCK_N=BLOCK_N if part == LEAST else MASKED_N, BLOCK_D=BLOCK_D, PRECISION=PRECISION,
-            )  # fmt: skip
+            for start in range(full, tail, BLOCK_N):
+                b_k = _load(p_k0, k_s, start, tail, False, WIDTH, BLOCK_N, BLOCK_D)
+                b_v = _load(p_v0, v_s, start, tail, False, WIDTH, BLOCK_N, BLOCK_D)
+                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+                b_most, b_sum, b_out = _add(b_most, b_sum, b_out, b_s, b_v, scale, False, PRECISION)
 
     b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
     b_lse = tl.where(b_sum == 0.0, float("-inf"), b_most * scale + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum)))
@@ -251,7 +273,7 @@ def _attend(
     rows: int = n_rows * group
     shape = tuning.shape_of(q_BTHd.dtype, n_slots, n_rows, n_heads, n_kv, width, capacity, window)
     choice = choice or tuning.chosen(q_BTHd.device, shape) or tuning.table(shape, n_rows, fast_memory)
-    block_m, block_n, n_stages, n_warps, per_processor = tuning.fitted(choice, rows)
+    block_m, block_n, n_stages, n_warps, per_processor, ahead = tuning.fitted(choice, rows)
     block_d = tuning.at_least_16(width)
     n_blocks = -(-rows // block_m)
     if n_splits is None:
@@ -268,7 +290,7 @@ def _attend(
         n_rows, n_rows if own else 0, group, n_kv, n_splits, NO_WINDOW if window is None else window,
         TREE=is_tree, WINDOW=window is not None, WIDTH=width,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        PRECISION="ieee" if q_BTHd.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if q_BTHd.dtype == torch.float32 else "tf32", AHEAD=ahead == 1,
         num_warps=n_warps, num_stages=n_stages,
     )  # fmt: skip
     block_p = 1 << (n_splits - 1).bit_length()

@@ -30,20 +30,22 @@ CALLS, COLD = 11, 2**28  # of a measurement; bytes written before each call, mor
 
 
 class Choice(NamedTuple):
-    """Queries and keys of a block, stages of the loads, warps of a program, and for how many programs a processor the
-    keys are cut into runs; 0 cuts them as the table does."""
+    """Queries and keys of a block, stages of the loads, warps of a program, for how many programs a processor the keys
+    are cut into runs (0 cuts them as the table does), and whether products begin a block ahead (1) or not (0)."""
 
     queries: int
     keys: int
     stages: int
     warps: int
     programs: int = 0
+    ahead: int = 0
 
 
 # On sm_90 two stages fetch the next keys only after the last product of a block has begun, so larger tiles have more.
 TILES = (
     Choice(64, 64, 2, 4), Choice(64, 64, 3, 4), Choice(64, 64, 4, 4), Choice(64, 32, 4, 4),
-    Choice(128, 64, 2, 8), Choice(128, 64, 3, 8), Choice(128, 32, 4, 8), Choice(128, 128, 3, 8), Choice(256, 64, 4, 8),
+    Choice(128, 64, 2, 8), Choice(128, 64, 3, 8), Choice(128, 32, 4, 8), Choice(128, 64, 3, 8, ahead=1),
+    Choice(128, 128, 3, 8), Choice(256, 64, 4, 8),
 )  # fmt: skip
 PROGRAMS = 1, 2, 4
 
@@ -123,9 +125,11 @@ def choose_splits(n_programs: int, capacity: int, n_processors: int, block_n: in
 
 
 def fitted(choice: Choice, rows: int) -> Choice:
-    """The choice with no larger block of queries than there are, and four warps for one of fewer than 128."""
+    """The choice with no larger block of queries than there are, four warps for one of fewer than 128, and no product
+    ahead for one of fewer than 64, whose products do not run in the background."""
     block_m = min(choice.queries, at_least_16(rows))
-    return choice._replace(queries=block_m, warps=choice.warps if block_m >= 128 else 4)
+    warps, ahead = choice.warps if block_m >= 128 else 4, choice.ahead if block_m >= 64 else 0
+    return choice._replace(queries=block_m, warps=warps, ahead=ahead)
 
 
 def variants(shape: Shape, fast_memory: int) -> list[Choice]:
@@ -135,7 +139,7 @@ def variants(shape: Shape, fast_memory: int) -> list[Choice]:
     return [
         tile._replace(programs=programs)
         for tile in tiles
-        if (tile.queries + 2 * tile.stages * tile.keys) * block_d * itemsize <= fast_memory
+        if (tile.queries + (2 * tile.stages + tile.ahead) * tile.keys) * block_d * itemsize <= fast_memory
         for programs in PROGRAMS
     ]
 

@@ -11,7 +11,7 @@ from longdraft.kernels.triton.tree_attention import cross_attention, tree_attent
 from longdraft.kernels.triton.tuning import Choice, blocks, choose_splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LARGE = [Choice(128, 128, 3, 8), Choice(256, 64, 4, 8)]
+LARGE = [Choice(128, 128, 3, 8), Choice(256, 64, 4, 8), Choice(128, 64, 3, 8, ahead=1)]
 
 
 @pytest.fixture(autouse=True)

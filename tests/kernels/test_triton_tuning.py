@@ -21,7 +21,7 @@ H100, RTX = 227 << 10, 99 << 10
 SHAPE = tuning.shape_of(torch.float16, 1, 9, 8, 2, 64, 8192, None)
 SLOW, FAST = 2.0, 1.0
 # The interpreter knows neither stages nor warps.
-UNLIKE = TILES if DEVICE.type == "cuda" else {tile[:2]: tile for tile in TILES}.values()
+UNLIKE = TILES if DEVICE.type == "cuda" else {(*tile[:2], tile.ahead): tile for tile in TILES}.values()
 
 
 @pytest.fixture(autouse=True)
@@ -83,17 +83,17 @@ def test_variants_fit_the_device_and_are_few(width, fast_memory):
         shape = tuning.shape_of(torch.bfloat16, 1, n_rows, 32, 8, width, 1 << 16, None)
         found = variants(shape, fast_memory)
         tiles = {choice._replace(programs=0) for choice in found}
-        assert len(found) == len(set(found)) == len(PROGRAMS) * len(tiles) and 2 <= len(tiles) <= 9
+        assert len(found) == len(set(found)) == len(PROGRAMS) * len(tiles) and 2 <= len(tiles) <= 10
         for tile in tiles:
-            assert (tile.queries + 2 * tile.stages * tile.keys) * width * 2 <= fast_memory
+            assert (tile.queries + (2 * tile.stages + tile.ahead) * tile.keys) * width * 2 <= fast_memory
             assert tile.queries <= max(16, 4 * n_rows) and (tile.warps == 4 or tile.queries >= 128)
 
 
 def test_a_narrow_pass_has_small_blocks_of_queries():
-    assert fitted(Choice(128, 64, 3, 8, 2), 512) == (128, 64, 3, 8, 2)
-    assert fitted(Choice(256, 64, 4, 8, 2), 65) == (128, 64, 4, 8, 2)
-    assert fitted(Choice(128, 64, 3, 8, 2), 33) == (64, 64, 3, 4, 2)
-    assert fitted(Choice(64, 64, 3, 4, 2), 1) == (16, 64, 3, 4, 2)
+    assert fitted(Choice(128, 64, 3, 8, 2), 512) == (128, 64, 3, 8, 2, 0)
+    assert fitted(Choice(256, 64, 4, 8, 2), 65) == (128, 64, 4, 8, 2, 0)
+    assert fitted(Choice(128, 64, 3, 8, 2, 1), 33) == (64, 64, 3, 4, 2, 1)
+    assert fitted(Choice(64, 64, 3, 4, 2, 1), 32) == (32, 64, 3, 4, 2, 0)
 
 
 def test_the_fastest_is_chosen_and_what_fails_or_is_wrong_is_dropped():
