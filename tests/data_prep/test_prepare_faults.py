@@ -17,8 +17,6 @@ from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.recipe import PrepareConfig, changed, same_way
 from longdraft.data_prep.shards import ShardSet
 
-COMMAND = [sys.executable, "-m", "longdraft.launch.cli", "prepare"]
-
 
 @pytest.fixture
 def config(tmp_path, make_corpus):
@@ -75,18 +73,33 @@ def test_a_file_that_the_system_does_not_give_is_named(config, tiny_tokenizer, m
         prepare(config, tiny_tokenizer, "hash")
 
 
-def test_ctrl_c_is_130_at_once_and_takes_the_workers_along(tmp_path):
-    """With a real tokenizer, and rows so large that a shard takes much longer than that."""
+# The command with a `Light` tokenizer.
+SCRIPT = """
+import sys
+from types import SimpleNamespace
+if __name__ == "__main__":
+    sys.modules["longdraft.models.hf"] = SimpleNamespace(load_tokenizer=Light)
+    sys.modules["longdraft.models.fingerprint"] = SimpleNamespace(tokenizer_hash=lambda tokenizer: "hash")
+    from longdraft.launch import cli
+    sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_is_130_at_once_and_takes_the_workers_along(light, tiny_tokenizer, tmp_path):
+    """With rows so large that a shard takes much longer than that."""
+    (tmp_path / "script.py").write_text(light + SCRIPT)
+    tiny_tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     line = json.dumps({"text": " ".join(f"word{i} and {i * i}" for i in range(100_000))}) + "\n"
     (tmp_path / "a.jsonl").write_text(line * 8)
     out = tmp_path / "out"
-    arguments = ["--source", tmp_path / "a.jsonl", "--target", "smollm2-135m", "--seq-len", "4096", "--out", out]
-    command = [*COMMAND, *map(str, arguments), "--workers", "2"]
+    options = {"--source": "a.jsonl", "--target": "tokenizer.json", "--out": "out"}
+    command = [sys.executable, str(tmp_path / "script.py"), "prepare", "--seq-len", "4096", "--workers", "2"]
+    command += [word for option, name in options.items() for word in (option, str(tmp_path / name))]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     parent = psutil.Process(process.pid)
-    while not (out / "train").exists() and process.poll() is None:
+    while not any((out / "progress").glob("heldout-*.json")) and process.poll() is None:
         time.sleep(0.01)
-    # Both workers are at work, or about to be.
+    # The held-out shard is done, which is empty. Both workers are at one of the others, or about to be.
     while process.poll() is None and sum("spawn_main" in " ".join(c.cmdline()) for c in parent.children()) < 2:
         time.sleep(0.01)
     children = parent.children(recursive=True)
