@@ -38,7 +38,7 @@ def test_sigterm_ends_it_when_its_answers_are_done(running, capfd, tiny):
     process, client = running
     (model,) = client.models.list()
     stream = client.chat.completions.create(
-        model=model.id, messages=CHAT, max_tokens=1000, seed=5, stream=True, extra_body={"ignore_eos": True}
+        model=model.id, messages=CHAT, max_tokens=500, seed=5, stream=True, extra_body={"ignore_eos": True}
     )
     text = next(stream).choices[0].delta.content
     process.send_signal(signal.SIGTERM)
@@ -52,7 +52,7 @@ def test_sigterm_ends_it_when_its_answers_are_done(running, capfd, tiny):
     from longdraft.launch.generate import main
 
     options = ["--target", str(tiny), "--dtype", "fp32", "--device", "cpu", "--seed", "5", "--temperature", "1"]
-    given = ["--chat", "--prompt", CHAT[0]["content"], "--max-new-tokens", "1000", "--ignore-eos"]
+    given = ["--chat", "--prompt", CHAT[0]["content"], "--max-new-tokens", "500", "--ignore-eos"]
     assert main([*options, *given]) == 0
     assert capfd.readouterr().out.rstrip("\n") == (text + (last.choices[0].delta.content or "")).rstrip("\n")
 
