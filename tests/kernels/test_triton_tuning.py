@@ -77,7 +77,7 @@ def test_every_variant_gives_the_references_output(trees, tile, programs, window
 
 
 @pytest.mark.parametrize("width", [16, 64, 128])
-@pytest.mark.parametrize("fast_memory", [H100, RTX])
+@pytest.mark.parametrize("fast_memory", [H100, 140 << 10, RTX])
 def test_variants_fit_the_device_and_are_few(width, fast_memory):
     for n_rows in (1, 16, 128):
         shape = tuning.shape_of(torch.bfloat16, 1, n_rows, 32, 8, width, 1 << 16, None)
