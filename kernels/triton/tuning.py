@@ -104,9 +104,13 @@ def at_least_16(count: int) -> int:
 
 def table(shape: Shape, n_rows: int, fast_memory: int) -> Choice:
     """The choice for a pass of `n_rows` rows where nothing was measured; see `blocks`."""
-    rows = n_rows * shape.n_heads // shape.n_kv_heads
-    block_m, block_n = blocks(rows, shape.width, shape.dtype.itemsize, fast_memory)
-    return Choice(block_m, block_n, 2, 8 if block_m * max(at_least_16(shape.width), 128) >= 128 * 128 else 4)
+    rows, block_d, itemsize = n_rows * shape.n_heads // shape.n_kv_heads, at_least_16(shape.width), shape.dtype.itemsize
+    block_m, block_n = blocks(rows, shape.width, itemsize, fast_memory)
+    # With two stages an H100 fetches nothing before it is needed: the copies wait for a block's last product.
+    fits_3 = (block_m + 6 * block_n) * block_d * itemsize <= fast_memory
+    return Choice(
+        block_m, block_n, 3 if itemsize == 2 and fits_3 else 2, 8 if block_m * max(block_d, 128) >= 128 * 128 else 4
+    )
 
 
 def choose_splits(n_programs: int, capacity: int, n_processors: int, block_n: int, per_processor: int = 0) -> int:
