@@ -6,7 +6,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from longdraft.data_prep import chat
 from longdraft.data_prep.chat import ChatEncoder
+from longdraft.data_prep.chat_template import ChatTokenizer
 from longdraft.data_prep.documents import Conversation, Unusable
 
 CHATML_TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
@@ -30,6 +32,14 @@ LLAMA2 = (
 )
 HELLO = [("user", "What is a ship?"), ("assistant", "A boat, but large.")]
 TWO_TURNS = [*HELLO, ("user", "And a boat?"), ("assistant", "A ship, but small. 🙂")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_tokenizer():
+    """What templates do not change is made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "ChatTokenizer", cache(ChatTokenizer))
+        yield
 
 
 @cache
