@@ -18,6 +18,7 @@ from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tables import table_rows
 from longdraft.launch import prepare as prepare_command
 from longdraft.launch.prepare import main
+from longdraft.models import hf
 from longdraft.train.config_file import read_yaml
 
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "data"
@@ -34,6 +35,13 @@ def jsonl_zst(path, records):
     path.parent.mkdir(parents=True, exist_ok=True)
     with pa.CompressedOutputStream(str(path), "zstd") as stream:
         stream.write("".join(json.dumps(record) + "\n" for record in records).encode())
+
+
+@pytest.fixture(autouse=True)
+def loaded(smollm2, monkeypatch):
+    """SmolLM2's tokenizer is loaded once for all calls."""
+    load = hf.load_tokenizer
+    monkeypatch.setattr(hf, "load_tokenizer", lambda name: smollm2 if name == "smollm2-135m" else load(name))
 
 
 @pytest.fixture
