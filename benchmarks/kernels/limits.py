@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for GPUs that are not present, and reads shared memory, registers and stack of each.
 
-`python benchmarks/kernels/limits.py` takes some minutes. It prints a line per kernel, then one JSON array as the last
-line; the exit status is 1 if a limit is exceeded. Needs Triton's own tools and no GPU.
+`python benchmarks/kernels/limits.py` takes some minutes on all processors. It prints a line per kernel, then one JSON
+array as the last line; the exit status is 1 if a limit is exceeded. Needs Triton's own tools and no GPU.
 """
 
 import json
@@ -10,9 +10,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from itertools import product
+from itertools import islice, product, repeat
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -128,10 +130,10 @@ class Absent:
         return 0
 
 
-def compile_all() -> Iterator[dict[str, Any]]:
+def compile_all(part: int = 0, parts: int = 1) -> Iterator[dict[str, Any]]:
     """Call the public functions, which then compile the kernels that they would launch, and yield for each kernel its
     variant, name, warps, bytes of shared memory per program, registers and bytes of stack per thread, and how many of
-    sm_90's products (HGMMA) and waits for them its code has."""
+    sm_90's products (HGMMA) and waits for them its code has. Of every `parts` variants one is compiled."""
     import triton
     from triton.runtime import driver
 
@@ -146,7 +148,7 @@ def compile_all() -> Iterator[dict[str, Any]]:
         made.append((function.__name__, run(function, *args, grid=grid, warmup=True, **options)))
 
     function.run = compile_only
-    for variant in variants():
+    for variant in islice(variants(), part, None, parts):
         Absent.arch = variant.arch
         call(variant, import_module(f"longdraft.kernels.triton.{variant.file}"))
         for name, kernel in made:
@@ -181,11 +183,18 @@ def exceeds(usage: dict[str, Any]) -> bool:
     return usage["shared_memory"] > SHARED_MEMORY[arch] or usage["stack"] > most_stack or serial
 
 
+def compiled_part(part: int, parts: int) -> list[dict[str, Any]]:
+    """All of `compile_all`, in a process of its own."""
+    return list(compile_all(part, parts))
+
+
 def main() -> int:
-    found = []
-    for usage in compile_all():
-        found.append(usage)
-        print("EXCEEDS" if exceeds(usage) else "", json.dumps(usage), flush=True)
+    found, parts = list[dict[str, Any]](), os.cpu_count() or 1
+    with ProcessPoolExecutor(parts, mp_context=get_context("spawn")) as pool:
+        for usages in pool.map(compiled_part, range(parts), repeat(parts)):
+            found += usages
+            for usage in usages:
+                print("EXCEEDS" if exceeds(usage) else "", json.dumps(usage), flush=True)
     print(json.dumps(found))
     return int(any(map(exceeds, found)))
 
