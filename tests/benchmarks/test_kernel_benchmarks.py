@@ -84,7 +84,7 @@ def test_on_a_gpu_the_tuned_choice_is_beside_the_tables(monkeypatch):
     found = attention.measure(bench, TINY, [40], [1, 9])
     shapes = [(4, 2, 16, [None], bench.dtype, bench.device, 40 + n + attention.SPARE, 1, [1, 9]) for n in (1, 9)]
     assert tuned == shapes
-    assert set(launched) == {None, kernels.Choice(16, 64, 2, 4), kernels.Choice(32, 64, 2, 4)}
+    assert set(launched) == {None, kernels.Choice(16, 64, 3, 4), kernels.Choice(32, 64, 3, 4)}
     for rows in (by_name(found[: len(found) // 2]), by_name(found[len(found) // 2 :])):
         assert "problem" not in rows[OURS] and "problem" not in rows[attention.BY_TABLE]
         assert rows[OURS]["choice"] == str(chosen) != rows[attention.BY_TABLE]["choice"]
