@@ -76,6 +76,16 @@ def opened(config_file, target):
     return make
 
 
+@pytest.mark.parametrize("name", ["tokenswift", "medusa", "longspec"])
+def test_first_weights_are_drawn_from_the_seed(config_file, target, name):
+    def weights(seed):
+        config = load_config(config_file, [*(METHODS[name] or ["draft.init_std=0.1"]), f"train.seed={seed}"])
+        draft = open_method(config.draft, config.data, config.train, target.model).draft
+        return torch.cat([weight.flatten() for weight in draft.parameters()])
+
+    assert torch.equal(weights(3), weights(3)) and not torch.equal(weights(3), weights(4))
+
+
 def loss_and_gradients(method, target, batch):
     """The summed losses by part, the labels of each and how many of them rank first to third, and the gradients."""
     teacher, micro_batch = Teacher(target.model), method.micro_batch(batch)
