@@ -191,8 +191,8 @@ class Engine:
 
 def check_exact(target: Target, max_nodes: int) -> None:
     """Raise ValueError if LONGDRAFT_EXACT=1 asks for plain decoding's bits where these are not to be had: in half
-    precision on a GPU, with more nodes in a tree than kernels take, of a target with experts or of transformers'
-    classes, or of any without the packages that it takes."""
+    precision on a GPU, with more nodes in a tree than kernels take, of transformers' classes, or of any target without
+    the packages that it takes."""
     weight = target.model.embed_tokens.weight
     exact = backend.exact_kernels("linear", weight) is not None
     if exact and max_nodes >= MOST_ROWS:
@@ -200,11 +200,10 @@ def check_exact(target: Target, max_nodes: int) -> None:
             f"nodes: a tree of {max_nodes} nodes, but with LONGDRAFT_EXACT=1 in {weight.dtype} at most "
             f"{MOST_ROWS - 1} are exact; give that number as nodes, or a smaller shape"
         )
-    if exact and (target.loader != "longdraft" or target.model.config.experts is not None):
-        what = "transformers' own classes" if target.loader != "longdraft" else "a mixture of experts"
+    if exact and target.loader != "longdraft":
         raise ValueError(
-            f"LONGDRAFT_EXACT=1: {target.name} is computed by {what}, which is not exact in {weight.dtype}; omit the "
-            "variable, or decode in fp32"
+            f"LONGDRAFT_EXACT=1: {target.name} is computed by transformers' own classes, which is not exact in "
+            f"{weight.dtype}; omit the variable, or decode in fp32"
         )
 
 

@@ -4,16 +4,18 @@ Shapes: B slots, T tokens, M = B * T, D hidden width, E experts, K of them per t
 X = 2 F.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longdraft.kernels.backend import is_host
+from longdraft.kernels.backend import exact_kernels, is_host
 from longdraft.kernels.cpu.rows import MOST_ATTENTION_ROWS
 from longdraft.kernels.gate import clamped_gate, clamped_gate_reference, gate, gate_reference
 from longdraft.kernels.linear import linear
+from longdraft.kernels.tree import MOST_ROWS
 
 # The second name is the one before PyTorch 2.10.
 _grouped_mm = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
@@ -41,9 +43,11 @@ def experts(x_BTD: Tensor, weights: ExpertWeights, n_chosen: int, normalised: bo
     Probabilities are the softmax of the router's product in fp32; of equal ones the lower index comes first. The sum is
     taken in fp32 in the order of the probabilities, and rounded once.
 
-    On a GPU the tokens of all experts go through two grouped products of PyTorch, and nothing is read on the host.
-    (Liger's fused experts wait for the host in every call, and know neither biases nor gates other than SwiGLU's.) On a
-    CPU each expert that has tokens is two calls of `linear`, whose result for a token does not depend on the others.
+    On a GPU the tokens of all experts go through two grouped products of PyTorch, and nothing is read on the host; with
+    LONGDRAFT_EXACT=1, in passes of up to 128 tokens in half precision, through those of triton/linear.py, whose result
+    for a token does not depend on the others. (Liger's fused experts wait for the host in every call, and know neither
+    biases nor gates other than SwiGLU's.) On a CPU each expert that has tokens is two calls of `linear`, whose result
+    for a token does not depend on the others.
 
     Args:
         x_BTD: hidden states in the weights' dtype.
@@ -52,7 +56,9 @@ def experts(x_BTD: Tensor, weights: ExpertWeights, n_chosen: int, normalised: bo
     """
     chosen_MK, shares_MK = choose_experts(x_BTD, weights, n_chosen, normalised)
     if not is_host(x_BTD.device):
-        return grouped(x_BTD.flatten(0, 1), chosen_MK, shares_MK, weights).view_as(x_BTD)
+        triton = exact_kernels("linear", x_BTD) if x_BTD.shape[1] <= MOST_ROWS else None
+        multiply = _grouped if triton is None else triton.grouped_linear
+        return grouped(x_BTD.flatten(0, 1), chosen_MK, shares_MK, weights, multiply).view_as(x_BTD)
     return _on_host(x_BTD, chosen_MK, shares_MK, weights).view_as(x_BTD)
 
 
@@ -68,22 +74,37 @@ def choose_experts(x_BTD: Tensor, weights: ExpertWeights, n_chosen: int, normali
     return chosen_MK, shares_MK / shares_MK.sum(-1, keepdim=True) if normalised else shares_MK
 
 
-def grouped(rows_MD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, weights: ExpertWeights) -> Tensor:
-    """[M, D] by two grouped products. Where PyTorch has no kernel for them, it loops over the experts, which waits for
-    the host (`waits_for_host`)."""
+def _grouped(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """PyTorch's grouped product. Where it has no kernel for it, it loops over the experts, which waits for the host
+    (`waits_for_host`)."""
+    return _grouped_mm(rows_NI, weight_EOI.mT, offs=ends_E)
+
+
+def grouped(
+    rows_MD: Tensor,
+    chosen_MK: Tensor,
+    shares_MK: Tensor,
+    weights: ExpertWeights,
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor] = _grouped,
+) -> Tensor:
+    """[M, D] by two grouped products.
+
+    multiply: the product [N, O] of rows [N, I], those of the first expert first, with their experts' weights
+    [E, O, I]; the third argument is int32 [E], where each expert's rows end.
+    """
     order_N = chosen_MK.flatten().sort(stable=True).indices
     expert_N = chosen_MK.flatten()[order_N]
     sizes_E = torch.zeros(len(weights.down_EDF), dtype=torch.int32, device=rows_MD.device)
     sizes_E.scatter_add_(0, chosen_MK.flatten(), torch.ones_like(chosen_MK, dtype=torch.int32).flatten())
     ends_E = sizes_E.cumsum(0, dtype=torch.int32)
     rows_ND = rows_MD[order_N // chosen_MK.shape[1]]
-    gate_up_NX = _grouped_mm(rows_ND, weights.gate_up_EXD.mT, offs=ends_E)
+    gate_up_NX = multiply(rows_ND, weights.gate_up_EXD, ends_E)
     del rows_ND  # N rows are as large as a layer's: none of these tensors lives longer than it is needed
     if weights.gate_up_bias_EX is not None:
         gate_up_NX += weights.gate_up_bias_EX[expert_N]
     gated_NF = _gate(gate_up_NX, weights)
     del gate_up_NX
-    sorted_ND = _grouped_mm(gated_NF, weights.down_EDF.mT, offs=ends_E)
+    sorted_ND = multiply(gated_NF, weights.down_EDF, ends_E)
     del gated_NF
     if weights.down_bias_ED is not None:
         sorted_ND += weights.down_bias_ED[expert_N]

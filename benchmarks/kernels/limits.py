@@ -72,7 +72,10 @@ def call(v: Variant, module: ModuleType) -> None:
         )
     elif v.file == "linear":
         vars(module)["_device"] = lambda _: (PROCESSORS, module.stages(SHARED_MEMORY[v.arch]))
-        module.linear(empty(v.rows, 4096), empty(4096, 4096), empty(4096))
+        if v.what == "experts":
+            module.grouped_linear(empty(v.rows, 4096), empty(128, 4096, 4096), empty(128, dtype=torch.int32))
+        else:
+            module.linear(empty(v.rows, 4096), empty(4096, 4096), empty(4096))
     elif v.file == "choice":
         module.gumbel_noise(one, nodes, VOCAB)
         module.choose(empty(1, v.rows, VOCAB), one, nodes, empty(1, dtype=torch.float32))
@@ -109,6 +112,8 @@ def variants() -> Iterator[Variant]:
         yield Variant("exact_attention", "tree, window", arch, width=width)
     for arch, rows in ((80, 128), (89, 128), (90, 1), (90, 17), (90, 128), (100, 128), (120, 128)):
         yield Variant("linear", arch=arch, rows=rows)
+    for arch in (80, 90, 120):
+        yield Variant("linear", "experts", arch)
     for file in ("choice", "rotate", "linear_cross_entropy"):
         yield Variant(file)
 

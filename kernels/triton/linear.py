@@ -4,7 +4,10 @@ A program multiplies BLOCK_N rows of the weight with up to 128 rows of x, so tha
 rows in tiles of 16, whatever their number: each tile is a product of the same shape, in the same instruction, over the
 same blocks of K in the same order. How K is split depends on the weight's shape and the device alone.
 
-Shapes: M rows, K inputs, N outputs, S splits of K. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
+With experts (`grouped_linear`) a program takes one tile of the rows of one expert, by the same instruction and splits.
+
+Shapes: M rows, K inputs, N outputs, S splits of K, E experts. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer,
+b_ block.
 """
 
 from functools import cache
@@ -20,16 +23,36 @@ BLOCK_N, BLOCK_K = 64, 128
 SUMMED = 1024  # outputs that a program of `_sum` adds up
 
 
+@triton.jit
+def _tile_of_expert(p_ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):
+    """The expert of this program's tile, EXPERTS if there are fewer tiles; its first row; the end of the expert's."""
+    i_tile, o_e = tl.program_id(2), tl.arange(0, PADDED)
+    ends = tl.load(p_ends + o_e, mask=o_e < EXPERTS, other=0)
+    begins = tl.load(p_ends + o_e - 1, mask=(o_e > 0) & (o_e < EXPERTS), other=0)
+    tiles = tl.where(o_e < EXPERTS, (ends - begins + TILE - 1) // TILE, 0)
+    after = tl.cumsum(tiles, 0)
+    i_expert = tl.sum(((after <= i_tile) & (o_e < EXPERTS)).to(tl.int32))
+    mine = o_e == i_expert
+    first = tl.sum(tl.where(mine, begins + (i_tile - after + tiles) * TILE, 0))
+    return i_expert, first, tl.sum(tl.where(mine, ends, 0))
+
+
 # Do not specialize on what changes from pass to pass: each special value would be another compilation.
 @triton.jit(do_not_specialize=["n_rows"])
 def _products(
-    p_x, p_w, p_bias, p_sums, n_rows, n_outputs, n_inputs, x_m, w_n, inputs_of_split,
-    WHOLE: tl.constexpr, BIAS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    p_x, p_w, p_bias, p_sums, p_ends, n_rows, n_outputs, n_inputs, x_m, w_n, w_e, inputs_of_split,
+    WHOLE: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILES: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One split's products of BLOCK_N outputs with TILES * TILE rows, into fp32 [S, M, N]; or, if they are WHOLE, into
-    the result [M, N]."""
-    i_n, i_split, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * (TILES * TILE)
+    the result [M, N]. EXPERTS: how many weights there are, whose rows of x end at `p_ends`; 0 is one weight."""
+    i_n, i_split, first, end = tl.program_id(0), tl.program_id(1), tl.program_id(2) * (TILES * TILE), n_rows
+    if EXPERTS:
+        tile = _tile_of_expert(p_ends, EXPERTS, PADDED, TILE)
+        i_expert, first, end = tile  # pyright: ignore[reportGeneralTypeIssues]
+        if i_expert == EXPERTS:
+            return
+        p_w += i_expert.to(tl.int64) * w_e
     o_n, o_k, o_m = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), first + tl.arange(0, TILE)
     m_n = o_n < n_outputs
     p_wn = p_w + o_n.to(tl.int64)[:, None] * w_n
@@ -43,7 +66,7 @@ def _products(
         added = ()
         for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
             o_row = i * TILE + o_m
-            m_x = m_k[:, None] & (o_row < n_rows)[None, :]
+            m_x = m_k[:, None] & (o_row < end)[None, :]
             b_x = tl.load(p_x + o_row.to(tl.int64)[None, :] * x_m + (k + o_k)[:, None], mask=m_x, other=0.0)
             added += (tl.dot(b_w, b_x, sums[i]),)
         sums = added
@@ -53,7 +76,7 @@ def _products(
         b_out = sums[i]
         if WHOLE and BIAS:
             b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
-        tl.store(p_out, tl.cast(b_out, p_sums.dtype.element_ty), mask=m_n[:, None] & (o_row < n_rows)[None, :])
+        tl.store(p_out, tl.cast(b_out, p_sums.dtype.element_ty), mask=m_n[:, None] & (o_row < end)[None, :])
 
 
 @triton.jit(do_not_specialize=["n_numbers", "n_splits"])
@@ -76,8 +99,23 @@ def linear(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Ten
         x_MI: bf16 or fp16; the numbers of a row lie together, as do those of the weight's rows.
         weight_NI, bias_N: in x's dtype.
     """
-    (n_rows, n_inputs), n_outputs = x_MI.shape, len(weight_NI)
-    assert x_MI.stride(1) == weight_NI.stride(1) == 1, "the numbers of a row must lie together"
+    return _linear(x_MI, weight_NI[None], bias_N, None)
+
+
+def grouped_linear(x_MI: Tensor, weight_ENI: Tensor, ends_E: Tensor) -> Tensor:
+    """[M, N] in x's dtype: each row times its expert's weight, as `linear`. Nothing is read on the host.
+
+    Args:
+        x_MI: bf16 or fp16, the rows of the first expert first.
+        weight_ENI: in x's dtype.
+        ends_E: int32, where each expert's rows end.
+    """
+    return _linear(x_MI, weight_ENI, None, ends_E)
+
+
+def _linear(x_MI: Tensor, weight_ENI: Tensor, bias_N: Tensor | None, ends_E: Tensor | None) -> Tensor:
+    (n_rows, n_inputs), n_outputs = x_MI.shape, weight_ENI.shape[1]
+    assert x_MI.stride(1) == weight_ENI.stride(2) == 1, "the numbers of a row must lie together"
     out_MN = torch.empty((n_rows, n_outputs), dtype=x_MI.dtype, device=x_MI.device)
     if n_rows == 0:
         return out_MN
@@ -88,13 +126,18 @@ def linear(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Ten
     if n_splits > 1:
         sums_SMN = torch.empty((n_splits, n_rows, n_outputs), dtype=torch.float32, device=x_MI.device)
     bias, has_bias = (out_MN, False) if bias_N is None else (bias_N, True)
-    tiles = min(MOST_TILES, triton.next_power_of_2(-(-n_rows // TILE)))
-    products: Any = _products[(-(-n_outputs // BLOCK_N), n_splits, -(-n_rows // (tiles * TILE)))]
+    if ends_E is None:
+        ends, n_experts, tiles = out_MN, 0, min(MOST_TILES, triton.next_power_of_2(-(-n_rows // TILE)))
+        n_programs = -(-n_rows // (tiles * TILE))
+    else:  # at most one tile of each expert is not full
+        ends, n_experts, tiles = ends_E, len(ends_E), 1
+        n_programs = min(n_rows, n_experts) + n_rows // TILE
+    products: Any = _products[(-(-n_outputs // BLOCK_N), n_splits, n_programs)]
     products(
-        x_MI, weight_NI, bias, sums_SMN,
-        n_rows, n_outputs, n_inputs, x_MI.stride(0), weight_NI.stride(0), inputs_of_split,
-        WHOLE=n_splits == 1, BIAS=has_bias, TILES=tiles, TILE=TILE, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        num_warps=4, num_stages=n_stages,
+        x_MI, weight_ENI, bias, sums_SMN, ends,
+        n_rows, n_outputs, n_inputs, x_MI.stride(0), weight_ENI.stride(1), weight_ENI.stride(0), inputs_of_split,
+        WHOLE=n_splits == 1, BIAS=has_bias, EXPERTS=n_experts, PADDED=triton.next_power_of_2(max(1, n_experts)),
+        TILES=tiles, TILE=TILE, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, num_stages=n_stages,
     )  # fmt: skip
     if n_splits == 1:
         return out_MN

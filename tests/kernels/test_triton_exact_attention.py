@@ -13,6 +13,7 @@ from longdraft.kernels import backend
 from longdraft.kernels.tree import PassPlan
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 from longdraft.kernels.triton import exact_attention as module
+from longdraft.models.decoder_config import ExpertsConfig
 from longdraft.models.footprint import estimate_memory
 from longdraft.models.passes import Pass
 
@@ -75,6 +76,7 @@ def exact_on_any_device(monkeypatch) -> None:
     if not ON_GPU:
         kernels = lambda name, _: import_module(f"longdraft.kernels.triton.{name}") if name in EXACT else None  # noqa: E731
         monkeypatch.setattr(backend, "triton_kernels", kernels)
+        monkeypatch.setattr("longdraft.kernels.experts.is_host", lambda _: False)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +115,12 @@ def test_the_partial_results_are_in_the_estimate_of_memory(
 
 
 @torch.no_grad()
-def test_a_models_logits_have_plain_decodings_bits(monkeypatch, exact_on_any_device, shared, tiny_target):
+@pytest.mark.parametrize("fields", [{}, {"experts": ExpertsConfig(4, 2, 24, True)}], ids=["dense", "experts"])
+def test_a_models_logits_have_plain_decodings_bits(monkeypatch, exact_on_any_device, shared, tiny_target, fields):
     """Through linear layers, attention and LM head: 8 rows of a chain and of a tree, and each path token by token."""
     monkeypatch.setattr("longdraft.kernels.tree.pack_tree", None)  # nobody reads the bits of ancestors
-    model = tiny_target(vocab_size=61, n_layers=1, dtype=DTYPE).model.to(DEVICE)
+    monkeypatch.setattr("longdraft.kernels.experts._grouped_mm", None)  # nor is PyTorch's product used
+    model = tiny_target(vocab_size=61, n_layers=1, dtype=DTYPE, **fields).model.to(DEVICE)
     mask = shared("kernels/test_tree_attention.py").random_tree(9, 3)[:8, :8]
     tokens = torch.randint(61, (1, 26), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 

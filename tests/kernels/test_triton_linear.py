@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longdraft.kernels.triton.linear import BLOCK_K, BLOCK_N, linear, split_inputs, stages
+from longdraft.kernels.triton.linear import BLOCK_K, BLOCK_N, grouped_linear, linear, split_inputs, stages
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -31,6 +31,15 @@ def test_rows_have_the_same_bits_whatever_lies_beside_them(n_outputs, n_inputs, 
         narrow = linear(others[first:].to(DEVICE), *on_device).cpu()
         assert torch.equal(wide[first:], out[first:]) and torch.equal(narrow, out[first:])
     assert linear(x[:0].to(DEVICE), *on_device).shape == (0, n_outputs)
+
+
+@pytest.mark.parametrize("n_outputs, n_inputs", [(1, 1), (64, 1024), (136, 300)])
+@pytest.mark.parametrize("sizes", [(0, 49, 1, 0, 16, 2), (1,), (0, 0, 3)])
+def test_a_row_of_an_expert_has_the_bits_of_that_expert_alone(sizes, n_outputs, n_inputs):
+    x, weight = draw(sum(sizes), n_inputs).to(DEVICE), draw(len(sizes), n_outputs, n_inputs).to(DEVICE)
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0, dtype=torch.int32)
+    want = [linear(rows, one) for rows, one in zip(x.split(sizes), weight, strict=True)]
+    assert torch.equal(grouped_linear(x, weight, ends), torch.cat(want))
 
 
 def test_splits_fill_the_processors_and_cover_all_inputs():
