@@ -178,6 +178,10 @@ def cuda_graphs(device: torch.device) -> Graphs:
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 outputs = _captured(graph, pool, work)
         except Exception as error:
+            # PyTorch's allocator goes on recording to the pool of a recording that failed, and refuses another there.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+            pool = torch.cuda.graph_pool_handle()
             raise RuntimeError(f"a step could not be recorded ({error}); Engine(graphs=False) does without") from error
         finally:
             if collects:

@@ -61,8 +61,12 @@ def random_target(shape: str, device: torch.device, dtype: torch.dtype) -> Targe
     return Target(decoder, None, f"random {shape}", hf_config, {"config": "random", "tokenizer": "none"}, ())
 
 
-def build(name: str, target: Target) -> Drafter:
-    """A drafter with a random draft, if it has one, that is right as often as TOKENS_A_STEP says."""
+def build(name: str, target: Target, plain: Engine) -> Drafter:
+    """A drafter with a random draft, if it has one, that is right as often as TOKENS_A_STEP says.
+
+    plain: decodes plainly where a draft's pass turns a near-tie. With random weights there are many of them, and it has
+    kept the prompts, which take seconds to read.
+    """
     config, weight = target.model.config, target.model.embed_tokens.weight
     with on_device(weight.device):
         if name == "oracle":
@@ -75,22 +79,22 @@ def build(name: str, target: Target) -> Drafter:
             inner = build_drafter(name, target, heads.to(weight).requires_grad_(False).eval())
         else:
             inner = build_drafter(name, target)
-        return Forced(inner, target, at_tokens_per_step(TOKENS_A_STEP[name], inner.max_depth))
+        return Forced(inner, target, at_tokens_per_step(TOKENS_A_STEP[name], inner.max_depth), plain=plain)
 
 
 def measure(
-    name: str, target: Target, prompts: list[list[int]], params: SamplingParams, texts: list[list[int]]
+    engine: Engine, lines: list[str], prompts: list[list[int]], params: SamplingParams, texts: list[list[int]]
 ) -> dict:
-    """The figures of one drafter, all of whose nodes are verified, over prompts of one length.
+    """The figures of one engine over prompts of one length.
 
-    texts: plain decoding's answers, which forced acceptance follows; empty for plain decoding, which puts them there.
+    Args:
+        lines: where the engine's log goes.
+        texts: plain decoding's answers, which forced acceptance follows; empty for plain decoding, which puts them
+            there.
     """
     gc.collect()  # the engine before, whose recorded work refers to itself
-    lines, firsts, device = list[str](), dict[int, float](), target.model.embed_tokens.weight.device
-    drafter = "plain" if name == "plain" else build(name, target)
-    longest = len(prompts[0]) + params.max_new_tokens
-    engine = Engine(target, drafter, nodes=None, max_length=longest, log=lines.append)
-    once = of_engine(engine)
+    lines.clear()
+    firsts, drafter, device, once = dict[int, float](), engine.drafter, engine.runner.device, of_engine(engine)
 
     def answer(prompt: list[int], params: SamplingParams) -> Answer:
         found = once(prompt, params)
@@ -98,6 +102,8 @@ def measure(
         return found
 
     if isinstance(drafter, Forced):
+        rehearsed = engine.runner.rehearsed  # decoded plainly, it would take the place of the prompt that is kept
+        drafter.keep(rehearsed.prompt, rehearsed.sampling, [])
         for prompt, text in zip(prompts, texts, strict=True):
             drafter.keep(prompt, params, text)
     if device.type == "cuda":
@@ -112,7 +118,7 @@ def measure(
     return {
         "first_token_s": median(firsts.values()), "tokens_per_s": tokens / seconds, "tokens_per_step": tokens / steps,
         "ms_per_step": 1e3 * seconds / steps, "draft_ms": 1e3 * drafting / steps, "nodes_per_step": nodes / steps,
-        "peak_gib": peak / 2**30, "engine": lines,
+        "peak_gib": peak / 2**30, "engine": lines.copy(),
     }  # fmt: skip
 
 
@@ -162,8 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def say(key: str, found: dict[str, Any]) -> None:
         print(json.dumps({key: found}), flush=True)
 
-    prompts = draw(SHORT, 3)
-    say(f"plain after {SHORT}", measure("plain", target, prompts, params, []))
+    prompts, lines = draw(SHORT, 3), list[str]()
+    plain = Engine(target, log=lines.append)
+    say(f"plain after {SHORT}", measure(plain, lines, prompts, params, []))
     say(f"transformers after {SHORT}", of_transformers_model(target, prompts))
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -176,11 +183,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for context in args.contexts:
         # After a long prompt a drafter's speed hardly differs between two, and reading one takes seconds.
         prompts, texts = draw(context, 3 if context < LONG else 1), list[list[int]]()
-        plain = measure("plain", target, prompts, params, texts)
-        say(f"plain after {context}", plain)
+        usual = measure(plain, lines, prompts, params, texts)
+        say(f"plain after {context}", usual)
         for name in args.drafters:
-            found = measure(name, target, prompts, params, texts)
-            say(f"{name} after {context}", {**found, "over_plain": found["tokens_per_s"] / plain["tokens_per_s"]})
+            engine = Engine(target, build(name, target, plain), nodes=None, log=lines.append)
+            found = measure(engine, lines, prompts, params, texts)
+            del engine
+            say(f"{name} after {context}", {**found, "over_plain": found["tokens_per_s"] / usual["tokens_per_s"]})
     return 0
 
 

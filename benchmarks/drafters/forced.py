@@ -64,12 +64,15 @@ class Forced(Drafter):
         inner: gives the tree and learns from every step.
         target: decodes plainly each prompt that no text is kept for.
         rates: for each level, the chance that its node on the path is right where the one above is.
+        plain: does so, with the prompts that it has kept; None: an engine of its own.
     """
 
-    def __init__(self, inner: Drafter, target: Target, rates: Sequence[float], seed: int = 0):
+    def __init__(
+        self, inner: Drafter, target: Target, rates: Sequence[float], seed: int = 0, plain: Engine | None = None
+    ):
         self.inner, self.rates, self.seed, self.parts = inner, tuple(rates), seed, [inner]
         self.max_nodes, self.max_depth = inner.max_nodes, inner.max_depth
-        self._plain, self._texts = Engine(target, keep_prompts=False), dict[str, list[int]]()
+        self._plain, self._texts = plain or Engine(target), dict[str, list[int]]()
         # For each position its token, and as a root's how many tokens after it are proposed rightly.
         self._replay_2BL = torch.empty(2, 0, 0, dtype=torch.int64)
 

@@ -8,7 +8,7 @@ timed then. Drafters and passes of a target are measured by `longdraft bench`.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from longdraft.benchmarks.drafters.provenance import hardware, provenance
 from longdraft.benchmarks.kernels import attention, loss, product, prompt
 from longdraft.benchmarks.kernels.race import DTYPES, OURS, PROFILES, Bench
 from longdraft.kernels.linear import emulates_bf16
-from longdraft.models.device import check_device, default_device
+from longdraft.models.device import check_device, default_device, on_device
 
 TITLES = {
     "attention": "Tree attention of one layer, one sequence",
@@ -63,7 +63,7 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
         device = check_device(given, name) if given else default_device(name, "give --device cpu")
     except ValueError as error:
         parser.error(str(error))
-    args.device = device.type
+    args.device = str(device)
     args.dtype = args.dtype or ("fp32" if device.type == "cpu" and emulates_bf16() else "bf16")
     for name, value in (DEFAULTS[device.type] | (QUICK[device.type] if args.quick else {})).items():
         if getattr(args, name) is None:
@@ -76,22 +76,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     bench = Bench(torch.device(args.device), DTYPES[args.dtype], QUICK_TURNS if args.quick else TURNS)
     result = provenance(bench.dtype, PACKAGES) | {"hardware": hardware(bench.device), "device": args.device}
-    result |= {"ceilings": bench.ceilings, "results": []}
-    for profile in args.profile:
-        if args.what in (None, "attention"):
-            result["results"] += attention.measure(bench, profile, args.contexts, args.nodes)
-        if args.what in (None, "prompt"):
-            result["results"] += prompt.measure(bench, profile, args.contexts)
-        if args.what in (None, "linear"):
-            result["results"] += product.measure(bench, profile, args.nodes)
-        if args.what in (None, "loss"):
-            result["results"] += loss.measure(bench, profile, args.rows)
+    measures: dict[str, Callable[[str], list[dict]]] = {
+        "attention": lambda profile: attention.measure(bench, profile, args.contexts, args.nodes),
+        "prompt": lambda profile: prompt.measure(bench, profile, args.contexts),
+        "linear": lambda profile: product.measure(bench, profile, args.nodes),
+        "loss": lambda profile: loss.measure(bench, profile, args.rows),
+    }
+    with on_device(bench.device):
+        result |= {"ceilings": bench.ceilings, "results": []}
+        _save(args.out, result)
+        for profile in args.profile:
+            for name in (name for name in measures if args.what in (None, name)):
+                result["results"] += measures[name](profile)
+                _save(args.out, result)
     print("\n" + table(result))
     print(json.dumps(result))
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-        args.out.with_suffix(".txt").write_text(table(result) + "\n")
     return int(any("problem" in row for row in result["results"] if row["implementation"] == OURS))
+
+
+def _save(out: Path | None, result: dict) -> None:
+    """Write what there is so far, since a run may be killed when its time is over."""
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+        out.with_suffix(".txt").write_text(table(result) + "\n")
 
 
 def table(result: dict) -> str:

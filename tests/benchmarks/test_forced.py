@@ -81,14 +81,25 @@ def test_each_level_has_its_rate(target):
         assert abs(right - rate) <= 3.5 * math.sqrt(rate * (1 - rate) / len(reached))
 
 
-def test_near_ties_that_turn_are_followed(target):
-    """In bf16 a wide pass may choose another token than plain decoding; it is then asked again with the text since."""
+def test_near_ties_that_turn_are_followed(target, monkeypatch):
+    """In bf16 a wide pass may choose another token than plain decoding; it is then asked again with the text since. A
+    prompt that plain decoding has read is not read again."""
     wrong = Engine(target).generate([PROMPTS[0]], replace(GREEDY, temperature=1.0))[0].tokens
-    forced = Forced(Blank(4), target, [1.0] * 4)
+    plain, kept = Engine(target, prefill_chunk=7), []
+    forced = Forced(Blank(4), target, [1.0] * 4, plain=plain)
     answer = replaying({"plain": Engine(target), "forced": Engine(target, forced, nodes=None)})[0]["forced"]
     forced.keep(PROMPTS[0], GREEDY, wrong)
+    want, real = plain.generate([PROMPTS[0]], GREEDY)[0].tokens, plain.generate
+
+    def generate(prompts, params):
+        (found,) = real(prompts, params)
+        kept.append(found.stats.taken_over)
+        return [found]
+
+    monkeypatch.setattr(plain, "generate", generate)
     found = answer(PROMPTS[0], GREEDY)
-    assert found.tokens == Engine(target).generate([PROMPTS[0]], GREEDY)[0].tokens and found.steps == 8
+    assert found.tokens == want and found.steps == 8
+    assert kept == [28]
 
 
 def test_on_a_gpu_the_tokens_are_replaced_in_recorded_work_without_a_wait(pretended_cuda, target, tiny_target):

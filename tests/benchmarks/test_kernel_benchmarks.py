@@ -200,6 +200,15 @@ def test_a_wrong_output_of_ours_is_the_exit_status_and_has_no_time(tmp_path, cap
     assert "ms" in rows["SDPA, dense mask"] and "over_longdraft" not in rows["SDPA, dense mask"]
 
 
+def test_what_was_measured_is_there_if_the_run_is_ended(tmp_path, monkeypatch, small_ceilings):
+    monkeypatch.setattr(loss, "measure", Mock(side_effect=KeyboardInterrupt))
+    shape = ["--profile", "tiny", "--contexts", "40", "--nodes", "3", "--device", "cpu", "--quick"]
+    with pytest.raises(KeyboardInterrupt):
+        run.main([*shape, "--out", str(tmp_path / "a.json")])
+    made = json.loads((tmp_path / "a.json").read_text())
+    assert {row["benchmark"] for row in made["results"]} == {"attention", "prompt", "linear"}
+
+
 def test_defaults_and_arguments_that_are_refused():
     args = run.read(["--quick", "--device", "cpu"])
     assert (args.profile, args.contexts, args.nodes) == (["smollm2-135m"], [1024], [1, 8])

@@ -6,8 +6,9 @@ in the key, and a read that would wait for the device all fail here.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -189,6 +190,43 @@ def test_recorded_steps_give_plain_tokens(made, plain_tokens, seeded, as_on_a_gp
                 found[piece.generation.index] = piece.generation.tokens
         assert list(map(found.get, range(3))) == expected
     assert len(RECORDED) == recorded > 0, "recorded while a request waited"
+
+
+def test_after_a_recording_that_failed_others_succeed(monkeypatch):
+    """PyTorch's allocator records to one pool at a time, and ends only with a recording that is valid."""
+    recording, invalid, pools = set(), [], count()
+
+    class CUDAGraph:
+        def capture_begin(self, pool, **_):
+            assert pool not in recording
+            recording.add(pool)
+            self.pool = pool
+
+        def capture_end(self):
+            if invalid:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            recording.remove(self.pool)
+
+        def replay(self):
+            """Nothing."""
+
+    def waits():
+        invalid.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    here = lambda *_: nullcontext()  # noqa: E731
+    cuda = {"CUDAGraph": CUDAGraph, "graph_pool_handle": lambda: next(pools), "device": here, "stream": here}
+    for name, stand_in in {**cuda, "synchronize": lambda *_: None}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda _, pool: recording.remove(pool))
+    monkeypatch.setattr(graphs_module, "_capture_stream", lambda _: None)
+    recorder = graphs_module.cuda_graphs(torch.device("cuda", 0))._recorder
+    kept = [recorder(lambda: 1)]  # without a graph there would be another pool
+    with pytest.raises(RuntimeError, match="not permitted"):
+        recorder(waits)
+    invalid.clear()
+    kept.append(recorder(lambda: 2))
+    assert [out for out, _ in kept] == [1, 2] and not recording
 
 
 def test_what_is_kept_takes_the_memory_of_the_estimate(made, as_on_a_gpu):
