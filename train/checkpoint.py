@@ -15,6 +15,7 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -232,11 +233,15 @@ def write_folder(
         temporary.mkdir(parents=True)
 
     def write() -> dict[str, str]:
-        """Digests of this rank's files."""
+        """Digests of this rank's files, which are taken while the files go to the disk."""
         for name, tensors in files.items():
             write_tensors(tensors, temporary / name)
-            sync(temporary / name)
-        return {name: file_digest(temporary / name) for name in files}
+        paths = [temporary / name for name in files]
+        with ThreadPoolExecutor() as pool:
+            digests = pool.map(file_digest, paths)
+            for path in paths:
+                sync(path)
+            return dict(zip(files, digests, strict=True))
 
     def finish() -> None:
         """Write the state file and rename the folder, then remove what it replaces and what is too old."""

@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -143,8 +144,10 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
         shown = {"loss": record["loss"] and f"{record['loss']:.3f}", "tokens_s": f"{record['tokens_per_s']:.0f}"}
         run.bar.set_postfix(shown, refresh=False)
     if validates:
+        begin = time.perf_counter()
         run.heldout = validate(run, run.heldout_rows)
-        _write(run, {f"heldout_{key}": value for key, value in run.heldout.items()})
+        taken = {"heldout_s": time.perf_counter() - begin}
+        _write(run, {f"heldout_{key}": value for key, value in run.heldout.items()} | taken)
     if run.decoding is not None and decodes:
         decoded = run.decoding.after_step(run.engine, step, run.heldout if validates else {}, run.stop)
         if decoded is not None:
@@ -173,4 +176,7 @@ def _save(run: Run) -> Path:
         "target_weights": run.target_weights,
     }
     train, state = run.config.train, {"step": run.step, "config": to_dict(run.config), "extra": extra}
-    return checkpoint.save(run.engine, train.run_dir, state, keep=train.keep_checkpoints)
+    begin = time.perf_counter()
+    saved = checkpoint.save(run.engine, train.run_dir, state, keep=train.keep_checkpoints)
+    _write(run, {"checkpoint_s": time.perf_counter() - begin})
+    return saved

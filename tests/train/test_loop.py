@@ -246,6 +246,7 @@ def test_rows_without_labels_have_no_loss(alone, config_file, target, rows, tmp_
     of_parts = {"heldout_part_loss": [None] * 3, "heldout_overlaps": [None] * 3}
     rates = {"heldout_rank_rates": None, "heldout_choice_rates": None}
     nothing = {"heldout_loss": None, "heldout_positions": 0} | of_parts | rates
+    assert all(one.pop("heldout_s") > 0 for one in validations)
     assert validations == [{"step": step} | nothing for step in (2, 4)]
     assert _flat(validations[0], ["a", "b", "c"]) == {"step": 2, "heldout_positions": 0}
     info = read_info(export(run, target=target, card=True))
