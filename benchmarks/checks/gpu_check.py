@@ -47,7 +47,7 @@ FEW = {
     "runtime tests": "processor or rope or filled",
     "benchmark": "--prompt-tokens 64 --new-tokens 8",
     "exact": "--prompt-tokens 64 --new-tokens 8",
-    "long contexts": "--shape tiny --contexts 64 --drafters oracle longspec --new-tokens 8",
+    "long contexts": "--shape tiny --contexts 64 --drafters oracle longspec token_recycling --new-tokens 8",
     "long training": "--shape tiny data.seq_len=128 train.device=cpu",
     "kernel benchmarks": "--profile tiny --contexts 100 --nodes 1 5 --rows 50",
 }

@@ -27,6 +27,7 @@ from longdraft.benchmarks.drafters.record import Answer
 from longdraft.benchmarks.kernels.race import PROFILES
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.build import build_drafter
+from longdraft.infer.drafters.token_recycling import CANDIDATES, TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.device import check_device, on_device
@@ -78,7 +79,10 @@ def build(name: str, target: Target, plain: Engine) -> Drafter:
             heads = TokenSwift(TokenSwiftConfig(hidden_size=config.hidden_size, rms_norm_eps=config.rms_norm_eps))
             inner = build_drafter(name, target, heads.to(weight).requires_grad_(False).eval())
         else:
-            inner = build_drafter(name, target)
+            inner = TokenRecycling(target)
+            tokens_V = torch.arange(config.vocab_size, device=weight.device)
+            # As after long use: a random text is too short to fill the table.
+            inner.candidates[:-2] = ((tokens_V[:, None] + 1 + tokens_V[:CANDIDATES]) % config.vocab_size).int()
         return Forced(inner, target, at_tokens_per_step(TOKENS_A_STEP[name], inner.max_depth), plain=plain)
 
 

@@ -146,7 +146,9 @@ def test_long_contexts_are_measured_with_forced_acceptance(tmp_path, monkeypatch
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = {key: figures for line in lines for key, figures in line.items()}
     after = ["plain after 512", "transformers after 512", "plain after 64", "oracle after 64", "longspec after 64"]
+    after.append("token_recycling after 64")
     assert list(found) == after and all(one["first_token_s"] > 0 for one in found.values())
+    assert found["token_recycling after 64"]["nodes_per_step"] == 80, "though the text is too short to fill its table"
     assert found["oracle after 64"]["tokens_per_step"] == 8 and 1 < found["longspec after 64"]["tokens_per_step"] <= 6
     assert all("aten::mm" in (tmp_path / name).read_text() for name in ("prefill.txt", "steps.txt"))
 
