@@ -101,13 +101,20 @@ def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
 
 
 def exact_bytes(model: Decoder, batch: int, n_rows: int, capacity: int) -> int:
-    """Bytes of attention's partial results in a pass of `n_rows` rows a slot, at most MOST_ROWS, if LONGDRAFT_EXACT=1
-    has it computed by kernels/triton/exact_attention.py, else 0."""
-    config, exact = model.config, backend.exact_kernels("exact_attention", model.embed_tokens.weight)
-    if exact is None:
+    """Bytes of the partial results of attention or of a linear layer, whichever are more, in a pass of `n_rows` rows a
+    slot, at most MOST_ROWS, if LONGDRAFT_EXACT=1 has it computed by kernels/triton, else 0."""
+    config, weight = model.config, model.embed_tokens.weight
+    attention, linear = (backend.exact_kernels(name, weight) for name in ("exact_attention", "linear"))
+    if attention is None or linear is None:
         return 0
     queries = batch, n_rows, config.n_heads, config.head_dim
-    return size_of((shape, torch.float32) for shape in exact.partial_shapes(queries, config.n_kv_heads, capacity))
+    of_attention = attention.partial_shapes(queries, config.n_kv_heads, capacity)
+    n_tokens, most = batch * n_rows, size_of((shape, torch.float32) for shape in of_attention)
+    for shape in {p.shape for p in model.parameters() if p.dim() > 1}:
+        rows_of_weight = n_tokens * (config.experts.per_token if config.experts and len(shape) == 3 else 1)
+        splits = linear.partial_shape(rows_of_weight, *shape[-2:], weight.device)
+        most = max(most, size_of([(splits, torch.float32)]) if splits[0] > 1 else 0)
+    return most
 
 
 def feed_forward_numbers(config: DecoderConfig) -> int:

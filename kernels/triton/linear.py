@@ -121,10 +121,10 @@ def _linear(x_MI: Tensor, weight_ENI: Tensor, bias_N: Tensor | None, ends_E: Ten
         return out_MN
     n_processors, n_stages = _device(x_MI.device)
     inputs_of_split = split_inputs(n_outputs, n_inputs, n_processors)
-    n_splits = -(-n_inputs // inputs_of_split)
-    sums_SMN = out_MN[None]
+    shape = partial_shape(n_rows, n_outputs, n_inputs, x_MI.device)
+    n_splits, sums_SMN = shape[0], out_MN[None]
     if n_splits > 1:
-        sums_SMN = torch.empty((n_splits, n_rows, n_outputs), dtype=torch.float32, device=x_MI.device)
+        sums_SMN = torch.empty(shape, dtype=torch.float32, device=x_MI.device)
     bias, has_bias = (out_MN, False) if bias_N is None else (bias_N, True)
     if ends_E is None:
         ends, n_experts, tiles = out_MN, 0, min(MOST_TILES, triton.next_power_of_2(-(-n_rows // TILE)))
@@ -146,6 +146,11 @@ def _linear(x_MI: Tensor, weight_ENI: Tensor, bias_N: Tensor | None, ends_E: Ten
         sums_SMN, bias, out_MN, out_MN.numel(), n_outputs, n_splits, BIAS=has_bias, SUMMED=SUMMED, num_warps=4,
     )  # fmt: skip
     return out_MN
+
+
+def partial_shape(n_rows: int, n_outputs: int, n_inputs: int, device: torch.device) -> tuple[int, int, int]:
+    """[S, M, N] of the splits' products, which are kept in fp32 where there are several."""
+    return -(-n_inputs // split_inputs(n_outputs, n_inputs, _device(device)[0])), n_rows, n_outputs
 
 
 def split_inputs(n_outputs: int, n_inputs: int, n_processors: int) -> int:

@@ -115,6 +115,20 @@ def test_the_partial_results_are_in_the_estimate_of_memory(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("fields", [{"intermediate_size": 2048}, {"experts": ExpertsConfig(4, 2, 2048, True)}])
+def test_so_are_the_products_of_a_linear_layers_splits(monkeypatch, exact_on_any_device, tiny_target, fields):
+    model, made, empty = tiny_target(vocab_size=61, n_layers=1, dtype=DTYPE, **fields).model.to(DEVICE), [], torch.empty
+    tokens, cache = torch.zeros(2, 5, dtype=torch.int64, device=DEVICE), model.new_cache(2, 60)
+    exact = estimate_memory(model, 2, 60, (5,), 7, ())["recorded steps"]
+    with monkeypatch.context() as patch:
+        patch.setenv("LONGDRAFT_EXACT", "0")
+        other = estimate_memory(model, 2, 60, (5,), 7, ())["recorded steps"]
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: made.append(empty(*args, **kwargs)) or made[-1])
+    model(Pass(tokens, cache=cache))
+    assert exact - other == max(x.nbytes for x in made if x.dtype == torch.float32)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("fields", [{}, {"experts": ExpertsConfig(4, 2, 24, True)}], ids=["dense", "experts"])
 def test_a_models_logits_have_plain_decodings_bits(monkeypatch, exact_on_any_device, shared, tiny_target, fields):
     """Through linear layers, attention and LM head: 8 rows of a chain and of a tree, and each path token by token."""
