@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 TINY = 1e-30
 # Limit on log p/q: beyond it a token adds nothing to any sum in fp32.
 MOST_LOG_RATIO = 69.0
+BLOCK = 512  # numbers of a row, in `running_sum`
 
 
 class Distillation(NamedTuple):
@@ -67,16 +69,28 @@ def acceptance(log_p_BV: Tensor, log_q_BV: Tensor, p_BV: Tensor, q_BV: Tensor) -
     ratio_BV.clamp_(max=MOST_LOG_RATIO).exp_()
     p_BV, q_BV = p_BV.gather(1, order_BV), q_BV.gather(1, order_BV)
     lost_B1 = (1 - p_BV.sum(1, keepdim=True)).clamp_(min=0)
-    after_BV = (1 - q_BV.cumsum(1)).clamp_(min=0)
-    whole_BV = torch.addcmul(p_BV.cumsum(1).add_(lost_B1), after_BV, ratio_BV)
+    after_BV = (1 - running_sum(q_BV)).clamp_(min=0)
+    whole_BV = torch.addcmul(running_sum(p_BV).add_(lost_B1), after_BV, ratio_BV)
     # a_v = 1 / inner sum = p_v / whole; b_v = a_v / q_v. As q_w grows, every a_v with a larger ratio falls by a_v b_v,
     # and a_w itself rises.
     a_BV, weight_BV = p_BV.div_(whole_BV), ratio_BV.div_(whole_BV)
     accepted_B1 = a_BV.sum(1, keepdim=True).clamp_(min=TINY)
     weight_BV.mul_(a_BV)
-    before_BV = weight_BV.cumsum(1).sub_(weight_BV)
+    before_BV = running_sum(weight_BV).sub_(weight_BV)
     sorted_BV = q_BV.mul_(before_BV).addcmul_(weight_BV, after_BV, value=-1).div_(accepted_B1)
     return -accepted_B1[:, 0].log(), torch.empty_like(sorted_BV).scatter_(1, order_BV, sorted_BV)
+
+
+def running_sum(x_BV: Tensor) -> Tensor:
+    """`cumsum` over a row. Where deterministic algorithms are asked for, which `cumsum` does not have on a GPU, it is
+    products with triangles of ones, over blocks of a row and then over the blocks' sums."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return x_BV.cumsum(1)
+    n_blocks = -(-x_BV.shape[1] // BLOCK)
+    within_BCN = pad(x_BV, (0, n_blocks * BLOCK - x_BV.shape[1])).unflatten(1, (n_blocks, BLOCK))
+    within_BCN = within_BCN @ x_BV.new_ones(BLOCK, BLOCK).triu()
+    before_BC = pad(within_BCN[:, :-1, -1], (1, 0)) @ x_BV.new_ones(n_blocks, n_blocks).triu()
+    return (within_BCN + before_BC[..., None]).flatten(1)[:, : x_BV.shape[1]]
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {

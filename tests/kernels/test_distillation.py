@@ -134,3 +134,13 @@ def test_bf16_is_as_close_as_its_logits_are(objective):
     usual_gradient = torch.zeros(STATES, D).index_add_(0, rows[kept], of_rows)
     assert (out.sums[0] - exact).abs() <= 2 * (usual - exact).abs() + 1e-4 * exact
     assert (hiddens[0].grad - exact_gradient).norm() <= 3 * (usual_gradient - exact_gradient).norm()
+
+
+def test_acceptance_where_algorithms_are_deterministic(monkeypatch):
+    """On a GPU `cumsum` raises then."""
+    p, q = (torch.randn(3, 1300, generator=torch.Generator().manual_seed(seed)).softmax(1) for seed in (0, 1))
+    wanted = acceptance(p.log(), q.log(), p, q)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "cumsum", None)
+    for found, want in zip(acceptance(p.log(), q.log(), p, q), wanted, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
