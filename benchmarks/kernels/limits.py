@@ -161,20 +161,22 @@ def compile_all(part: int = 0, parts: int = 1) -> Iterator[dict[str, Any]]:
                 continue
             seen.add((variant.arch, kernel.hash))
             usage = {"warps": kernel.metadata.num_warps, "shared_memory": kernel.metadata.shared}
-            yield {"variant": asdict(variant), "kernel": name, **usage, **read(tools, kernel.asm["cubin"])}
+            yield {"variant": asdict(variant), "kernel": name, **usage, **read(tools, kernel.asm)}
         made.clear()
 
 
-def read(tools: Path, cubin: bytes) -> dict[str, int]:
-    """Registers and bytes of stack per thread, products and waits, as Triton's cuobjdump and nvdisasm report them."""
+def read(tools: Path, asm: Any) -> dict[str, int]:
+    """Registers and bytes of stack per thread, products and waits, as Triton's cuobjdump and nvdisasm report them. Only
+    code whose PTX has products of sm_90 (wgmma) is disassembled."""
 
     def told(tool: str, *options: str) -> str:
         return subprocess.run([tools / tool, *options, file], check=True, capture_output=True, text=True).stdout
 
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        used, code = re.search(r"REG:(\d+) STACK:(\d+)", told("cuobjdump", "-res-usage")), told("nvdisasm")
+        file.write_bytes(asm["cubin"])
+        used = re.search(r"REG:(\d+) STACK:(\d+)", told("cuobjdump", "-res-usage"))
+        code = told("nvdisasm") if "wgmma" in asm["ptx"] else ""
     assert used is not None, "cuobjdump reports no registers"
     counts = {"products": code.count("HGMMA."), "waits": code.count("WARPGROUP.DEPBAR")}
     return {"registers": int(used[1]), "stack": int(used[2]), **counts}
