@@ -3,6 +3,7 @@
 #   TORCH_INDEX=URL          where to take torch from, for example https://download.pytorch.org/whl/cpu
 #   STEPS=N                  how long the quickstart trains
 #   WORKERS=N                processes that run the tests (default: 2), each with one thread
+#   NIGHTLY="infer kernels"  nightly tests of these folders run with the others
 PYTHON ?= python3
 TORCH_INDEX ?=
 STEPS ?=
@@ -28,7 +29,7 @@ QUICK := tests/test_architecture.py tests/kernels $(addprefix tests/models/test_
 	$(addprefix tests/train/test_,config.py batches.py) --ignore-glob='*/test_triton_*.py'
 KEPT := tests/train/test_memory.py::test_a_run_on_smollm2_takes_what_is_estimated
 
-.PHONY: setup quickstart test quick nightly nightly-tests test-machines check format clean
+.PHONY: setup quickstart test quick nightly test-machines check format clean
 setup: $(SETUP)
 
 $(SETUP): constraints.txt setup.py
@@ -50,17 +51,15 @@ quickstart: $(SETUP)
 	@$(BIN)/python launch/quickstart.py $(if $(STEPS),--steps $(STEPS))
 
 test: $(SETUP)
-	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup --no-loadscope-reorder -m "not nightly${NIGHTLY:%= or nightly(of='%')}"
 
 # Of each folder what two minutes allow. No training, no real model.
 quick: $(SETUP)
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup $(QUICK)
 
 # What takes long and breaks seldom: all combinations of exactness, 32K positions, kernels compiled for absent GPUs.
-nightly: test-machines nightly-tests
-
-nightly-tests: $(SETUP)
-	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup -m nightly $(PART)
+nightly: $(SETUP) test-machines
+	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup -m nightly
 
 # Two other machines: one without AVX2 and without a compiler, with more threads than cores, and one with only AVX2.
 test-machines: $(SETUP)

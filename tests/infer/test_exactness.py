@@ -34,7 +34,7 @@ from longdraft.models.rope import RopeConfig
 from longdraft.models.target import Target
 from longdraft.models.transformers_model import TransformersModel, check_against
 
-VOCAB, POSITIONS = 61, 90
+VOCAB, POSITIONS, NIGHTLY = 61, 90, pytest.mark.nightly(of="infer")
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "T0.7": SamplingParams(temperature=0.7),
@@ -134,7 +134,7 @@ def in_turn(values: tuple) -> list:
     """The drafters with these values by turns; the other combinations at night."""
     rows = [(name, value, place % len(values)) for place, name in enumerate(DRAFTERS) for value in values]
     by_day = [value == values[place] for _, value, place in rows]
-    marks = [() if now else (pytest.mark.nightly,) for now in by_day]
+    marks = [() if now else (NIGHTLY,) for now in by_day]
     return [pytest.param(name, value, marks=mark) for (name, value, _), mark in zip(rows, marks, strict=True)]
 
 
@@ -257,7 +257,7 @@ def test_a_drafter_gives_plain_decodings_tokens(models, plain, row):
     check_in_turn(models, plain, row, *COVER[row])
 
 
-@pytest.mark.nightly
+@NIGHTLY
 @pytest.mark.parametrize("nodes", [None, "auto"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("row", COVER, ids="-".join)
@@ -399,7 +399,7 @@ ANYTHING = {
 }
 
 
-@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(i, marks=pytest.mark.nightly) for i in range(10, 60))])
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(i, marks=NIGHTLY) for i in range(10, 60))])
 def test_whatever_is_drawn_gives_plain_decodings_tokens(models, plain_tokens, exact_dtype, seed):
     """Random drafters, engines and requests: one-token prompts, prompts up to the last position, early stops."""
     draw = random.Random(seed)

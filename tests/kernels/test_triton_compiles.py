@@ -13,7 +13,7 @@ import pytest
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks/kernels/limits.py"
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.nightly(of="kernels")
 
 
 @pytest.fixture(scope="module")
