@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from importlib.util import module_from_spec, spec_from_file_location
@@ -62,6 +63,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
+        patched = set()
+
+        def call(function, *args, **kwargs):
+            """A device function's call. Triton's own goes through all names of the language each time, not once."""
+            if function.fn.__module__ not in patched:
+                patched.add(function.fn.__module__)
+                interpreter._patch_lang(function.fn)
+            return function.rewrite()(*args, **kwargs)
+
+        interpreter.InterpretedFunction.__call__ = call
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -151,6 +163,23 @@ def plain(shared) -> ModuleType:
 def trees(shared) -> ModuleType:
     """Builders of kernels/test_tree_attention.py: `draw`, `random_tree`, `poisoned`, `row_by_row`."""
     return shared("kernels/test_tree_attention.py")
+
+
+@pytest.fixture
+def merged(monkeypatch) -> None:
+    """Makes Triton's interpreter merge the runs of all rows of tree attention at once: its programs for a row each take
+    longer than the runs do."""
+    import torch
+
+    from longdraft.kernels.triton import tree_attention
+
+    def merge(runs, lses, out, lse, n_rows, group, n_kv, *_, **__):
+        natural = lses * math.log(2)
+        for to, x in ((out, (runs * natural.softmax(1)[..., None]).sum(1)), (lse, natural.logsumexp(1))):
+            to.copy_(x.view(-1, n_kv, group, n_rows, *x.shape[2:]).movedim(3, 1).reshape(to.shape))
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(tree_attention, "_merge", defaultdict(lambda: merge))
 
 
 @pytest.fixture(scope="session")

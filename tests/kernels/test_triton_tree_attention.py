@@ -106,7 +106,7 @@ def test_lengths_at_the_borders_of_blocks(trees, small_blocks, tree, window):
 
 
 @pytest.mark.parametrize("n_rows", [1, 16, 65, 128])
-def test_passes_of_all_widths(trees, n_rows):
+def test_passes_of_all_widths(trees, merged, n_rows):
     """Trees, whose ancestors are two words, and chains under a window."""
     lengths = [29, 260]
     keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, 16)
@@ -118,7 +118,7 @@ def test_passes_of_all_widths(trees, n_rows):
 
 
 @pytest.mark.parametrize("choice", [None, *LARGE], ids=str)
-def test_a_row_does_not_depend_on_the_depth_of_those_beside_it(trees, choice):
+def test_a_row_does_not_depend_on_the_depth_of_those_beside_it(trees, merged, choice):
     """Bit for bit: the order in which a row reads its keys depends on shapes and lengths alone."""
     n_rows, length = 20, torch.tensor([600])
     keys, values = trees.poisoned([600], n_rows, 620, 1, 16)
@@ -156,7 +156,7 @@ def test_any_number_of_runs_gives_the_same(trees, window):
 
 @pytest.mark.parametrize("n_rows", [1, 16, 64, 128])
 @pytest.mark.parametrize("choice", LARGE, ids=str)
-def test_large_blocks(trees, choice, n_rows):
+def test_large_blocks(trees, merged, choice, n_rows):
     """Several blocks of 128 keys and a part of one, also under a window that leaves whole blocks between the keys that
     only some rows read and the pass's own rows; runs of which some are empty; a cache that is shorter than a block."""
     n_heads = 4 if n_rows < 64 else 2  # up to 256 queries of a key head

@@ -64,7 +64,7 @@ def next_process(monkeypatch) -> None:
 
 @pytest.mark.parametrize(("programs", "window"), [(1, None), (4, 90)])
 @pytest.mark.parametrize("tile", UNLIKE, ids=str)
-def test_every_variant_gives_the_references_output(trees, tile, programs, window):
+def test_every_variant_gives_the_references_output(trees, merged, tile, programs, window):
     lengths, n_rows = [130, 5], 17
     keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, 16)
     q, lengths_B = trees.draw(2, n_rows, 8, 16, seed=7), torch.tensor(lengths)
@@ -220,7 +220,7 @@ def test_processes_that_write_at_once_leave_a_whole_file(fresh):
     assert list(fresh.iterdir()) == [file]
 
 
-def test_passes_are_measured_on_a_full_cache_and_launched_as_chosen(monkeypatch):
+def test_passes_are_measured_on_a_full_cache_and_launched_as_chosen(monkeypatch, merged):
     """From the widths of the passes to the numbers of a launch, on what the interpreter computes."""
     launches, capacity, kernel = [], 262, module._runs
     monkeypatch.setattr(module, "LEAST_KEYS", capacity)
