@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -106,12 +106,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_target(shared) -> Callable:
-    """Factory: `tiny_target(n_layers=3, dtype=torch.bfloat16, ...)`; see tiny_target.py for the fields."""
-    return shared("tiny_target.py").make_tiny_target
-
-
-@pytest.fixture(scope="session")
 def tiny(tmp_path_factory, shared) -> Path:
     """A random model that chats, in Hugging Face's form, whose tokenizer splits many characters into bytes."""
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -123,6 +117,20 @@ def tiny(tmp_path_factory, shared) -> Path:
 def shared() -> Callable[[str], ModuleType]:
     """(file of tests/) -> the builders in it, as a module of its own."""
     return load
+
+
+def of_file(file: str, name: str = "") -> Any:
+    """A fixture: a file of tests/ as a module, or what has this name in it."""
+    return pytest.fixture(scope="session")(lambda shared: getattr(shared(file), name) if name else shared(file))
+
+
+tiny_target = of_file("tiny_target.py", "make_tiny_target")  # `tiny_target(n_layers=3, dtype=torch.bfloat16, ...)`
+plain = of_file("plain.py")  # what a kernel's error is measured by
+trees = of_file("kernels/test_tree_attention.py")  # its builders: `draw`, `random_tree`, `poisoned`, `row_by_row`
+pretended_cuda = of_file("pretended_cuda.py")  # a CUDA device that is not there
+serving = of_file("hub.py", "serving")  # (folder of folders OWNER/NAME) -> context of a hub of them on this machine
+authors = of_file("authors.py")  # drafts in the forms in which their authors publish them
+no_masks = of_file("no_masks.py", "NoMasks")  # a watch over the masks of a pass
 
 
 @pytest.fixture(scope="session")
@@ -153,18 +161,6 @@ def no_file_above() -> Callable:
     return limited
 
 
-@pytest.fixture(scope="session")
-def plain(shared) -> ModuleType:
-    """plain.py: what a kernel's error is measured by."""
-    return shared("plain.py")
-
-
-@pytest.fixture(scope="session")
-def trees(shared) -> ModuleType:
-    """Builders of kernels/test_tree_attention.py: `draw`, `random_tree`, `poisoned`, `row_by_row`."""
-    return shared("kernels/test_tree_attention.py")
-
-
 @pytest.fixture
 def merged(monkeypatch) -> None:
     """Makes Triton's interpreter merge the runs of all rows of tree attention at once: its programs for a row each take
@@ -180,30 +176,6 @@ def merged(monkeypatch) -> None:
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(tree_attention, "_merge", defaultdict(lambda: merge))
-
-
-@pytest.fixture(scope="session")
-def pretended_cuda(shared) -> ModuleType:
-    """pretended_cuda.py: a CUDA device that is not there."""
-    return shared("pretended_cuda.py")
-
-
-@pytest.fixture(scope="session")
-def serving(shared) -> Callable:
-    """(folder of folders OWNER/NAME) -> context of a hub of them on this machine; see hub.py."""
-    return shared("hub.py").serving
-
-
-@pytest.fixture(scope="session")
-def authors(shared) -> ModuleType:
-    """authors.py: drafts in the forms in which their authors publish them."""
-    return shared("authors.py")
-
-
-@pytest.fixture(scope="session")
-def no_masks(shared) -> type:
-    """The class of no_masks.py: a watch over the masks of a pass."""
-    return shared("no_masks.py").NoMasks
 
 
 @pytest.fixture
