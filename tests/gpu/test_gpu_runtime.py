@@ -17,6 +17,7 @@ import torch
 
 from longdraft.benchmarks.drafters.exactness import count_flips
 from longdraft.infer.engine import Engine
+from longdraft.infer.graphs import cuda_graphs
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu import library
 from longdraft.models.passes import Pass
@@ -222,6 +223,21 @@ def test_recorded_steps_go_on_in_the_next_call(models, expected, name, device):
             prompts, params, want = expected("gqa", "short", sampling, 3)
             assert decode(engine, prompts, params) == want, sampling
     assert engine.runner.graphs.recording == (device.type == "cuda")
+
+
+def test_after_a_recording_that_failed_others_succeed(device):
+    """Work that waits cannot be recorded, and PyTorch's allocator must not stay with it."""
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device; tests/infer/test_graphs.py has the same of a pretended one")
+    x = torch.ones(3, device=device)
+    record = cuda_graphs(x.device)._recorder
+    kept = [record(lambda: x + 1)]
+    with pytest.raises(RuntimeError, match="could not be recorded"):
+        record(lambda: x * float(x.sum()))
+    kept.append(record(lambda: x + 2))
+    for _, replay in kept:
+        replay()
+    assert [out.tolist() for out, _ in kept] == [[2.0] * 3, [3.0] * 3]
 
 
 def test_every_processor_beside_others_in_a_batch(tiny_target, models, plain_tokens, margins):
