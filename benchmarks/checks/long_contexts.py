@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     logging.getLogger("transformers").setLevel(logging.ERROR)
     target = random_target(args.shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    params = SamplingParams(max_new_tokens=args.new_tokens, ignore_eos=True)
+    params = SamplingParams(seed=0, max_new_tokens=args.new_tokens, ignore_eos=True)  # a text is kept with its seed
     generator = torch.Generator().manual_seed(0)
 
     def draw(length: int, count: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from longdraft.benchmarks.checks import gpu_check, long_contexts
+from longdraft.benchmarks.drafters import forced
 from longdraft.launch import cli
 from longdraft.train.config import DRAFT_SECTIONS
 
@@ -141,6 +142,8 @@ def test_the_kernels_benchmarks_run_with_few_packages(tmp_path):
 
 def test_long_contexts_are_measured_with_forced_acceptance(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LONGDRAFT_TEST_DEVICE", "cpu")
+    known = lambda self, prompt, params: self._texts[forced._key(prompt, params)]  # noqa: E731
+    monkeypatch.setattr(forced.Forced, "text", known)
     options = gpu_check.FEW["long contexts"].split()
     assert long_contexts.main([*options, "--device", "cpu", "--out", str(tmp_path)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
