@@ -7,10 +7,13 @@ inner level is self-speculation. The small model is in infer/drafters/small_mode
 infer/partial_cache.py. Shapes: B slots, C chain.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.budget import Budget
@@ -99,28 +102,39 @@ class TriForceDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
-        most = min(self.chain, budget.max_nodes)
-        begin_B = state.positions.clone()
-        self._runner.state = inner = self._inner_state(state)
-        collected = [0] * len(begin_B)
-        while True:
-            # The host reads every pass, because one pass too many costs far more than waiting.
-            step = self._runner.read(self._runner.step())
-            collected = [count + len(new) for count, new in zip(collected, step.tokens, strict=True)]
-            if all(tokens == 0 or tokens >= most for tokens in collected):
-                break
-            inner.active &= inner.positions < begin_B + most
-        chain_BC = self._history.read(begin_B + 1, most).masked_fill(~state.active[:, None], -1)
-        return TokenTree.from_chain(state.roots, chain_BC)
+        most, owners = min(self.chain, budget.max_nodes), (self._history, *self._own.values())
+        state.run(("inner begin",), owners, self._begin)
+        self._runner.state = replace(state, **self._own, history=self._history, logprobs=False)
+        left = most
+        while left > 0:
+            # One pass too many costs far more than a wait, so the host waits after those that are needed in any case.
+            n_passes = math.ceil(left / (1 + self.inner.max_depth))
+            for _ in range(n_passes):
+                self._runner.step()
+                left_0 = state.run(("inner left", most), owners, partial(self._left, most))
+            left -= n_passes  # a pass commits one token at least
+            if left > 0:
+                left = int(left_0)
+        return state.run(("inner chain", most), owners, partial(self._chain, most))
 
-    def _inner_state(self, state: SlotState) -> SlotState:
-        """The inner level's state, equal to the outer one's. The history is copied whole: a megabyte a slot at 128K
+    def _begin(self, state: SlotState) -> None:
+        """Make the inner level's state equal to the outer one's. The history is copied whole: a megabyte a slot at 128K
         tokens, little beside a pass over these."""
         self._history.tokens.copy_(state.history.tokens)
         self._history.prompt_lengths.copy_(state.history.prompt_lengths)
         for name, x_B in self._own.items():
             x_B.copy_(getattr(state, name))
-        return replace(state, **self._own, history=self._history, logprobs=False)
+
+    def _left(self, most: int, state: SlotState) -> Tensor:
+        """The most tokens that a slot lacks of `most`; those that lack none take no part in further passes."""
+        left_B = (state.positions + most - self._own["positions"]) * state.active
+        self._own["active"].copy_(left_B > 0)
+        return left_B.max()
+
+    def _chain(self, most: int, state: SlotState) -> TokenTree:
+        """What the inner level has committed after each root of the outer one."""
+        chain_BC = self._history.read(state.positions + 1, most).masked_fill(~state.active[:, None], -1)
+        return TokenTree.from_chain(state.roots, chain_BC)
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._cache is not None

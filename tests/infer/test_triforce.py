@@ -28,13 +28,15 @@ def small(tiny_target):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", ["small_model", "self", "hierarchy"])
-def test_what_knows_everything_is_always_right(target, sampling, name, prompts):
-    """The target as its own small model with a window for all, and a budget for all: every node is accepted."""
+@pytest.mark.parametrize("name", ["small_model", "self", "hierarchy", "wrong_small"])
+def test_what_knows_everything_is_always_right(target, small, sampling, name, prompts):
+    """The target as its own small model with a window for all, and a budget for all: every node is accepted. Also where
+    the small model is hardly ever right, so that the inner level takes many passes."""
     drafter, depth = {
         "small_model": lambda: (SmallModelDrafter(target, target, gamma=3), 3),
         "self": lambda: (TriForceDrafter(target, budget=200), 6),
         "hierarchy": lambda: (TriForceDrafter(target, target, budget=200), 6),
+        "wrong_small": lambda: (TriForceDrafter(target, small, budget=200), 6),
     }[name]()
     # Penalties of the tokens drafted meanwhile are left out of a small model's ranking.
     params = replace(SAMPLINGS[sampling], contextual_penalty=1.0) if name == "small_model" else SAMPLINGS[sampling]
