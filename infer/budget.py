@@ -9,8 +9,8 @@ stage is a pass of the draft that adds a level to the tree. In the order of a st
 1. `Policy.rests` says whether there is a proposal at all.
 2. `Policy.budget` begins a proposal. `Budget` goes to the drafter and says how many stages it runs: chosen before the
    first one where the host may not wait for the device, else from stage to stage.
-3. `Policy.prune` keeps the nodes worth verifying, at the width that `decide` chooses. Where the host may not wait for
-   the device, `decide` is called when the step is read, and chooses the width of a later step.
+3. `Policy.prune` keeps the nodes worth verifying, at the width that `decide` chooses. Of a tree on a device, for which
+   the host may not wait, `decide` is called when the step is read, and chooses the width of a later step.
 4. `Policy.learn` and `Policy.record` take what the step taught, when it is read. Nodes that were not verified are
    learned from too: the committed tokens tell which of them were right.
 
@@ -32,7 +32,7 @@ from torch import Tensor
 from longdraft.infer.costs import EARLIER_FADING, RECENT, STALE, Rates, Seconds
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, Lists, TokenTree
-from longdraft.kernels.transfer import from_host
+from longdraft.kernels.transfer import fill_from_host
 
 # Query tokens a slot that a pass may have, where the policy chooses; the widest is the drafter's own.
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -87,6 +87,7 @@ class Policy:
         self._proposals, self._more_stages, self._working = 0, 0, list[int]()
         self.width, self.stages_run = self.widths[-1], self.n_stages
         self._rehearsed: tuple[int, int] | None = None  # width and stages
+        self._rates_C: Tensor | None = None  # the rates on the device, where recorded work reads them
         self.start_step(1)
         self.start_request()
 
@@ -150,20 +151,22 @@ class Policy:
         Returns: the pruned tree; and the expected tokens by width, which `decide` must get once the host has read them.
             None where it has decided already.
         """
-        rehearsed, stages = self._rehearsed or (1, 0)
+        rehearsed, stages = self._rehearsed or (0, 0)
         if not self.automatic or (tree.width == 1 and not stages):
             return tree.pad_to(self.fitting(max(tree.width, rehearsed))), None
-        if self._on_host:
+        if tree.on_host:
             # Stable, so that parents come first.
             worth_BN, order_BN = self._worth(tree).sort(dim=1, descending=True, stable=True)
-            self.decide(_expected(worth_BN, state).tolist())
-            width = min(self.width, tree.width)
-            return tree.take(order_BN[:, :width]).pad_to(self.fitting(width)), None
-        width = rehearsed if self._rehearsed else self.fitting(min(self.width, tree.width))
-        if tree.on_host:  # it may have any size, and each would be recorded
-            tree = tree.pad_to(self.widths[-1])
-        rates_C = from_host(torch.tensor(self._rates.values), tree.tokens.device)
-        return state.run(("prune", width), (), partial(_best, width), tree, rates_C)
+            if not rehearsed:
+                self.decide(_expected(worth_BN, torch.tensor([len(text) > 0 for text in state.committed])).tolist())
+            width = min(rehearsed or self.width, tree.width)
+            return tree.take(order_BN[:, :width]).pad_to(rehearsed or self.fitting(width)), None
+        width = rehearsed or self.fitting(min(self.width, tree.width))
+        rates = torch.tensor(self._rates.values)
+        if self._rates_C is None:
+            self._rates_C = rates.to(tree.tokens.device)
+        fill_from_host(self._rates_C, rates)
+        return state.run(("prune", width), (self._rates_C,), partial(_best, width, self._rates_C), tree)
 
     def _worth(self, tree: TokenTree) -> Tensor:
         """fp32 [B, N]: each node's chance to be reached, 0 for padding. It is computed from lists, because a matrix of
@@ -283,7 +286,7 @@ class Budget:
         return self.policy is None or self.policy.goes_on(tree, self.first_class)
 
 
-def _best(width: int, state: SlotState, tree: TokenTree, rates_C: Tensor) -> tuple[TokenTree, Tensor]:
+def _best(width: int, rates_C: Tensor, state: SlotState, tree: TokenTree) -> tuple[TokenTree, Tensor]:
     """What `prune` returns, without the host: the `width` nodes that are worth most, and the expected tokens."""
     classes_BN = tree.classes
     if classes_BN is None:
@@ -295,12 +298,12 @@ def _best(width: int, state: SlotState, tree: TokenTree, rates_C: Tensor) -> tup
     worth_BN, order_BN = worth_BN.masked_fill(tree.parents == PAD, 0.0).sort(dim=1, descending=True, stable=True)
     best = tree.take(order_BN[:, :width]).pad_to(width)
     _ = best.ancestors, best.depths  # verification asks for these, so they are recorded with the tree
-    return best, _expected(worth_BN, state)
+    return best, _expected(worth_BN, state.active)
 
 
-def _expected(worth_BN: Tensor, state: SlotState) -> Tensor:
+def _expected(worth_BN: Tensor, active_B: Tensor) -> Tensor:
     """[w - 1], the tokens expected of the w best nodes of the slots that take part. worth_BN: in descending order."""
-    return (worth_BN * state.active[:, None]).sum(0).cumsum(0)
+    return (worth_BN * active_B[:, None]).sum(0).cumsum(0)
 
 
 def worth_of(parents: Sequence[int], classes: Sequence[int], rates: Sequence[float]) -> list[float]:

@@ -89,7 +89,8 @@ class Graphs:
         key = (*key, *map(id, owners), *((x.shape, x.dtype) for x in _tensors(inputs)))
         known = self._known.get(key)
         if known is None:
-            # On copies of the inputs from the first run on, because kernels are compiled for strides and alignment.
+            # On copies of the inputs, which each run fills anew: a tree of a fixed shape is its drafter's own. From the
+            # first run on, because kernels are compiled for strides and alignment.
             copies = _twin(inputs, lambda x: x if id(x) in self._outputs else x.clone())
             known = self._known[key] = _Recorded(owners, copies, _twin(work(*_twin(copies)), Tensor.clone))
             self._outputs |= {id(x): x for x in _tensors(known.outputs)}
@@ -97,10 +98,10 @@ class Graphs:
             if not self.rehearsing:
                 return _twin(known.outputs)
         elif not self.rehearsing:
-            _fill(known.inputs, inputs)
+            fill(known.inputs, inputs)
         if known.replay is None:
             # What the work caches in its inputs must not stay there, so it is given a twin.
-            _, known.replay = self._recorder(lambda: _fill(known.outputs, work(*_twin(known.inputs))))
+            _, known.replay = self._recorder(lambda: fill(known.outputs, work(*_twin(known.inputs))))
             self.fresh = True
         if not self.rehearsing:
             known.replay()
@@ -229,7 +230,7 @@ def _twin(found: Any, of_tensor: Callable[[Tensor], Tensor] = lambda x: x) -> An
     return found
 
 
-def _fill(twin: Any, found: Any) -> None:
+def fill(twin: Any, found: Any) -> None:
     """Copy the tensors of `found` into those of its twin, all of one dtype in one launch."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for to, given in zip(_tensors(twin), _tensors(found), strict=True):

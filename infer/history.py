@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longdraft.kernels.transfer import integers
+from longdraft.kernels.transfer import fill_from_host
 
 
 class History:
@@ -33,7 +33,7 @@ class History:
 
     def start(self, slot: int, prompt: Sequence[int]) -> None:
         """Begin a sequence on this slot with this prompt."""
-        self.tokens[slot, : len(prompt)] = integers(prompt, self.tokens.device)
+        fill_from_host(self.tokens[slot, : len(prompt)], torch.tensor(prompt))
         self.prompt_lengths[slot].fill_(len(prompt))
 
     def write(self, positions_BP: Tensor, tokens_BP: Tensor) -> None:

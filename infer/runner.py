@@ -145,7 +145,8 @@ class Runner:
             tree, expected = self.policy.prune(proposed, state)
             self._passed = drafted = time.perf_counter()
             drafting, needs = (draft_begin, Moment(self.device, self.work_clock)), self.drafter.needs
-            inputs = tree.tokens, tree.parents, *(() if tree.width == 1 else (tree.ancestors, tree.depths))
+            tree = tree.to(self.device)
+            inputs = tree.tokens, tree.parents, *(tree.relations if tree.width > 1 else ())
             if working is None:
                 key = "verify", needs, self.drafter.max_depth, state.logprobs
                 verify = partial(self._verify, cache, needs)
@@ -187,13 +188,15 @@ class Runner:
     ) -> tuple[AcceptResult, TargetOutput, tuple[Tensor, ...]]:
         """The target's pass over the nodes, its choices, and the commit of the accepted path, whose end is the new
         root. The third result is the first tensors of `Step.results`. This is what is recorded of a step."""
+        nodes = TokenTree(tokens_BN, parents_BN)
+        if ancestors_BNN is None and nodes.width > 1:
+            ancestors_BNN, depths_BN = nodes.ancestors, nodes.depths
         positions_BN = state.positions[:, None] + depths_BN
         root_B = torch.zeros_like(state.positions) if "queries" in needs else None
         given = Pass(tokens_BN, cache, positions_BN, ancestors_BNN, needs | {"logits"}, queries_at_B=root_B)
         output = self.model(given)
         self._passed = time.perf_counter()
         assert output.logits is not None
-        nodes = TokenTree(tokens_BN, parents_BN)
         accepted = accept(nodes, output.logits, state, positions_BN, ancestors_BNN, self.drafter.max_depth)
         cache.commit(accepted.nodes, accepted.counts)
         state.positions += accepted.counts
@@ -218,7 +221,7 @@ class Runner:
         """The drafter's tree, or the roots alone while it rests."""
         state = self.state
         if self.max_nodes == 0 or self.policy.rests:
-            return TokenTree.roots(state.roots)
+            return state.run(("roots",), (), lambda state: TokenTree.roots(state.roots))
         working = [slot for slot, tokens in enumerate(state.committed) if tokens]
         tree = self.drafter.propose(state, self.policy.budget(self.max_nodes, working))
         assert tree.width <= self.max_nodes + 1, f"the drafter proposed {tree.width - 1} nodes of {self.max_nodes}"

@@ -24,7 +24,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
 from longdraft.kernels.cpu import library
 from longdraft.kernels.linear import prompt_in_c
-from longdraft.kernels.transfer import from_host, integers
+from longdraft.kernels.transfer import fill_from_host, integers
 from longdraft.kernels.tree_attention import tune
 from longdraft.models.decoder import Decoder
 from longdraft.models.device import on_device
@@ -264,7 +264,7 @@ class SlotPool:
             idle = next(one for one in given if one) if recording else IDLE
             sampling = SlotSampling([one or idle for one in given], self.device)
             state.sampling = self._recorded_sampling(sampling) if recording else sampling
-            state.active.copy_(from_host(torch.tensor([one is not None for one in given]), self.device))
+            fill_from_host(state.active, torch.tensor([one is not None for one in given]))
         state.committed = [sequence.committed if sequence else [] for sequence in decoding]
         state.logprobs = self._ask_for_logprobs()
 

@@ -80,10 +80,10 @@ class TokenTree:
             drafter tells what it knows about a node's chances. None: a node's class is its index.
     Siblings carry different tokens, so no prefix is verified twice and the accepted path is never ambiguous.
 
-    `lists` holds the nodes on the host. A tree of tries has them from the start; those of any other tree are read from
-    its device when they are first asked for. On a GPU that would stop the step, so whoever needs them there (the runner
-    for the policy, `Combined` for its union) reads `unread` together with other tensors and gives the result to
-    `take_lists`. Code that does not know where the tree is asks `on_host` first.
+    `lists` holds the nodes on the host. A tree of tries has them from the start, with its tensors on the CPU; those of
+    any other tree are read from its device when they are first asked for. On a GPU that would stop the step, so whoever
+    needs them there (the runner for the policy, `Combined` for its union) reads `unread` together with other tensors
+    and gives the result to `take_lists`. Code that does not know where the tree is asks `on_host` first.
     """
 
     tokens: Tensor
@@ -106,7 +106,7 @@ class TokenTree:
         return TokenTree(tokens, parents)
 
     @staticmethod
-    def from_paths(roots: Sequence[int], paths: Sequence[Sequence[Sequence[int]]], device=None) -> "TokenTree":
+    def from_paths(roots: Sequence[int], paths: Sequence[Sequence[Sequence[int]]]) -> "TokenTree":
         """Build each sequence's trie from its candidate paths: token lists below the root, whose shared prefixes become
         one node."""
         tries = [Trie(int(root)) for root in roots]
@@ -116,19 +116,18 @@ class TokenTree:
                 for token in map(int, path):
                     child = trie.child(node, token)
                     node = trie.add(node, token, 0) if child is None else child
-        return TokenTree.from_tries(tries, device, with_classes=False)
+        return TokenTree.from_tries(tries, with_classes=False)
 
     @staticmethod
-    def from_tries(tries: Sequence[Trie], device=None, with_classes: bool = True) -> "TokenTree":
-        """Build the tree of one trie a sequence, padded to the widest. The lists are kept for `lists`."""
+    def from_tries(tries: Sequence[Trie], with_classes: bool = True) -> "TokenTree":
+        """Build the tree of one trie a sequence, padded to the widest. It is the host's, and its lists are kept."""
         width = max(map(len, tries))
         lists = Lists(
             [trie.tokens + [0] * (width - len(trie)) for trie in tries],
             [trie.parents + [PAD] * (width - len(trie)) for trie in tries],
             [trie.classes + [0] * (width - len(trie)) for trie in tries] if with_classes else None,
         )
-        rows = [part for part in lists if part is not None]
-        tree = TokenTree(*from_host(torch.tensor(rows), device).unbind(0))
+        tree = TokenTree(*torch.tensor([part for part in lists if part is not None]).unbind(0))
         tree.__dict__["lists"] = lists
         return tree
 
@@ -155,6 +154,11 @@ class TokenTree:
         if read:
             self.__dict__["lists"] = Lists(*read, *[None] * (3 - len(read)))
         return self
+
+    @property
+    def relations(self) -> tuple[Tensor, ...]:
+        """`ancestors` and `depths` where they have been computed, else nothing."""
+        return (self.ancestors, self.depths) if {"ancestors", "depths"} <= self.__dict__.keys() else ()
 
     @cached_property
     def lists(self) -> "Lists":
@@ -191,6 +195,13 @@ class TokenTree:
         tree.__dict__.update({name: self.__dict__[name] for name in ("ancestors", "depths") if name in self.__dict__})
         return tree
 
+    def to(self, device: torch.device) -> "TokenTree":
+        """The same tries on a device, without what is known of them beside. From the host in one copy."""
+        if self.tokens.device == device:
+            return self
+        rows = torch.stack([x for x in (self.tokens, self.parents, self.classes) if x is not None])
+        return TokenTree(*from_host(rows, device).unbind(0))
+
     def pad_to(self, width: int) -> "TokenTree":
         """The same tries, padded to `width` nodes."""
         extra = width - self.width
@@ -200,7 +211,7 @@ class TokenTree:
         pad = torch.nn.functional.pad
         classes = None if self.classes is None else pad(self.classes, (0, extra))
         tree = TokenTree(pad(self.tokens, (0, extra)), pad(self.parents, (0, extra), value=PAD), classes)
-        if "ancestors" in self.__dict__ and "depths" in self.__dict__:
+        if self.relations:
             itself_WW = torch.eye(width, dtype=torch.bool, device=self.parents.device)
             tree.__dict__["ancestors"] = pad(self.ancestors, (0, extra, 0, extra)) | itself_WW
             tree.__dict__["depths"] = pad(self.depths, (0, extra))

@@ -9,9 +9,9 @@ from longdraft.kernels import backend
 
 
 class HostCopy:
-    """Tensors on their way to the host, all of one dtype in one copy.
+    """Tensors on their way to the host, all in one copy.
 
-    The copies are queued now, and `lists` waits for them and for nothing that is queued later. So a step's tensors can
+    The copy is queued now, and `lists` waits for it and for nothing that is queued later. So a step's tensors can
     be read while the next step runs and perhaps overwrites them. On a CPU a step ends before the next one begins, so
     nothing is copied.
     """
@@ -19,20 +19,17 @@ class HostCopy:
     def __init__(self, *tensors: Tensor):
         self._tensors, self._arrived = list(tensors), None
         if tensors[0].is_cuda:
-            for dtype in {x.dtype for x in tensors}:
-                self._copy([i for i, x in enumerate(tensors) if x.dtype == dtype])
+            # As bytes, the widest numbers first, so that all are aligned.
+            order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+            flat = [tensors[i].flatten().view(torch.uint8) for i in order]
+            joined = flat[0] if len(flat) == 1 else torch.cat(flat)
+            host = torch.empty(joined.shape, dtype=torch.uint8, pin_memory=True).copy_(joined, non_blocking=True)
+            for i, part in zip(order, host.split([len(x) for x in flat]), strict=True):
+                self._tensors[i] = part.view(tensors[i].dtype).view(tensors[i].shape)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(tensors[0].device))
         elif not backend.is_host(tensors[0].device):
             self._tensors = [x.clone() for x in tensors]
-
-    def _copy(self, places: Sequence[int]) -> None:
-        """Queue the copy of the tensors at these places, and put what will hold them there."""
-        flat = [self._tensors[i].flatten() for i in places]
-        joined = flat[0] if len(flat) == 1 else torch.cat(flat)
-        host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True).copy_(joined, non_blocking=True)
-        for i, part in zip(places, host.split([len(x) for x in flat]), strict=True):
-            self._tensors[i] = part.view(self._tensors[i].shape)
 
     def lists(self) -> list:
         """Wait for the copy and return each tensor's `tolist`."""
@@ -65,6 +62,11 @@ def from_host(x: Tensor, device: torch.device | str | None) -> Tensor:
     if x.is_cuda or device is None or torch.device(device).type != "cuda":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def fill_from_host(to: Tensor, x: Tensor) -> None:
+    """`to.copy_(x)`, where a copy from the host to CUDA is only queued."""
+    to.copy_(x.pin_memory() if to.is_cuda else x, non_blocking=True)
 
 
 def integers(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from longdraft.kernels import backend
 from longdraft.kernels.rotate import HeadNorms, rotate_append
-from longdraft.kernels.transfer import integers
 from longdraft.kernels.tree import keep_rows
 
 
@@ -109,9 +108,7 @@ class KVCache:
         """Drop committed rows: go back to `lengths_B` (int64, each at most the present length)."""
         self.lengths.copy_(lengths_B)
 
-    def reset(
-        self, slots: Sequence[int] | Tensor | None = None, prompt_lengths: Sequence[int] | Tensor | None = None
-    ) -> None:
+    def reset(self, slots: Sequence[int] | None = None, prompt_lengths: Sequence[int] | Tensor | None = None) -> None:
         """Empty slots, and note the lengths of the prompts to come.
 
         Args:
@@ -119,7 +116,6 @@ class KVCache:
             prompt_lengths: one per slot that is emptied; None: zeros. RoPE types whose table depends on the length
                 (dynamic, longrope) rotate every token of a prompt with the table for the whole prompt.
         """
-        indices = integers(range(self.batch) if slots is None else slots, self.lengths.device)
-        self.lengths.index_fill_(0, indices, 0)
-        lengths = torch.zeros_like(indices) if prompt_lengths is None else integers(prompt_lengths, indices.device)
-        self.prompt_lengths.index_copy_(0, indices, lengths)
+        for place, slot in enumerate(range(self.batch) if slots is None else slots):
+            self.lengths[slot].fill_(0)
+            self.prompt_lengths[slot].fill_(0 if prompt_lengths is None else prompt_lengths[place])

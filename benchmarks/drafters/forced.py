@@ -142,15 +142,16 @@ class Forced(Drafter):
     @torch.no_grad()
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         tree = self.inner.propose(state, budget)
+        if tree.on_host and state.graphs.recording:  # it may have any size, and each would be recorded
+            tree = tree.pad_to(1 + budget.max_nodes)
         if tree.width == 1:
             return tree
-        owners, nodes = (self, self._replay_2BL), (tree.tokens, tree.parents, tree.ancestors, tree.depths)
-        return tree.with_tokens(state.run(("force",), owners, self._force, *nodes))
+        tree = tree.to(state.roots.device)
+        return tree.with_tokens(state.run(("force",), (self, self._replay_2BL), self._force, tree))
 
-    def _force(
-        self, state: SlotState, tokens_BN: Tensor, parents_BN: Tensor, ancestors_BNN: Tensor, depths_BN: Tensor
-    ) -> Tensor:
+    def _force(self, state: SlotState, tree: TokenTree) -> Tensor:
         """The tokens of the tree with as many right ones as were drawn for the root's position."""
+        tokens_BN, parents_BN, ancestors_BNN, depths_BN = tree.tokens, tree.parents, tree.ancestors, tree.depths
         width, last, (text_BL, drawn_BL) = tokens_BN.shape[1], self._replay_2BL.shape[2] - 1, self._replay_2BL
         nodes_N = torch.arange(width, device=tokens_BN.device)
         leaf_B11 = (depths_BN * width - nodes_N).argmax(dim=1)[:, None, None]

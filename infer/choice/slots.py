@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longdraft.infer.choice.filters import Filters
 from longdraft.infer.choice.penalties import Penalties
+from longdraft.infer.graphs import fill
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels import backend
@@ -76,9 +77,7 @@ class SlotSampling:
         them. Returns False, and copies nothing, if they need other work."""
         if self.kind != other.kind:
             return False
-        for column, new in zip(self._columns, other._columns, strict=True):
-            if column is not None and new is not None:
-                column.copy_(new)
+        fill(self._columns, other._columns)
         self.params = other.params
         self._noise_rows, self._noise_width = other._noise_rows, other._noise_width
         return True

@@ -157,16 +157,10 @@ class DeviceDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
-        plan = self.plan(state, budget)
-
-        def grow_and_index(state: SlotState) -> TokenTree:
-            tree = self.grow(state, budget, plan)
-            if state.graphs.recording:  # pruning and verification ask for these, so they are recorded with the tree
-                _ = tree.ancestors, tree.depths
-            return tree
-
-        owners = self, *self.buffers()
-        return state.run(("propose", plan), owners, grow_and_index, widest=self.num_query_tokens)
+        plan, owners = self.plan(state, budget), (self, *self.buffers())
+        return state.run(
+            ("propose", plan), owners, lambda state: self.grow(state, budget, plan), widest=self.num_query_tokens
+        )
 
     def plan(self, state: SlotState, budget: Budget) -> Hashable:
         """Decide on the host, before `grow`, all that steers it: `grow` is recorded for each plan separately."""

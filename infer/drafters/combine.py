@@ -80,7 +80,7 @@ class Combined(Drafter):
         for i, tree in trees.items():
             count = len(tree.unread)
             proposals[i], read = tree.take_lists(read[:count]).lists, read[count:]
-        return TokenTree.from_tries(self._unite(proposals, roots, max_nodes), state.roots.device)
+        return TokenTree.from_tries(self._unite(proposals, roots, max_nodes))
 
     def _unite(self, proposals: Mapping[int, Lists], roots: list[int], max_nodes: int) -> list[Trie]:
         """One trie a slot of the proposed nodes, at most `max_nodes`. proposals: by index of the drafter."""

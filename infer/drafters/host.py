@@ -68,9 +68,7 @@ class HostDrafter(Drafter):
     def device_rows(self, state: SlotState) -> Tensor:
         """int64 [B, 3 + R], to be read for `tries`: active, root, position, and the last R tokens up to the root; the
         host may not know all of these yet."""
-        numbers = state.active.long(), state.roots, state.positions
-        recent_BR = state.history.read(state.positions - (READ_AHEAD - 1), READ_AHEAD)
-        return torch.cat([torch.stack(numbers, dim=1), recent_BR], dim=1)
+        return state.run(("device_rows",), (), _device_rows)
 
     def tries(self, state: SlotState, rows: list[list[int]], max_nodes: int) -> list[Trie]:
         """Each slot's candidates. rows: `device_rows` as lists."""
@@ -90,4 +88,10 @@ class HostDrafter(Drafter):
     @torch.no_grad()
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         tries = self.tries(state, self.device_rows(state).tolist(), budget.max_nodes)
-        return TokenTree.from_tries(tries, state.roots.device)
+        return TokenTree.from_tries(tries)
+
+
+def _device_rows(state: SlotState) -> Tensor:
+    numbers = state.active.long(), state.roots, state.positions
+    recent_BR = state.history.read(state.positions - (READ_AHEAD - 1), READ_AHEAD)
+    return torch.cat([torch.stack(numbers, dim=1), recent_BR], dim=1)

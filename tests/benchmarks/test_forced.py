@@ -10,6 +10,7 @@ import torch
 from longdraft.benchmarks.drafters.forced import LABEL, Blank, Forced, at_rates, at_tokens_per_step, replaying
 from longdraft.benchmarks.drafters.record import read_record
 from longdraft.infer.drafters.build import build_drafter
+from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -102,21 +103,26 @@ def test_near_ties_that_turn_are_followed(target, monkeypatch):
     assert kept == [28]
 
 
-def test_on_a_gpu_the_tokens_are_replaced_in_recorded_work_without_a_wait(pretended_cuda, target, tiny_target):
+@pytest.mark.parametrize(("make", "waits"), [(lambda: Blank(4, siblings=2), 0), (lambda: PromptLookup(4), 1)])
+def test_on_a_gpu_the_tokens_are_replaced_in_recorded_work_without_a_wait(pretended_cuda, target, make, waits):
+    """But for that of a look-up in each step."""
     params = [replace(GREEDY, temperature=1.0, seed=seed) for seed in range(3)]
     rates = at_tokens_per_step(2.5, 4)
 
     def found(engine: Engine) -> list[tuple]:
         return [(one.tokens, one.stats.accepted_at_depth) for one in engine.generate(PROMPTS, params)]
 
-    on_cpu = found(Engine(target, Forced(Blank(4, siblings=2), target, rates), slots=2, nodes=None))
+    on_cpu = found(Engine(target, Forced(make(), target, rates), slots=2, nodes=None))
     assert [tokens for tokens, _ in on_cpu] == [one.tokens for one in Engine(target).generate(PROMPTS, params)]
     with pretended_cuda.PretendedCuda() as gpu:
         target = replace(target, model=gpu.put(target.model))
-        engine = Engine(target, Forced(Blank(4, siblings=2), target, rates), slots=2, nodes=None)
+        engine, steps = Engine(target, Forced(make(), target, rates), slots=2, nodes=None), []
+        step = engine.runner.step
+        engine.runner.step = lambda: steps.append(1) or step()
         assert found(engine) == on_cpu
         gpu.forget()
-        assert found(engine) == on_cpu and gpu.waits.total() == 0
+        steps.clear()
+        assert found(engine) == on_cpu and gpu.waits.total() == waits * len(steps)
 
 
 def test_the_mark_is_in_record_table_and_page(tiny, tmp_path, capsys):

@@ -40,7 +40,7 @@ def learn(policy, proposal, committed, times=1, slot=0):
 
 def slots(active=ACTIVE):
     """What pruning asks of a SlotState."""
-    state = SimpleNamespace(active=active)
+    state = SimpleNamespace(active=active, committed=[[3] * taking_part for taking_part in active.tolist()])
     state.run = lambda key, owners, work, *inputs: work(state, *inputs)
     return state
 
@@ -135,15 +135,15 @@ def test_the_chosen_width_has_the_most_expected_tokens_a_second():
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_the_likeliest_nodes_are_picked_parents_first(monkeypatch, on_host):
-    """Compare with the product of the rates along every path: the best come first, as many as the policy decided. The
-    pruning computes it from lists, or with tensors as on a device, where the tree must not be read."""
+    """Compare with the product of the rates along every path: the best come first, as many as the policy decided, at
+    once from lists, and later from what was expected of a tree on a device, which must not be read."""
     monkeypatch.setattr(TokenTree, "on_host", on_host)
     torch.manual_seed(2)
+    policy = Policy(64, (*WIDTHS, 16))
     for _ in range(40):
-        policy = Policy(64, (*WIDTHS, 16), on_host=True)
         policy._rates.values = torch.rand(64).clamp(min=1e-3).tolist()
         proposal = TokenTree.from_paths([1, 2], [torch.randint(4, (5, 3)).tolist() for _ in range(2)])
-        kept = prune(policy, proposal, torch.tensor([True, False]))
+        kept, expected = policy.prune(proposal, slots(torch.tensor([True, False])))
         width = min(policy.width, proposal.width)
         assert kept.width == policy.fitting(width)
         fresh = TokenTree(kept.tokens, kept.parents)
@@ -152,16 +152,21 @@ def test_the_likeliest_nodes_are_picked_parents_first(monkeypatch, on_host):
             worth = worth_of(parents, range(len(parents)), policy._rates.values)
             order = sorted(range(len(parents)), key=worth.__getitem__, reverse=True)
             if slot == 0:
-                policy.width = 0
-                policy.decide(np.cumsum([worth[node] for node in order]).tolist())
-                assert min(policy.width, proposal.width) == width
+                by_width = np.cumsum([worth[node] for node in order]).tolist()
+                if on_host:
+                    policy.width = 0
+                    policy.decide(by_width)
+                    assert min(policy.width, proposal.width) == width and expected is None
+                else:
+                    assert expected.tolist() == pytest.approx(by_width)
             moved = [order.index(parents[node]) if parents[node] >= 0 else parents[node] for node in order[:width]]
             assert kept.tokens[slot, :width].tolist() == [tokens[node] for node in order[:width]]
             assert kept.parents[slot, :width].tolist() == moved
             assert kept.classes[slot, :width].tolist() == order[:width]
 
 
-def test_where_the_host_may_not_wait_a_later_width_is_decided():
+def test_where_the_host_may_not_wait_a_later_width_is_decided(monkeypatch):
+    monkeypatch.setattr(TokenTree, "on_host", False)
     policy, proposal = Policy(8, WIDTHS), tree([[5], [6], [7]])
     kept, expected = policy.prune(proposal, slots())
     assert kept.width == 4 and policy.width == 8

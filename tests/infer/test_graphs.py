@@ -229,6 +229,12 @@ def test_after_a_recording_that_failed_others_succeed(monkeypatch):
     assert [out for out, _ in kept] == [1, 2] and not recording
 
 
+def test_what_is_given_to_recorded_work_stays_the_callers():
+    graphs, first, second = Graphs(record), torch.arange(3), torch.ones(3, dtype=torch.int64)
+    found = [graphs.run(("double",), (), lambda x: 2 * x, x).tolist() for x in (first, second, first)]
+    assert found == [[0, 2, 4], [2, 2, 2], [0, 2, 4]]
+
+
 def test_what_is_kept_takes_the_memory_of_the_estimate(made, as_on_a_gpu):
     """The outputs of each width, for a kind of sampling; a kind that comes again has its own recording still."""
     target, drafter = made("token_recycling")
