@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from longdraft.models.drafts.heads import Medusa, MedusaConfig, TokenSwift, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.files import damage_named, file_digest, sync, write_atomically, write_tensors
-from longdraft.models.fingerprint import weights_hash
+from longdraft.models.fingerprint import shape_hash, weights_hash, without_yarn
 from longdraft.models.hub import hub_folder
 from longdraft.models.schema import Float, Int, Str, validate, validated_dataclass
 from longdraft.models.target import Target
@@ -196,6 +196,7 @@ def load_draft(folder: str | Path, target: Target | None = None) -> Any:
     """Load the frozen network of a draft folder: a `Draft`.
 
     A target with the same configuration and other weights is accepted with a warning: its text is exact with any draft.
+    Heads are accepted for their target with YaRN, too.
 
     Args:
         folder: a folder or a name, as of `local_folder`.
@@ -209,7 +210,11 @@ def load_draft(folder: str | Path, target: Target | None = None) -> Any:
     folder = local_folder(folder)
     method, info, shape = _read(folder)
     if target is not None:
-        _check_target(folder, info.target, target_entry(target))
+        entry = target_entry(target)
+        # Heads read states alone; LongSpec's block reads keys, which YaRN rotates otherwise.
+        if method != "longspec" and info.target["config_sha256"] == shape_hash(without_yarn(target.model.config)):
+            entry["config_sha256"] = info.target["config_sha256"]
+        _check_target(folder, info.target, entry)
     config_type, network = DRAFTS[method]
     path = folder / WEIGHTS
     with damage_named(folder / CONFIG, remedy=REMEDY), torch.device("meta"):  # shapes only: the weights come from files

@@ -58,6 +58,16 @@ def shape_hash(config: DecoderConfig) -> str:
     return json_hash(shape)
 
 
+def without_yarn(config: DecoderConfig) -> DecoderConfig:
+    """The configuration as it was before YaRN was added to its RoPE, as model cards advise for long texts."""
+    rope = config.rope
+    if rope.type != "yarn" or "rope_theta" not in rope.parameters:
+        return config
+    length = rope.parameters.get("original_max_position_embeddings") or rope.max_positions
+    before = {"rope_type": "default", "rope_theta": rope.parameters["rope_theta"]}
+    return replace(config, rope=replace(rope, max_positions=length, parameters=before))
+
+
 def fingerprint(config: DecoderConfig, tokenizer: Any) -> dict[str, str]:
     """The hashes of its target that a draft folder records."""
     return {"config": shape_hash(config), "tokenizer": "none" if tokenizer is None else tokenizer_hash(tokenizer)}

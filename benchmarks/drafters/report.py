@@ -39,6 +39,10 @@ def table(result: dict) -> str:
         title = "greedy" if run["temperature"] == 0 else f"T {run['temperature']}"
         names, *rest = ("  ".join(cells) for cells in lay_out(rows(title, run["drafters"], on_gpu)))
         lines += ["", names, "-" * len(names), *rest]
+        for name, one in run["drafters"].items():
+            if marks := max(one["ms_per_token"], key=len, default=[]):
+                shown = ", ".join(f"{mark['tokens']:,}: {mark['ms']:.2f}" for mark in marks)
+                lines.append(f"{name}, ms/token up to token {shown}")
     lines += papers.table(result["paper"]) if "paper" in result else []
     lines += ["", *([f"exact: {exactness(result)}"] if "exact" in result else [])]
     for name, rates in settings.get(LABEL, {}).items():

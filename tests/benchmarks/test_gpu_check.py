@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from longdraft.benchmarks.checks import gpu_check, long_contexts
 from longdraft.benchmarks.drafters import forced
 from longdraft.launch import cli
+from longdraft.launch.arguments import PARSERS
 from longdraft.train.config import DRAFT_SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +72,46 @@ def test_exactness_is_in_fp32_and_speed_in_bf16(tiny, tmp_path, monkeypatch):
 def test_every_method_is_trained():
     assert set(gpu_check.METHODS) == set(DRAFT_SECTIONS)
     assert {number.name for _, _, number in gpu_check.METHODS.values()} == {"SIGKILL", "SIGTERM"}
-    assert {*gpu_check.FEW, *gpu_check.NEEDS} <= set(gpu_check.SHARES)
+    assert {*gpu_check.FEW, *gpu_check.NEEDS} <= {*gpu_check.SHARES, *gpu_check.EXTRAS}
+
+
+STUB = """#!/usr/bin/env bash
+[ "$1" != -c ] || { echo "$2" | grep 60 >>log; echo 77; exit; }
+echo "$LONGDRAFT_EXACT $*" >>log
+"""
+
+
+def test_more_is_done_for_smollm2_only_where_it_is_asked_for(tmp_path, monkeypatch):
+    """With a Python that only notes its arguments. Steps that a run has begun with stay."""
+    monkeypatch.setenv("LONGDRAFT_TEST_DEVICE", "cuda")
+    monkeypatch.setattr(gpu_check, "SMOLLM2", tmp_path / "launch" / "smollm2_gpu.sh")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / "python").write_text(STUB)
+    (tmp_path / "python").chmod(0o755)
+    for folder in ("data/smollm2-all", "runs/longspec-smollm2-gpu"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "data/smollm2-all/manifest.json").touch()
+    (tmp_path / "runs/longspec-smollm2-gpu/config.yaml").write_text("optimizer:\n  warmup_steps: 5\n  steps: 99\n")
+
+    def noted(name: str) -> list[str]:
+        (tmp_path / "log").unlink(missing_ok=True)
+        subprocess.run(gpu_check._command(name, None, ()), check=True, capture_output=True)
+        return (tmp_path / "log").read_text().splitlines()
+
+    few, counted, heads, exported, block, _ = noted("drafts")
+    recipe = (
+        "0 -m longdraft.launch.cli train configs/{}/smollm2-gpu.yaml --num-gpus 1 log.wandb=disabled train.steps={}"
+    )
+    assert few.startswith(recipe.format("tokenswift", "12 train.run_dir=runs/tokenswift-smollm2-gpu/measured "))
+    assert "int(60 * 0.2 * 4 / " in counted and exported.endswith(" export runs/tokenswift-smollm2-gpu")
+    assert [heads, block] == [recipe.format("tokenswift", 77), recipe.format("longspec", 99)]
+    for name, exact in (("length", 0), ("exact length", 1)):
+        made, bench = noted(name)
+        assert made.endswith(" - data/smollm2-yarn") and bench.startswith(f"{exact} -m longdraft.launch.cli bench ")
+        args = PARSERS["bench"]().parse_args(bench.split()[4:])
+        assert (args.new_tokens, args.nodes, args.draft) == (100_000, "all", ["smollm2-135m-tokenswift"])
+    assert not {"drafts", "length", "exact length"} & set(gpu_check.SHARES)
 
 
 def in_place(monkeypatch, tmp_path, *stages: str) -> tuple[int, dict, list[str]]:

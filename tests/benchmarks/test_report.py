@@ -4,7 +4,7 @@ import re
 from html import unescape
 
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record, recorded
-from longdraft.benchmarks.drafters.report import bars, collect, line_chart, page
+from longdraft.benchmarks.drafters.report import bars, collect, line_chart, page, table
 from longdraft.launch import cli
 
 
@@ -42,6 +42,16 @@ def test_a_page_has_what_was_asked_for_the_table_and_every_chart():
     drawn = re.findall(r"<svg.*?</svg>", text, re.S)
     titles = ("plain decoding, by context", "plain decoding, by task", "Steps that", "ms/token")
     assert len(drawn) == len(titles) and all(title in one for title, one in zip(titles, drawn, strict=True))
+
+
+def test_the_table_has_the_time_of_a_token_along_the_longest_text():
+    runs = [{"temperature": 0.0, "drafters": collect({"one": made({"longspec": 4})})}]
+    asked = {"prompts": 6, "prompt_tokens": [9, 9], "new_tokens": 9, "seed": 0, "sampling": {}, "ignore_eos": True}
+    machine = {"target": "a", "dtype": "bf16", "device": "b", "threads": 1, "peak_memory_mib": 1}
+    shown = table({"settings": asked, "runs": runs, "width_curves_ms": {}, **machine}).splitlines()
+    along = [line for line in shown if "ms/token" in line]
+    assert along[1] == "longspec, ms/token up to token 10,240: 0.25, 20,480: 0.25, 25,600: 0.25"
+    assert along[0].startswith("plain, ") and len(along) == 2
 
 
 def test_it_needs_nothing_from_elsewhere_and_escapes_names():

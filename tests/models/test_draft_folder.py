@@ -170,6 +170,24 @@ def test_another_target_is_refused_and_other_weights_are_warned_of(folder, tiny_
         load_draft(folder, other)  # as earlier versions wrote it
 
 
+@pytest.mark.parametrize("length", [256, 4096])
+def test_heads_go_on_with_yarn_and_a_block_does_not(tmp_path, tiny_target, kind, length):
+    """As model cards add it to config.json, whether or not the positions are then those of the longer texts."""
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    target = tiny_target(rope=plain)
+    save_draft(tmp_path, MAKE[kind](target, None), DraftInfo(target_entry(target), 24, {"levels": [3]}, {}, {}))
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256}
+    longer = tiny_target(rope=plain | yarn, max_positions=length)
+    if kind == "longspec":
+        refused(tmp_path, longer, "config_sha256")
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_draft(tmp_path, longer)
+    refused(tmp_path, tiny_target(rope=plain | yarn | {"rope_theta": 1e4}), "config_sha256")
+    refused(tmp_path, tiny_target(rope=plain | yarn | {"original_max_position_embeddings": 64}), "config_sha256")
+
+
 # Names in the message: fields of config.json that are changed (None: left out). "draft.x" is in the network's shape.
 DAMAGED_FIELDS = [
     ("format_version", {"format_version": 9}),

@@ -23,7 +23,7 @@ from longdraft.train.config import DTYPES, OptimizerSection
 from longdraft.train.config_file import load_config
 from longdraft.train.deepspeed_engine import parameter_groups
 from longdraft.train.export import export
-from longdraft.train.loop import train
+from longdraft.train.loop import gains, train
 from longdraft.train.methods.build import open_method
 from longdraft.train.ranks import TrainingError
 from longdraft.train.setup import open_rows
@@ -68,6 +68,17 @@ def test_teacher_sees_each_piece_alone_and_gives_its_own_choices(target):
     assert [found.shape for found in teacher.choices(seen.post_norm[:0])] == [(0,), (0,)]
     only = teacher.forward(tokens_N, borders, None, {"last_kv"})
     assert only.pre_norm is None and only.post_norm is None
+
+
+def test_what_training_brought_is_told_where_it_began_with_a_draft():
+    before = {"step": 0, "heldout_choice_rates": [[0.2, 0.1], [0.1, 0.1]], "heldout_overlaps": [0.25, 0.125]}
+    middle = {"step": 5, "heldout_choice_rates": [[0.9, 0.1], [0.9, 0.1]], "heldout_overlaps": [0.9, 0.9]}
+    after = {"step": 9, "heldout_choice_rates": [[0.15, 0.4], [0.2, 0.1]], "heldout_overlaps": [0.2, 0.125]}
+    decoded = [{"step": step, "decode_tokens_per_step": tokens} for step, tokens in ((0, 1.5), (9, 1.75))]
+    told = "target's choice 0.150 -> 0.175, better; overlap 0.188 -> 0.163, not better"
+    assert gains([before, middle, after]) == told
+    assert gains([before, decoded[0], middle, after, decoded[1]]) == f"{told}; tokens/step 1.500 -> 1.750, better"
+    assert gains([middle, after, decoded[1]]) == gains([]) == ""
 
 
 LEFT_OUT = {"documents": 40, "bad": {"empty": 50}, "dropped": {"shorter_than_seq_len": 10, "beyond_max_tokens": 900}}
