@@ -25,7 +25,8 @@ class Filters:
 
     Attributes:
         any: whether any slot has a filter.
-        limits: numbers that steer the work on the host: the largest top_k, and the largest min_tokens_to_keep.
+        limits: numbers that steer the work on the host: powers of two, of which there are few to be recorded, not below
+            the largest top_k and the largest min_tokens_to_keep.
     """
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device):
@@ -39,7 +40,8 @@ class Filters:
         self._min_p, self._eta = of_all("min_p", 0.0), of_all("eta_cutoff", 0.0)
         least = [p.min_tokens_to_keep if p.min_p + p.eta_cutoff > 0 else 1 for p in params]
         self._least = column(least, 1, torch.int64, device)
-        self.limits = self._most_k, self._most_least = max(p.top_k for p in params), max(least)
+        most = max(p.top_k for p in params), max(least)
+        self.limits = self._most_k, self._most_least = tuple(1 << max(0, n - 1).bit_length() for n in most)
         self.any = any(column is not None for column in self.columns)
 
     @property

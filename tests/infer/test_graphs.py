@@ -315,14 +315,15 @@ def test_the_width_curve_times_passes_as_they_will_run(made, as_on_a_gpu, monkey
 
 
 def test_kinds_of_sampling_are_counted_by_their_work(made, as_on_a_gpu, monkeypatch):
-    """Seeds, lengths and temperatures make no kind; greedy decoding, a filter, and log-probabilities do."""
+    """Seeds, lengths and temperatures make no kind, nor does a top_k up to the same power of two; greedy decoding, a
+    filter, and log-probabilities do."""
     target, drafter = made("medusa")
     engine, counted = Engine(target, drafter, slots=2, nodes=8), []
     monkeypatch.setattr(Runner, "rehearse", lambda runner, lengths: counted.append(runner.state.logprobs))
     allocate = engine.pool._allocate
     engine.pool._allocate = lambda *given: counted.append(given[2]) or allocate(*given)
     kinds = [SamplingParams(0.5), SamplingParams(2.0), SamplingParams(), SamplingParams(1.0, top_k=3)]
-    kinds += [SamplingParams(1.0, logprobs=1)]
+    kinds += [SamplingParams(1.0, top_k=4), SamplingParams(1.0, logprobs=1)]
     params = [replace(one, seed=i, max_new_tokens=1 + i) for i, one in enumerate(kinds)]
     engine.generate([[1, 2, 3]] * len(params), params)
     assert counted == [4, False, False, False, True]
