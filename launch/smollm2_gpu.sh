@@ -32,7 +32,7 @@ seconds = [record['step_s'] for record in read_metrics('$run/measured') if 'step
 print(int(60 * $share * ${amount:-5} / median(seconds[6:])))")  # the first ones compile
     fi
     longdraft "${train[@]}" train.steps="$steps"
-    longdraft export $run
+    [ -e $run/draft/config.json ] || longdraft export $run  # else the text of `length` would not go on
     echo "To ship it: cp $run/draft/{config.json,model.safetensors} models/shipped/smollm2-135m-$method"
   done
 elif [ "$task" = length ]; then
