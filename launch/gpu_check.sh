@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Check this machine's GPU: tests, benchmarks and training in 6 minutes, with all results in one JSON file.
+# Check this machine's GPU: tests and benchmarks in 6 minutes, then training and long contexts in 8, with all results in
+# one JSON file.
 #
 #   launch/gpu_check.sh [OUT [WHEELS]] [--minutes 6] [--all] [--again] [--only STAGE ...]
 #
@@ -8,7 +9,7 @@
 #              commit and card goes on with the stages that have not passed.
 #   WHEELS     folder of wheels that the Python at hand lacks; installed into a temporary folder, without network and
 #              without dependencies.
-#   --minutes  for all stages together
+#   --minutes  for all stages of this call; 14 do for all
 #   --all      all tests, not a sample that fits into the time; give it 15 minutes
 #   --again    also the stages that have passed
 #   --only     these stages, such as "long contexts"

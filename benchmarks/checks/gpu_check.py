@@ -1,6 +1,6 @@
 """Tests, benchmarks and training on one GPU, collected in one JSON file: `launch/gpu_check.sh` prepares and runs it.
 
-Every stage is a process of its own with a share of the time, which grows by what earlier stages left over. A stage
+Every stage is a process of its own. In turn each has the seconds that it needs, and more if there are more. A stage
 that fails does not stop the others; one whose time is over is "not finished", and one that lacks a package "not run":
 neither has failed. Tests are drawn in an order of chance until their time ends. A stage's figures are the JSON objects
 that it prints, written as they come; the next call on the same commit and card goes on with the stages that have not
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from longdraft.models.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
-# Shares of the time, in order. An H100 with 16 processors took 65 s for the benchmark and 51 s for the kernels'; tests
-# take what is left.
-SHARES = {
-    "benchmark": 70, "exact": 50, "long contexts": 100, "long training": 70, "training": 110, "kernel benchmarks": 60,
-    "runtime tests": 45, "Triton tests": 35, "kernel tests": 35,
+# Seconds, in order. An H100 with 16 processors took 65 s for the benchmark and 51 s for the kernels'; tests take what
+# they are given.
+SECONDS = {
+    "runtime tests": 50, "Triton tests": 45, "kernel tests": 40, "benchmark": 75, "exact": 75, "kernel benchmarks": 60,
+    "training": 110, "long training": 80, "long contexts": 300,
 }  # fmt: skip
-# Only if --only names them, likewise: what launch/smollm2_gpu.sh does.
+# Likewise, only if --only names them: what launch/smollm2_gpu.sh does.
 EXTRAS = {"drafts": 480, "exact length": 480, "length": 480}
 SMOLLM2 = ROOT / "launch" / "smollm2_gpu.sh"
 # If only the script is checked, on a CPU: which tests run, and the options of the benchmarks.
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--all", action="store_true", help="all tests, not those that fit into the time: give 15 minutes"
     )
     parser.add_argument("--again", action="store_true", help="also the stages that passed in an earlier call")
-    stages = {"nargs": "+", "choices": SHARES | EXTRAS, "default": list(SHARES)}
+    stages = {"nargs": "+", "choices": SECONDS | EXTRAS, "default": list(SECONDS)}
     parser.add_argument("--only", **stages, help=f"these stages (default: all but {', '.join(EXTRAS)})")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="that training trains")
     parser.add_argument("--training", action="store_true", help="only train, in this process")
@@ -159,9 +159,8 @@ def check(args: argparse.Namespace) -> int:
     if result["commit"][-1] == "+" or any(before.get(key) != result[key] for key in ("commit", "device", "all")):
         before = {}
     kept = {name: stage for name, stage in before.get("stages", {}).items() if stage["state"] == "passed"}
-    result |= {name: before[name] for name in kept if name in before}
+    result |= {name: before[name] for name in before.get("stages", {}) if name in before}
     trained = before.get("training", {})
-    result |= {"training": trained} if trained else {}
     methods = [method for method in args.methods if "exact" not in trained.get(method, {})] or args.methods
 
     def save() -> None:
@@ -170,11 +169,11 @@ def check(args: argparse.Namespace) -> int:
 
     todo = [name for name in args.only if name not in kept]
     seconds = (60 * args.minutes - START_S) * (CPU_PATIENCE if device() == "cpu" else 1)
-    begin, granted, shares = time.monotonic(), 0.0, SHARES | EXTRAS
+    end, needed = time.monotonic() + seconds, SECONDS | EXTRAS
     result["stages"] |= kept
-    for name in todo:
-        granted += seconds * shares[name] / sum(shares[name] for name in todo)
-        limit = round(begin + granted - time.monotonic())
+    for i, name in enumerate(todo):
+        left = end - time.monotonic()
+        limit = max(1, round(min(left, max(needed[name], left * needed[name] / sum(needed[one] for one in todo[i:])))))
         stage = result["stages"][name] = {"state": "not finished", "seconds": 0.0, "limit": limit, "output": ""}
         if why := _lacking(name):
             stage |= {"state": "not run", "output": why}

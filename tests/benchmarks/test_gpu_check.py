@@ -72,7 +72,7 @@ def test_exactness_is_in_fp32_and_speed_in_bf16(tiny, tmp_path, monkeypatch):
 def test_every_method_is_trained():
     assert set(gpu_check.METHODS) == set(DRAFT_SECTIONS)
     assert {number.name for _, _, number in gpu_check.METHODS.values()} == {"SIGKILL", "SIGTERM"}
-    assert {*gpu_check.FEW, *gpu_check.NEEDS} <= {*gpu_check.SHARES, *gpu_check.EXTRAS}
+    assert {*gpu_check.FEW, *gpu_check.NEEDS} <= {*gpu_check.SECONDS, *gpu_check.EXTRAS}
 
 
 STUB = """#!/usr/bin/env bash
@@ -111,7 +111,7 @@ def test_more_is_done_for_smollm2_only_where_it_is_asked_for(tmp_path, monkeypat
         assert made.endswith(" - data/smollm2-yarn") and bench.startswith(f"{exact} -m longdraft.launch.cli bench ")
         args = PARSERS["bench"]().parse_args(bench.split()[4:])
         assert (args.new_tokens, args.nodes, args.draft) == (100_000, "all", ["smollm2-135m-tokenswift"])
-    assert not {"drafts", "length", "exact length"} & set(gpu_check.SHARES)
+    assert not {"drafts", "length", "exact length"} & set(gpu_check.SECONDS)
 
 
 def in_place(monkeypatch, tmp_path, *stages: str) -> tuple[int, dict, list[str]]:
