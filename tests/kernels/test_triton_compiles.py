@@ -35,4 +35,5 @@ def test_all_kernels_compile_within_the_limits_of_every_gpu(compiled):
     trees = [kernel for kernel in compiled if kernel["kernel"] == "_runs" and kernel["variant"]["arch"] == 90]
     shapes = {(kernel["variant"]["dtype"], kernel["variant"]["width"]) for kernel in trees}
     assert shapes == {(dtype, width) for dtype in ("bf16", "fp32") for width in (64, 128, 256)}
+    assert {kernel["variant"]["width"] for kernel in trees if kernel["products"]} == {64, 128, 256}
     assert not any(kernel["stack"] for kernel in trees)
