@@ -163,8 +163,7 @@ def no_file_above() -> Callable:
 
 @pytest.fixture
 def merged(monkeypatch) -> None:
-    """Makes Triton's interpreter merge the runs of all rows of tree attention at once: its programs for a row each take
-    longer than the runs do."""
+    """Tree attention's runs are merged for all rows at once in Triton's interpreter; a program for each takes long."""
     import torch
 
     from longdraft.kernels.triton import tree_attention
@@ -191,8 +190,7 @@ def c_kernels() -> None:
 @pytest.fixture(scope="session")
 def exact_dtype() -> "torch.dtype":
     """What tokens are compared in without a look at how close decisions were: bf16 where the C kernels serve, as a row
-    then has the same bits in a pass of any width; else fp32, where passes differ by roundings that few decisions see.
-    """
+    then has the same bits in a pass of any width; else fp32, where few decisions see how passes differ."""
     import torch
 
     from longdraft.kernels.cpu import library

@@ -44,8 +44,6 @@ PIP = """#!/bin/sh
 echo "$*" >> installed
 case "$*" in *" -e "*) exec {python} asks.py > asked ;; esac
 """
-
-
 IMPORTS = """#!/bin/sh
 echo "$*" > imported
 """
