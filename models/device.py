@@ -8,6 +8,7 @@ import torch
 
 NODES, MEMORY = Path("/dev"), Path("/proc/meminfo")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+LEAST_CAPABILITY = 8, 0  # the oldest GPU that the kernels compile for
 
 
 def check_device(device: torch.device | str, name: str = "device") -> torch.device:
@@ -48,12 +49,21 @@ def n_gpus() -> int:
 
 def start(device: torch.device, name: str) -> None:
     """Start CUDA on a GPU, which takes some of its memory; nothing for a CPU. Raises ValueError, which begins with
-    `name`, if CUDA does not start, as where another process has the GPU for itself."""
+    `name`, if CUDA does not start, as where another process has the GPU for itself, or if the GPU is too old for the
+    kernels."""
+    if device.type != "cuda":
+        return
     try:
-        if device.type == "cuda":
-            torch.cuda.mem_get_info(device)
+        torch.cuda.mem_get_info(device)
     except RuntimeError as error:
-        raise ValueError(f"{name}: CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{name}: CUDA does not start on {device} (nvidia-smi tells who uses it): {reason}") from error
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        raise ValueError(
+            f"{name}: {device} is {torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]}), and the "
+            "kernels need sm_80 (Ampere) or later; give another GPU, or cpu"
+        )
 
 
 def free_bytes(device: torch.device) -> int:

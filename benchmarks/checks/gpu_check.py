@@ -69,7 +69,7 @@ NEEDS = {
 }
 MOST_WORKERS = 12  # test processes, if pytest-xdist is installed: compiling kernels takes longer than running them
 TESTS_SHARE = 0.75  # of a limit in which tests begin: processes start before it, and the slowest test ends after it
-LEAST_GIB, LEAST_CAPABILITY = 12, (8, 0)  # a process for each of the workers; the oldest card that kernels compile for
+LEAST_GIB = 12  # a process for each of the workers
 LONG_GIB = 64  # for weights and three caches of long contexts; long training takes half
 START_S = 10  # until the first stage begins
 TAIL = 4000  # characters of output that are kept
@@ -124,16 +124,13 @@ def obstacle() -> str | None:
     try:
         start(gpu, "the GPU")
     except ValueError as error:
-        return f"{error}; another process may have it for itself (nvidia-smi)"
-    name, capability = torch.cuda.get_device_name(gpu), torch.cuda.get_device_capability(gpu)
-    if capability < LEAST_CAPABILITY:
-        return f"{name} is sm_{capability[0]}{capability[1]}, and our kernels need sm_80 (Ampere) or later"
+        return str(error)
     if find_spec("triton") is None:
         return "Triton is not installed, and our kernels on a GPU are written in it: pip install triton"
     free, total = (n / 2**30 for n in torch.cuda.mem_get_info(gpu))
     if free < LEAST_GIB:
         return (
-            f"{name} has {free:.1f} of {total:.1f} GiB free, and the check needs {LEAST_GIB}; end what else uses it "
+            f"{torch.cuda.get_device_name(gpu)} has {free:.1f} of {total:.1f} GiB free, and the check needs {LEAST_GIB}; end what else uses it "
             "(nvidia-smi) or name another one by CUDA_VISIBLE_DEVICES"
         )
     return None

@@ -52,7 +52,7 @@ def test_a_gpu_that_does_not_start_is_named(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
     start(torch.device("cpu"), "--device")
-    with pytest.raises(ValueError, match=r"^--device: .*cuda:1: .* busy or unavailable$"):
+    with pytest.raises(ValueError, match=r"^--device: .*cuda:1 .* busy or unavailable$"):
         start(torch.device("cuda:1"), "--device")
 
 
