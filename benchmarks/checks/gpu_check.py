@@ -130,8 +130,8 @@ def obstacle() -> str | None:
     free, total = (n / 2**30 for n in torch.cuda.mem_get_info(gpu))
     if free < LEAST_GIB:
         return (
-            f"{torch.cuda.get_device_name(gpu)} has {free:.1f} of {total:.1f} GiB free, and the check needs {LEAST_GIB}; end what else uses it "
-            "(nvidia-smi) or name another one by CUDA_VISIBLE_DEVICES"
+            f"{torch.cuda.get_device_name(gpu)} has {free:.1f} of {total:.1f} GiB free, and the check needs "
+            f"{LEAST_GIB}; end what else uses it (nvidia-smi) or name another one by CUDA_VISIBLE_DEVICES"
         )
     return None
 

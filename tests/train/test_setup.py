@@ -48,6 +48,7 @@ def test_what_is_kept_must_fit(opened):
 
 def test_a_gpu_that_fails_alone_is_named_by_its_rank(monkeypatch):
     given = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
 
