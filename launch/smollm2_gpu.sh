@@ -29,9 +29,10 @@ if [ "$task" = drafts ]; then
         decoding.every=0 heldout.rows=1 log.every=1
       steps=$("$python" -c "from statistics import median; from longdraft.train.tracking import read_metrics
 seconds = [record['step_s'] for record in read_metrics('$run/measured') if 'step_s' in record]
-print(int(60 * $share * ${amount:-5} / median(seconds[6:])))")  # the first ones compile
+print(max(1, int(60 * $share * ${amount:-5} / median(seconds[6:]))))")  # the first ones compile
     fi
     longdraft "${train[@]}" train.steps="$steps"
+    [ -e "$run/checkpoints/step_$(printf %06d "$steps")" ] || exit 1  # it was stopped
     [ -e $run/draft/config.json ] || longdraft export $run  # else the text of `length` would not go on
     echo "To ship it: cp $run/draft/{config.json,model.safetensors} models/shipped/smollm2-135m-$method"
   done

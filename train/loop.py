@@ -104,10 +104,10 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
                 shutil.rmtree(checkpoint.best_folder(run_dir), ignore_errors=True)
             text, wandb_id = to_yaml(config), found and found[1]["extra"].get("wandb_id")
             write_atomically(Path(run_dir) / "config.yaml", lambda file: file.write_text(text, "utf-8"))
-            # Step 0 has a record too, which is made again where there is no checkpoint.
-            run.tracker = Tracker(config, run.method.part_names, run.step if found else -1, wandb_id, stage)
+            # What was measured before the first step is measured again.
+            run.tracker = Tracker(config, run.method.part_names, run.step or -1, wandb_id, stage)
             run.bar = tqdm(total=n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
-        if found is None and config.draft.start_from is not None:
+        if run.step == 0 and config.draft.start_from is not None:
             _evaluate(run, validates=True, decodes=True)  # what the training will be compared with
         saved = found and found[0]
         while run.step < n_steps and (result := train_step(run)) is not None:
@@ -179,14 +179,14 @@ def _evaluate(run: Run, validates: bool, decodes: bool) -> None:
 
 
 def gains(records: Sequence[dict[str, Any]]) -> str:
-    """What was measured before the first step and last, in words; "" for a run that began with a new draft.
+    """What was measured before the first step and after the last, in words; "" for a run that began with a new draft.
 
     Rates and overlaps are means over heads or levels, rates those of the first candidates.
     """
     found = []
     for key, what in MEASURED.items():
         measured = [record for record in records if record.get(key) is not None]
-        if measured and measured[0]["step"] == 0:
+        if measured and (measured[0]["step"], measured[-1]["step"]) == (0, records[-1]["step"]):
             values = (np.atleast_1d(np.array(one[key], dtype=float)) for one in (measured[0], measured[-1]))
             before, after = (float((value[:, 0] if value.ndim == 2 else value).mean()) for value in values)
             found.append(f"{what} {before:.3f} -> {after:.3f}, {'' if after > before else 'not '}better")

@@ -82,17 +82,20 @@ echo "$LONGDRAFT_EXACT $*" >>log
 
 
 def test_more_is_done_for_smollm2_only_where_it_is_asked_for(tmp_path, monkeypatch):
-    """With a Python that only notes its arguments. Steps that a run has begun with stay."""
+    """With a Python that only notes its arguments. Steps that a run has begun with stay, and nothing is exported before
+    the last."""
     monkeypatch.setenv("LONGDRAFT_TEST_DEVICE", "cuda")
     monkeypatch.setattr(gpu_check, "SMOLLM2", tmp_path / "launch" / "smollm2_gpu.sh")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     (tmp_path / "python").write_text(STUB)
     (tmp_path / "python").chmod(0o755)
-    for folder in ("data/smollm2-all", "runs/longspec-smollm2-gpu"):
-        (tmp_path / folder).mkdir(parents=True)
+    heads_run, block_run = (tmp_path / f"runs/{method}-smollm2-gpu" for method in ("tokenswift", "longspec"))
+    last_step = block_run / "checkpoints" / "step_000099"
+    for folder in (tmp_path / "data/smollm2-all", heads_run / "checkpoints/step_000077", last_step):
+        folder.mkdir(parents=True)
     (tmp_path / "data/smollm2-all/manifest.json").touch()
-    (tmp_path / "runs/longspec-smollm2-gpu/config.yaml").write_text("optimizer:\n  warmup_steps: 5\n  steps: 99\n")
+    (block_run / "config.yaml").write_text("optimizer:\n  warmup_steps: 5\n  steps: 99\n")
 
     def noted(name: str) -> list[str]:
         (tmp_path / "log").unlink(missing_ok=True)
@@ -106,6 +109,10 @@ def test_more_is_done_for_smollm2_only_where_it_is_asked_for(tmp_path, monkeypat
     assert few.startswith(recipe.format("tokenswift", "12 train.run_dir=runs/tokenswift-smollm2-gpu/measured "))
     assert "int(60 * 0.2 * 4 / " in counted and exported.endswith(" export runs/tokenswift-smollm2-gpu")
     assert [heads, block] == [recipe.format("tokenswift", 77), recipe.format("longspec", 99)]
+    last_step.rename(last_step.with_name("step_000050"))
+    with pytest.raises(subprocess.CalledProcessError):
+        noted("drafts")
+    assert (tmp_path / "log").read_text().splitlines()[-1] == block
     for name, exact in (("length", 0), ("exact length", 1)):
         made, bench = noted(name)
         assert made.endswith(" - data/smollm2-yarn") and bench.startswith(f"{exact} -m longdraft.launch.cli bench ")

@@ -78,6 +78,7 @@ def test_what_training_brought_is_told_where_it_began_with_a_draft():
     told = "target's choice 0.150 -> 0.175, better; overlap 0.188 -> 0.163, not better"
     assert gains([before, middle, after]) == told
     assert gains([before, decoded[0], middle, after, decoded[1]]) == f"{told}; tokens/step 1.500 -> 1.750, better"
+    assert gains([before, decoded[0], middle, after]) == told, "the last decoding was stopped"
     assert gains([middle, after, decoded[1]]) == gains([]) == ""
 
 

@@ -200,10 +200,10 @@ def test_a_curriculum_that_moved_goes_on(unbroken, staged, train_command, tmp_pa
     assert drafts(tmp_path / "moved") == drafts(run)
 
 
-def test_weights_and_vocabulary_are_handed_on(unbroken, staged, train_command, tmp_path):
+def test_weights_and_vocabulary_are_handed_on(unbroken, staged, train_command, no_launcher, tmp_path):
     """At a rate too small to move a weight, the second stage ends with what it began with, which is measured before any
-    step and again at its end. Its first loss, computed before any step, is that of the stage that followed the first.
-    """
+    step, anew where that was stopped, and again at its end. Its first loss, computed before any step, is that of the
+    stage that followed the first."""
     run, _ = unbroken
     first, second = (load_draft(run / name / "draft") for name in ("1-short", "2-long"))
     assert torch.equal(first.token_ids, second.token_ids)
@@ -211,13 +211,15 @@ def test_weights_and_vocabulary_are_handed_on(unbroken, staged, train_command, t
     assert len(changed) == len(list(first.parameters()))
     still = ["stages.long.optimizer.peak_lr=1e-30", "stages.long.train.steps=2", f"train.run_dir={tmp_path}/run"]
     still += ["decoding={every: 9, prompts: 1, contexts: [5], new_tokens: 4}"]
-    (tmp_path / "run" / "2-long").mkdir(parents=True)
-    (tmp_path / "run" / "2-long" / "metrics.jsonl").write_text('{"step": 0, "heldout_loss": 1.0}\n')  # a kill left it
-    status, printed = train_command(staged, *still, "--stage", "long", "--from-draft", run / "1-short" / "draft")
+    draft, ranks = run / "1-short" / "draft", join_ranks()
+    train_stages(load_stages(staged, still, "long", str(draft)), ranks, [signal.SIGTERM])
+    leave_ranks(ranks)
+    assert not any("decode_s" in record for record in read_metrics(tmp_path / "run" / "2-long"))
+    status, printed = train_command(staged, *still, "--stage", "long", "--from-draft", draft)
     assert status == 0, printed
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["2-long"]
     found = load_file(tmp_path / "run" / "2-long" / "draft" / "model.safetensors")
-    expected = load_file(run / "1-short" / "draft" / "model.safetensors")
+    expected = load_file(draft / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], weight) for key, weight in expected.items())
     assert losses(tmp_path / "run" / "2-long")[0] == losses(run / "2-long")[0]
@@ -228,7 +230,7 @@ def test_weights_and_vocabulary_are_handed_on(unbroken, staged, train_command, t
         for pair in (records[:2], records[4:6])
     )
     assert held == held_again and tokens == tokens_again and "heldout_overlaps" in held and tokens
-    assert f"From {run / '1-short' / 'draft'} to step 2, held out: target's choice " in printed
+    assert f"From {draft} to step 2, held out: target's choice " in printed
 
 
 def test_a_wish_to_stop_ends_the_curriculum_too(staged, no_launcher, tmp_path, capsys):
