@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check this machine's GPU: tests and benchmarks in 6 minutes, then training and long contexts in 8, with all results in
-# one JSON file.
+# Check this machine's GPU: tests and benchmarks in 6 minutes, in a second call with --minutes 9 training and long
+# contexts, with all results in one JSON file.
 #
 #   launch/gpu_check.sh [OUT [WHEELS]] [--minutes 6] [--all] [--again] [--only STAGE ...]
 #
