@@ -25,7 +25,7 @@ from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.deepspeed_engine import deepspeed_dict
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-TOKENSWIFT = sorted((CONFIGS / "tokenswift").glob("*.yaml"))
+TOKENSWIFT = sorted({*(CONFIGS / "tokenswift").glob("*.yaml")} - {CONFIGS / "tokenswift" / "smollm2-gpu.yaml"})
 ALL = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "data")  # those are data_prep's
 
 

@@ -35,7 +35,7 @@ SHARED_OUT = ("qwq-32b", "qwen3-30b-a3b", "gpt-oss-20b")  # from the first stage
 
 
 def test_there_is_one_file_for_each_target():
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*PAPER, *LATER, "smollm2"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*PAPER, *LATER, "smollm2", "smollm2-gpu"}
 
 
 @pytest.mark.parametrize("name", [*PAPER, *LATER])
