@@ -21,7 +21,7 @@ class HostCopy:
         if tensors[0].is_cuda:
             # As bytes, the widest numbers first, so that all are aligned.
             order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-            flat = [tensors[i].flatten().view(torch.uint8) for i in order]
+            flat = [tensors[i].flatten().contiguous().view(torch.uint8) for i in order]
             joined = flat[0] if len(flat) == 1 else torch.cat(flat)
             host = torch.empty(joined.shape, dtype=torch.uint8, pin_memory=True).copy_(joined, non_blocking=True)
             for i, part in zip(order, host.split([len(x) for x in flat]), strict=True):

@@ -79,9 +79,9 @@ def test_two_devices_do_not_mix(gpu):
 def test_a_copy_read_after_other_work_is_late_and_no_wait(gpu):
     x = torch.arange(4.0).to("cuda")
     gpu.forget()
-    copy = HostCopy(x[:3] > 1, x, x[None] + 1)
+    copy = HostCopy(x[:3] > 1, x[::3], x[None] + 1)
     x += 1
-    assert copy.lists() == [[False, False, True], [0.0, 1.0, 2.0, 3.0], [[1.0, 2.0, 3.0, 4.0]]]
+    assert copy.lists() == [[False, False, True], [0.0, 3.0], [[1.0, 2.0, 3.0, 4.0]]]
     assert (gpu.waits.total(), gpu.late.total(), gpu.queued.total()) == (0, 1, 1)
 
 

@@ -45,8 +45,7 @@ def recipe(method: str, folder: Path, overrides: Sequence[str]) -> Config:
     ]  # fmt: skip
     file = Path(__file__).parents[2] / "configs" / method / "llama3.1-8b.yaml"
     config = next(one.config for one in load_stages(file, [*given, *overrides]) if one.name == stage)
-    # No stage was trained before it.
-    return config.model_copy(update={"draft": config.draft.model_copy(update={"start_from": None})})
+    return config.changed(draft={"start_from": None})  # no stage was trained before it
 
 
 def write_rows(folder: Path, n_rows: int, length: int, target: Target) -> None:
