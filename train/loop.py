@@ -181,14 +181,14 @@ def _evaluate(run: Run, validates: bool, decodes: bool) -> None:
 def gains(records: Sequence[dict[str, Any]]) -> str:
     """What was measured before the first step and after the last, in words; "" for a run that began with a new draft.
 
-    Rates and overlaps are means over heads or levels, rates those of the first candidates.
+    Rates and overlaps are means over heads or levels that have labels, rates those of the first candidates.
     """
     found = []
     for key, what in MEASURED.items():
         measured = [record for record in records if record.get(key) is not None]
         if measured and (measured[0]["step"], measured[-1]["step"]) == (0, records[-1]["step"]):
             values = (np.atleast_1d(np.array(one[key], dtype=float)) for one in (measured[0], measured[-1]))
-            before, after = (float((value[:, 0] if value.ndim == 2 else value).mean()) for value in values)
+            before, after = (float(np.nanmean(value[:, 0] if value.ndim == 2 else value)) for value in values)
             found.append(f"{what} {before:.3f} -> {after:.3f}, {'' if after > before else 'not '}better")
     return "; ".join(found)
 

@@ -71,9 +71,9 @@ def test_teacher_sees_each_piece_alone_and_gives_its_own_choices(target):
 
 
 def test_what_training_brought_is_told_where_it_began_with_a_draft():
-    before = {"step": 0, "heldout_choice_rates": [[0.2, 0.1], [0.1, 0.1]], "heldout_overlaps": [0.25, 0.125]}
+    before = {"step": 0, "heldout_choice_rates": [[0.2, 0.1], [0.1, 0.1]], "heldout_overlaps": [0.25, 0.125, None]}
     middle = {"step": 5, "heldout_choice_rates": [[0.9, 0.1], [0.9, 0.1]], "heldout_overlaps": [0.9, 0.9]}
-    after = {"step": 9, "heldout_choice_rates": [[0.15, 0.4], [0.2, 0.1]], "heldout_overlaps": [0.2, 0.125]}
+    after = {"step": 9, "heldout_choice_rates": [[0.15, 0.4], [0.2, 0.1]], "heldout_overlaps": [0.2, 0.125, None]}
     decoded = [{"step": step, "decode_tokens_per_step": tokens} for step, tokens in ((0, 1.5), (9, 1.75))]
     told = "target's choice 0.150 -> 0.175, better; overlap 0.188 -> 0.163, not better"
     assert gains([before, middle, after]) == told
