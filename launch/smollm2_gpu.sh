@@ -37,13 +37,14 @@ print(max(1, int(60 * $share * ${amount:-5} / median(seconds[6:]))))")  # the fi
     echo "To ship it: cp $run/draft/{config.json,model.safetensors} models/shipped/smollm2-135m-$method"
   done
 elif [ "$task" = length ]; then
-  [ -e $yarn/model.safetensors ] || "$python" - $yarn <<'PY'
-import sys, torch
+  [ -e $yarn ] || "$python" - $yarn <<'PY'
+import os, sys, torch
 from longdraft.models.hf import load_tokenizer, load_transformers
 model = load_transformers("smollm2-135m", torch.bfloat16)
 model.config.rope_parameters |= {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}
-load_tokenizer("smollm2-135m").save_pretrained(sys.argv[1])
-model.save_pretrained(sys.argv[1])
+load_tokenizer("smollm2-135m").save_pretrained(sys.argv[1] + "-part")
+model.save_pretrained(sys.argv[1] + "-part")
+os.rename(sys.argv[1] + "-part", sys.argv[1])
 PY
   heads=runs/tokenswift-smollm2-gpu/draft
   [ -e $heads/config.json ] || heads=smollm2-135m-tokenswift
