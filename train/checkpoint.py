@@ -15,7 +15,6 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -233,15 +232,11 @@ def write_folder(
         temporary.mkdir(parents=True)
 
     def write() -> dict[str, str]:
-        """Digests of this rank's files, which are taken while the files go to the disk."""
+        """Digests of this rank's files."""
         for name, tensors in files.items():
             write_tensors(tensors, temporary / name)
-        paths = [temporary / name for name in files]
-        with ThreadPoolExecutor() as pool:
-            digests = pool.map(file_digest, paths)
-            for path in paths:
-                sync(path)
-            return dict(zip(files, digests, strict=True))
+            sync(temporary / name)
+        return {name: file_digest(temporary / name) for name in files}
 
     def finish() -> None:
         """Write the state file and rename the folder, then remove what it replaces and what is too old."""
