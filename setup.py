@@ -36,8 +36,10 @@ setup(
     | {"longdraft.kernels.cpu": ["*.c", "*.inc"], "longdraft.infer.server": ["*.html"]}
     | {"longdraft.models": ["shipped/*/*"]},
     install_requires=[
-        "torch>=2.8",
-        "transformers>=5.10,<6",
+        # The oldest that were tested. Before 5.18 transformers reads the end tokens of GGUF files and the text of
+        # DeepSeek's tokenizers wrongly.
+        "torch>=2.11",
+        "transformers>=5.19,<6",
         "huggingface_hub>=1",
         "httpx>=0.27",
         "pyarrow>=17",
@@ -61,7 +63,7 @@ setup(
         "serve": SERVE,
         # The versions that were tested with our drafts (infer/vllm_plugin/).
         "vllm": ["vllm>=0.32,<0.33"],
-        "gpu": ["liger-kernel>=0.8.5", "triton>=3.4"],
+        "gpu": ["liger-kernel>=0.8.5", "triton>=3.6"],
         # Not in [gpu], because it has no binary wheel and takes an hour to compile. Without it PyTorch's own flash
         # kernels are used (kernels/backend.py). From 2.7 on, its log-sum-exps have the layout that we read.
         "flash-attn": ["flash-attn>=2.7"],
@@ -74,7 +76,7 @@ setup(
             *SERVE,
             "openai>=2",
             "liger-kernel>=0.8.5",
-            "triton>=3.4",
+            "triton>=3.6",
             # 9.2 hides the names to which pytest-xdist 3.8 appends groups, so tests of a group would run apart.
             "pytest>=8,<9.2",
             "pytest-timeout>=2",

@@ -6,7 +6,7 @@ Only a package that is not installed counts as absent; one that is installed but
 import inspect
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -89,11 +89,9 @@ def has_flash_attn() -> bool:
 
 
 @cache
-def varlen_attention() -> Callable[..., Any] | None:
-    """Causal attention over sequences of several lengths in one kernel, as a function.
-
-    It is flash-attn's if that is installed, else PyTorch's own (`torch.nn.attention.varlen`) if that knows windows and
-    grouped heads, else None.
+def varlen_attention() -> Callable[..., Any]:
+    """Causal attention over sequences of several lengths in one kernel, as a function: flash-attn's if that is
+    installed, else PyTorch's own (`torch.nn.attention.varlen`).
 
     The function takes q [N, H, d], k and v [M, K, d], all sequences end to end; q_borders and k_borders int32 [S + 1],
     where each sequence starts, and the ends; most_queries and most_keys, at least those of the longest sequence; and
@@ -104,11 +102,9 @@ def varlen_attention() -> Callable[..., Any] | None:
     """
     if has_flash_attn():
         return _flash_attn
-    if find_spec("torch.nn.attention.varlen") is None:
-        return None
     from torch.nn.attention.varlen import varlen_attn
 
-    return _torch_varlen if {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters) else None
+    return partial(_torch_varlen, "enable_gqa" in inspect.signature(varlen_attn).parameters)
 
 
 def varlen_attention_for(q: Tensor) -> Callable[..., Any] | None:
@@ -183,13 +179,16 @@ def _flash_attn(
 
 
 def _torch_varlen(
-    q, k, v, q_borders, k_borders, most_queries: int, most_keys: int, window: int | None, with_lse: bool = False
-) -> Any:
+    says_grouped: bool, q, k, v, q_borders, k_borders, most_queries: int, most_keys: int, window: int | None,
+    with_lse: bool = False,
+) -> Any:  # fmt: skip
+    """says_grouped: whether this PyTorch must be told of grouped heads; before 2.13 its kernel takes them untold."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+    grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if says_grouped else {}
     return varlen_attn(
         q, k, v, q_borders, k_borders, most_queries, most_keys,
-        window_size=(_before(window), 0), enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=with_lse),
+        window_size=(_before(window), 0), return_aux=AuxRequest(lse=with_lse), **grouped,
     )  # fmt: skip
 
 

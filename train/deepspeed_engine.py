@@ -43,6 +43,7 @@ def deepspeed_dict(train: TrainSection, clip: float, world_size: int, n_weights:
         # Sums of bf16 gradients would depend on the number of ranks far more than sums in fp32.
         "communication_data_type": "fp32",
         "steps_per_print": 10**9,
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the device twice a pass
     }
 
 

@@ -161,6 +161,9 @@ def _set_up_deepspeed() -> None:
     # No setting turns DeepSpeed's compiled operations off, which take a minute at the first launch or, without a CUDA
     # toolkit, make every rank print what is missing.
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
+    # Where pynvml is installed, DeepSpeed takes what stands in CUDA_VISIBLE_DEVICES for numbers, which UUIDs are not.
+    deepspeed.accelerator.get_accelerator()  # it imports pynvml
+    vars(import_module("deepspeed.accelerator.cuda_accelerator"))["pynvml"] = None
 
 
 def log(line: str) -> None:

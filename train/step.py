@@ -2,9 +2,9 @@
 
 A step's loss counts all labels of its rows alike, whichever rank and pass they are in; `Method.loss_weights` says how
 its parts weigh. The host runs ahead of a GPU: in a step that is neither logged nor saved it waits for what DeepSpeed
-waits for where the weights move, and for nothing else. So what the ranks sum at a step's end is read when the next
-step begins, and before anything is logged or saved. The result is the same as if the host had waited; only the error
-about too many skipped passes is raised later.
+waits for where the weights move (under ZeRO-3 after each pass), and for nothing else. So what the ranks sum at a step's
+end is read when the next step begins, and before anything is logged or saved. The result is the same as if the host had
+waited; only the error about too many skipped passes is raised later.
 Shapes: P parts of the loss, K ranks counted.
 """
 

@@ -167,19 +167,16 @@ def test_windows_count_a_querys_own_key_and_kernels_do_not(window, before):
     assert backend._before(window) == before
 
 
-def test_the_kernel_that_is_chosen_takes_what_it_is_given():
-    """As far as shapes can show without a GPU. PyTorch has a kernel from 2.13 on."""
-    chosen = backend.varlen_attention()
-    if chosen is backend._torch_varlen:
-        rows = [x.to("meta", torch.bfloat16) for x in (draw(12, 6, 16, seed=1), draw(9, 2, 16, seed=2))]
-        borders = torch.tensor([0, 4, 12], dtype=torch.int32, device="meta")
-        out = chosen(rows[0], rows[1], rows[1], borders, borders, 8, 8, 5)
-        assert out.shape == (12, 6, 16) and out.dtype == torch.bfloat16
-        out, lse = chosen(rows[0], rows[1], rows[1], borders, borders, 8, 8, 5, with_lse=True)
-        assert out.shape == (12, 6, 16) and lse.shape == (6, 12) and lse.dtype == torch.float32
-    else:
-        here = tuple(int(number) for number in torch.__version__.split(".")[:2])
-        assert chosen is backend._flash_attn or here < (2, 13)
+def test_pytorchs_kernel_takes_what_it_is_given(monkeypatch):
+    """As far as shapes can show without a GPU."""
+    monkeypatch.setattr(backend, "has_flash_attn", lambda: False)
+    chosen = backend.varlen_attention.__wrapped__()  # which is not kept
+    rows = [x.to("meta", torch.bfloat16) for x in (draw(12, 6, 16, seed=1), draw(9, 2, 16, seed=2))]
+    borders = torch.tensor([0, 4, 12], dtype=torch.int32, device="meta")
+    out = chosen(rows[0], rows[1], rows[1], borders, borders, 8, 8, 5)
+    assert out.shape == (12, 6, 16) and out.dtype == torch.bfloat16
+    out, lse = chosen(rows[0], rows[1], rows[1], borders, borders, 8, 8, 5, with_lse=True)
+    assert out.shape == (12, 6, 16) and lse.shape == (6, 12) and lse.dtype == torch.float32
 
 
 @pytest.mark.parametrize("files, whether", [(["cute/__init__.py"], False), (["__init__.py", "cute/__init__.py"], True)])

@@ -20,6 +20,9 @@ from longdraft.train.setup import Run
 from longdraft.train.teacher import Teacher
 from longdraft.train.validation import validate
 
+# isort: split
+from deepspeed.accelerator import get_accelerator  # after ours, which names it
+
 BLOCK = ["draft.method=longspec", "draft.window=6", "draft.noise=4", "draft.final_norm=true"]
 ANCHOR = ["data.positions=anchor_offset", "data.max_position=700", "data.sinks=2", "data.query_share=0.5"]
 METHODS = {
@@ -272,6 +275,17 @@ def test_parts_weigh_as_the_papers_say(opened):
     assert opened([]).loss_weights([4, 2, 0]) == [0.25, 0.5, 1]
     assert opened(BLOCK).loss_weights([6, 1, 0, 3]) == [0.1] * 4
     assert opened(BLOCK).loss_weights([0, 0, 0, 0]) == [1] * 4
+
+
+def test_deepspeed_waits_for_the_device_nowhere(alone, config_file, monkeypatch):
+    """Its own timer did, twice a pass from the third step on."""
+    config, waits = load_config(config_file), list[object]()
+    engine = DraftEngine(torch.nn.Linear(4, 4), alone, config.train, config.optimizer)
+    monkeypatch.setattr(get_accelerator(), "synchronize", lambda *given: waits.append(given))
+    for _ in range(4 * config.train.n_passes(1)):
+        engine.backward(engine.deepspeed(torch.ones(2, 4)).sum(), torch.tensor(False))
+    assert engine.optimizer_steps() == 4 and not waits
+    engine.close()
 
 
 EVALUATED = {

@@ -18,7 +18,7 @@ draft: {method: medusa, n_heads: 2}
 train: {run_dir: run, steps: 4, global_batch: 4, micro_batch: 4, precision: fp32}
 optimizer: {peak_lr: 5e-3, warmup_steps: 1}
 heldout: {every: 2, rows: 4}
-decoding: {every: 2, prompts: 2, contexts: [32], new_tokens: 8}
+decoding: {every: 2, prompts: 1, contexts: [32], new_tokens: 8}
 log: {wandb: disabled, every: 1}
 """
 COMMANDS = [

@@ -5,10 +5,17 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from longdraft.train.ranks import TIMEOUT, TrainingError, failures_named  # before DeepSpeed: it names the accelerator
+from longdraft.train.ranks import (  # before DeepSpeed: it names the accelerator
+    TIMEOUT,
+    TrainingError,
+    _set_up_deepspeed,
+    failures_named,
+)
 
 # isort: split
+from deepspeed.accelerator import cuda_accelerator
 from deepspeed.comm.torch import TorchBackend
 
 
@@ -47,3 +54,14 @@ def test_only_a_collective_blames_another_rank(error):
     expected = BrokenPipeError if isinstance(error, OSError) else TrainingError
     with pytest.raises(expected), failures_named(SimpleNamespace(rank=0, local_rank=0)):  # pyright: ignore[reportArgumentType]
         raise error
+
+
+def test_a_gpu_may_be_named_by_its_uuid_where_pynvml_is_installed(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5f9c2a10-0000-4b3c-9d8e-1f2e3d4c5b6a")
+    monkeypatch.setattr(cuda_accelerator, "pynvml", SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 30)
+    _set_up_deepspeed()
+    assert (
+        cuda_accelerator.CUDA_Accelerator.available_memory(object.__new__(cuda_accelerator.CUDA_Accelerator), 0) == 50
+    )
