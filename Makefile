@@ -28,9 +28,12 @@ QUICK := tests/test_architecture.py tests/kernels $(addprefix tests/models/test_
 	heads.py draft_folder.py schema.py) $(addprefix tests/data_prep/test_,golden.py pack.py shards.py records.py) \
 	$(addprefix tests/infer/test_,exactness.py sampling.py penalties.py budget.py tree.py requests.py) \
 	$(addprefix tests/train/test_,config.py batches.py) --ignore-glob='*/test_triton_*.py'
+# What depends on transformers' configurations, models and tokenizers.
+OLDEST := tests/models tests/data_prep $(addprefix tests/infer/test_,shipped.py smollm2.py transformers_api.py) \
+	$(addprefix tests/train/test_,chat_end_to_end.py published_targets.py sharding.py)
 KEPT := tests/train/test_memory.py::test_a_run_on_smollm2_takes_what_is_estimated
 
-.PHONY: setup quickstart test quick nightly test-machines check format clean
+.PHONY: setup quickstart test quick nightly test-machines test-oldest check format clean
 setup: $(SETUP)
 
 $(SETUP): constraints.txt setup.py
@@ -59,7 +62,7 @@ quick: $(SETUP)
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup $(QUICK)
 
 # What takes long and breaks seldom: all combinations of exactness, 32K positions, kernels compiled for absent GPUs.
-nightly: $(SETUP) test-machines
+nightly: $(SETUP) test-machines test-oldest
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup -m nightly
 
 # Two other machines: one without AVX2 and without a compiler, with more threads than cores, and one with only AVX2.
@@ -68,6 +71,11 @@ test-machines: $(SETUP)
 		OMP_WAIT_POLICY=passive $(PYTEST) --dist worksteal $(ANYWHERE)
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 LONGDRAFT_CPU_KERNELS=avx2 OMP_NUM_THREADS=2 \
 		OMP_WAIT_POLICY=passive $(PYTEST) --dist worksteal $(ANYWHERE) $(KEPT)
+
+# With the oldest transformers that setup.py allows.
+test-oldest: $(SETUP)
+	$(PIP) --no-deps --upgrade --target .venv/oldest $$(sed -n 's/.*"\(transformers\)>=\([0-9.]*\).*/\1==\2/p' setup.py)
+	PYTHONPATH=.venv/oldest OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup $(OLDEST)
 
 check: $(SETUP)
 	$(BIN)/ruff check .

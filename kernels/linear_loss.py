@@ -59,8 +59,8 @@ def linear_loss(
     """Each part's cross-entropy of `softmax(hidden @ weight.T)` against its labels, or its loss against the target's
     distribution, summed, without M x V logits.
 
-    The forward pass computes the gradient and the backward pass hands it over, so the latter can run only once. The
-    cross-entropy of a chunk is Triton's on a GPU; all else is PyTorch's, little work beside the products.
+    The forward pass computes the gradient and the backward pass hands it over, so the latter can run only once. On a
+    GPU the losses of a chunk are Triton's, but for "acceptance", which sorts.
 
     Args:
         hiddens: each part's states, [N, D] in fp32, bf16 or fp16; the only argument that gets a gradient.
@@ -110,8 +110,8 @@ class _LinearLoss(torch.autograd.Function):
         loss_T = weight_VD.new_empty(n_labels, dtype=torch.float32)
         before_T = labels_T.new_empty(n_labels if top_k else 0, dtype=torch.int32)
         teaching = None if distillation is None else Teaching(distillation, weight_VD, n_rows, loss_T)
-        kernels = backend.triton_kernels("linear_cross_entropy", weight_VD.device.type)
-        cross_entropy = chunk_losses if kernels is None else kernels.chunk_losses
+        kernels = backend.triton_kernels("linear_loss", weight_VD.device.type)
+        compute = chunk_losses if kernels is None else kernels.chunk_losses
         sizes = zip(parts, learning, strict=True)
         grads = [weight_VD.new_empty(len(part.rows), width) if one_learns else None for part, one_learns in sizes]
         for start in range(0, n_labels, n_rows):
@@ -121,11 +121,8 @@ class _LinearLoss(torch.autograd.Function):
             for part, of_all, of_chunk, _ in shared:
                 torch.index_select(hiddens[part], 0, rows_T[of_all], out=states[of_chunk])
             torch.mm(states, weight_VD.T, out=logits)
-            arguments = logits, labels_C, loss_T[chunk], before_T[chunk], top_k, learns
-            if teaching is None:
-                cross_entropy(*arguments)
-            else:
-                chunk_losses(*arguments, teaching.of_chunk(chunk))
+            target = None if teaching is None else teaching.of_chunk(chunk)
+            compute(logits, labels_C, loss_T[chunk], before_T[chunk], top_k, learns, target)
             if learns:
                 torch.mm(logits, weight_VD, out=states)
                 states.masked_fill_((labels_C == IGNORED)[:, None], 0.0)

@@ -528,5 +528,5 @@ def _cross(q, keys, values, lengths, n_splits=None) -> tuple[Tensor, Tensor]:
 
 OTHERWISE: dict[str, dict[str, Callable[..., Any]]] = {
     "tree_attention": {"tree_attention": _dense, "cross_attention": _cross, "tune": lambda *_: None},
-    "linear_cross_entropy": {"chunk_losses": linear_loss.chunk_losses},
+    "linear_loss": {"chunk_losses": linear_loss.chunk_losses},
 }

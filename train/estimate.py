@@ -39,7 +39,8 @@ from longdraft.train.tracking import read_metrics
 # the allocator keeps. On a GPU: CUDA's context, NCCL, cuBLAS workspaces; a guess.
 PROCESS_CPU, PROCESS_GPU = 120 * 2**20, 1536 * 2**20
 HOST = "optimizer on the host"
-# fp32 values beside each logit of the block in work, at most (kernels/distillation.py).
+# fp32 values beside each logit of the block in work, at most (kernels/distillation.py). On a GPU acceptance alone has
+# any.
 BESIDE_LOGITS = {"cross_entropy": 1, "kl": 6, "mix": 6, "overlap": 7, "acceptance": 13}
 # Operations of a backward pass over those of its forward pass. A product: the gradients of its input and its weight.
 # Attention: the scores once more, and the gradients of weights, queries, keys and values.
@@ -140,7 +141,8 @@ def draft_pass(draft: DraftSection, data: DataSection, train: TrainSection, targ
     # A chunk of logits, of both models in a distillation, and the fp32 values of the block in work.
     n_words, of_logits = shape.draft_vocab_size or target.vocab_size, size * (1 + distils)
     rows = min(n_labels, rows_per_chunk(n_words, of_logits, gpu))
-    block = min(rows, rows_per_block(n_words, gpu)) * 4 * BESIDE_LOGITS[train.loss]
+    block = min(rows, rows_per_block(n_words, gpu, distils)) * 4 * BESIDE_LOGITS[train.loss]
+    block *= not gpu or train.loss == "acceptance"
     return size * (kept + d * n_labels) + (rows * of_logits + block) * n_words
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from longdraft.kernels.distillation import Distillation, TargetChunk
 from longdraft.kernels.triton import tuning
 
 # Bytes of shared memory that a program may use, by architecture: A100; A40; L40S and 4090; H100; B200; 5090.
@@ -88,7 +89,9 @@ def call(v: Variant, module: ModuleType) -> None:
         module.rotate_append(qkv, *tables, kv, kv, one, norms)
     else:
         labels, scales, before = (empty(512, dtype=kind) for kind in (int64, torch.float32, int32))
-        module.chunk_losses(empty(512, VOCAB), labels, scales, before, 5, True)
+        for objective in (None, "kl", "overlap"):
+            target = objective and TargetChunk(Distillation(kv, [], objective), empty(512, VOCAB), scales, scales)
+            module.chunk_losses(empty(512, VOCAB), labels, scales, before, 5, True, target)
 
 
 def variants() -> Iterator[Variant]:
@@ -114,7 +117,7 @@ def variants() -> Iterator[Variant]:
         yield Variant("linear", arch=arch, rows=rows)
     for arch in (80, 90, 120):
         yield Variant("linear", "experts", arch)
-    for file in ("choice", "rotate", "linear_cross_entropy"):
+    for file in ("choice", "rotate", "linear_loss"):
         yield Variant(file)
 
 

@@ -284,7 +284,7 @@ def test_fused_loss(device, shared, plain, monkeypatch, implementation, dtype):
     """Each head against the full formula."""
     if implementation == "torch":
         monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: None)
-    elif backend.triton_kernels("linear_cross_entropy", device.type) is None:
+    elif backend.triton_kernels("linear_loss", device.type) is None:
         pytest.skip("needs a CUDA device and triton (install longdraft[gpu])")
     builders = shared("kernels/test_linear_loss.py")
     drawn, weight, labels = builders.examples([256, 0, 1100], 64, 9001, dtype)
@@ -315,7 +315,7 @@ def test_fused_loss_holds_no_logits(device, shared):
 
 
 def test_fused_loss_never_waits_for_the_device(device, shared):
-    if device.type != "cuda" or backend.triton_kernels("linear_cross_entropy", device.type) is None:
+    if device.type != "cuda" or backend.triton_kernels("linear_loss", device.type) is None:
         pytest.skip("needs a CUDA device and triton (install longdraft[gpu])")
     builders = shared("kernels/test_linear_loss.py")
     drawn, weight, labels = builders.examples([70, 0, 40], 64, 500)

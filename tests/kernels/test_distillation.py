@@ -5,25 +5,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longdraft.kernels import backend
 from longdraft.kernels import linear_loss as chunks
-from longdraft.kernels.distillation import LOSSES, Distillation, acceptance
+from longdraft.kernels.distillation import LOSSES, Distillation, TargetChunk, acceptance
 from longdraft.kernels.linear_loss import LossPart, linear_loss
+from longdraft.kernels.triton import linear_loss as triton
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OBJECTIVES = ["kl", "overlap", "acceptance"]
 D, V, STATES = 12, 50, 40
 
 
-def example(sizes, dtype=torch.float32, seed=0):
+def example(sizes, dtype=torch.float32, seed=0, device="cpu"):
     """Parts with rows in any order, some of them twice; every fifth label is missing."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator).to(device, dtype)
 
     hiddens = [draw(STATES, D).requires_grad_() for _ in sizes]
     weight, states = draw(V, D) * 0.6, draw(STATES, D)
-    rows, taught = ([torch.randint(STATES, (n,), generator=generator) for n in sizes] for _ in range(2))
-    labels = [torch.randint(V, (n,), generator=generator) for n in sizes]
+
+    def indices(most: int) -> list[Tensor]:
+        return [torch.randint(most, (n,), generator=generator).to(device) for n in sizes]
+
+    rows, taught, labels = indices(STATES), indices(STATES), indices(V)
     for part in labels:
         part[::5] = -100
     parts = [LossPart(*part) for part in zip(rows, labels, strict=True)]
@@ -58,15 +64,23 @@ def full_formula(hidden, weight, part, states, taught, totals, objective, text_w
 @pytest.mark.parametrize("text_weight", [0.0, 0.3])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(("sizes", "chunk", "block"), [([7], 100, 100), ([17, 1, 30], 8, 3), ([0, 5], 1, 1)], ids=str)
-def test_losses_and_gradients_equal_the_definitions(objective, text_weight, rest, sizes, chunk, block, monkeypatch):
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_losses_and_gradients_equal_the_definitions(
+    implementation, objective, text_weight, rest, sizes, chunk, block, monkeypatch
+):
+    """`block`: rows of PyTorch's blocks; Triton's program takes 16 of a row's numbers at a time, on a GPU if there is
+    one."""
+    device = DEVICE if implementation == "triton" else "cpu"
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda *_: chunk)
     monkeypatch.setattr(chunks, "rows_per_block", lambda *_: block)
-    hiddens, weight, parts, target = example(sizes)
+    monkeypatch.setattr(triton, "MOST_DISTILLED_BLOCK", 16)
+    monkeypatch.setattr(backend, "triton_kernels", lambda *_: triton if implementation == "triton" else None)
+    hiddens, weight, parts, target = example(sizes, device=device)
     if rest:
         target = target._replace(log_totals=(target.states @ weight.T).logsumexp(1) + 0.2)
     target = target._replace(objective=objective, text_weight=text_weight, measure=True)
     out = linear_loss(hiddens, weight, parts, 3, target)
-    scales = torch.tensor([0.4, -2.0, 5.0])[: len(sizes)]
+    scales = torch.tensor([0.4, -2.0, 5.0], device=device)[: len(sizes)]
     (out.sums * scales).sum().backward()
     for i, hidden in enumerate(hiddens):
         loss, gradient = full_formula(
@@ -78,7 +92,7 @@ def test_losses_and_gradients_equal_the_definitions(objective, text_weight, rest
         logits = hidden.detach()[parts[i].rows] @ weight.T
         ranked = logits.topk(3, 1).indices == parts[i].labels[:, None]
         assert out.top_k_counts[i].tolist() == ranked.sum(0).tolist()
-        shared = torch.tensor(0.0)
+        shared = torch.tensor(0.0, device=device)
         for row, taught in zip(logits, target.rows[i], strict=True):  # for any label
             seen = target.states[taught] @ weight.T
             p = seen.softmax(0) if target.log_totals is None else (seen - target.log_totals[taught]).exp()
@@ -114,12 +128,23 @@ def test_distributions_far_apart_give_numbers(objective):
     torch.testing.assert_close(gradient.sum(1), torch.zeros(4), atol=1e-5, rtol=0)
     assert gradient[3].abs().max() < 0.1  # equal distributions are a kink of the acceptance: any of its slopes is right
     assert loss[1] > 50 and loss[2] > 50
+    like, logits, target = Distillation(target, [], objective), logits.to(DEVICE), target.to(DEVICE)
+    labels, found, before = torch.tensor([3, 5, 0, -100], device=DEVICE), logits.new_empty(4), logits.new_empty(0)
+    triton.chunk_losses(logits, labels, found, before, 0, True, TargetChunk(like, target, None, None))
+    torch.testing.assert_close(found.cpu(), loss * torch.tensor([1, 1, 1, 0]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits[:3].cpu(), gradient[:3], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_bf16_is_as_close_as_its_logits_are(objective):
-    """At most twice the error of the same losses from logits rounded to bf16; gradients three times."""
-    hiddens, weight, parts, target = example([40], torch.bfloat16)
+def test_half_precision_is_as_close_as_its_logits_are(objective, implementation, monkeypatch):
+    """At most twice the error of the same losses from logits rounded to it; gradients three times. Triton's interpreter
+    does not know bf16."""
+    device, kernels = ("cpu", None) if implementation == "torch" else (DEVICE, triton)
+    dtype = torch.float16 if kernels and device == "cpu" else torch.bfloat16
+    monkeypatch.setattr(triton, "MOST_DISTILLED_BLOCK", 16)
+    monkeypatch.setattr(backend, "triton_kernels", lambda *_: kernels)
+    hiddens, weight, parts, target = example([40], dtype, device=device)
     out = linear_loss(hiddens, weight, parts, distillation=target._replace(objective=objective))
     out.sums.sum().backward()
     (rows, labels), hidden = parts[0], hiddens[0]
@@ -130,8 +155,8 @@ def test_bf16_is_as_close_as_its_logits_are(objective):
     seen = (target.states[target.rows[0][kept]] @ weight.T).float()
     logits = rounded.requires_grad_()
     usual = by_definition(objective, logits.softmax(1), seen.softmax(1)).sum()
-    of_rows = (torch.autograd.grad(usual, logits)[0].bfloat16() @ weight).float()
-    usual_gradient = torch.zeros(STATES, D).index_add_(0, rows[kept], of_rows)
+    of_rows = (torch.autograd.grad(usual, logits)[0].to(dtype) @ weight).float()
+    usual_gradient = of_rows.new_zeros(STATES, D).index_add_(0, rows[kept], of_rows)
     assert (out.sums[0] - exact).abs() <= 2 * (usual - exact).abs() + 1e-4 * exact
     assert (hiddens[0].grad - exact_gradient).norm() <= 3 * (usual_gradient - exact_gradient).norm()
 

@@ -123,7 +123,7 @@ def test_rows_say_which_states_the_labels_are_of():
 @pytest.fixture(params=["torch", "triton"])
 def implementation(request, monkeypatch):
     """Who computes the losses of a chunk: PyTorch, or Triton, on a CPU in its interpreter."""
-    kernels = import_module("longdraft.kernels.triton.linear_cross_entropy") if request.param == "triton" else None
+    kernels = import_module("longdraft.kernels.triton.linear_loss") if request.param == "triton" else None
     monkeypatch.setattr(backend, "triton_kernels", lambda name, device_type: kernels)
 
 

@@ -1,4 +1,4 @@
-"""kernels/triton/linear_cross_entropy.py against the reference on hostile chunks, in Triton's interpreter or on a
+"""kernels/triton/linear_loss.py against the reference on hostile chunks, in Triton's interpreter or on a
 GPU; and the whole loss with this kernel against the full-logits formula."""
 
 import pytest
@@ -8,7 +8,7 @@ from torch import Tensor
 from longdraft.kernels import backend
 from longdraft.kernels import linear_loss as kernel
 from longdraft.kernels.linear_loss import chunk_losses
-from longdraft.kernels.triton import linear_cross_entropy as triton
+from longdraft.kernels.triton import linear_loss as triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
