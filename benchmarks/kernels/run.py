@@ -37,7 +37,8 @@ TURNS, QUICK_TURNS = 9, 3
 # Key of a row: title and format of its column. A table has the columns of which one of its rows has a figure.
 COLUMNS = {
     "profile": ("profile", ""), "context": ("context", ""), "outputs": ("outputs", ""), "nodes": ("rows", ""),
-    "rows": ("rows", ""), "heads": ("heads", ""), "implementation": ("implementation", ""), "ms": ("ms", ".3f"),
+    "rows": ("rows", ""), "heads": ("heads", ""),
+    "objective": ("objective", ""), "implementation": ("implementation", ""), "ms": ("ms", ".3f"),
     "share_of_copy": ("of copy", ".0%"), "share_of_products": ("of products", ".0%"),
     "peak_mib": ("peak MiB", ",.0f"), "over_longdraft": ("over ours", ".2f"),
     "choice": ("choice", ""),
@@ -80,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "attention": lambda profile: attention.measure(bench, profile, args.contexts, args.nodes),
         "prompt": lambda profile: prompt.measure(bench, profile, args.contexts),
         "linear": lambda profile: product.measure(bench, profile, args.nodes),
-        "loss": lambda profile: loss.measure(bench, profile, args.rows),
+        "loss": lambda profile: [
+            row for objective in loss.IMPLEMENTATIONS for row in loss.measure(bench, profile, args.rows, objective)
+        ],
     }
     with on_device(bench.device):
         result |= {"ceilings": bench.ceilings, "results": []}
