@@ -48,12 +48,13 @@ class Step:
             verified nodes and its tokens of `AcceptResult`; the `n_logprobs` tensors of `path_logprobs`; those of
             `TokenTree.unread`; and what the policy decides by (`Policy.prune`), if it has yet to.
         undecided: whether it has.
-        drafting: when the proposal began and ended, on the device.
+        drafting: when the proposal began and ended, on the device. ended: when the step did.
         stages: stages of the proposal.
         tokens: the newly committed tokens; none for a slot that took no part.
         drafted: nodes that were verified below the root.
         logprobs: those of the tokens of each slot; none if no request asks for them.
-        seconds: time since the step began or the one before it was read, whichever was later.
+        seconds: time since the step began or the one before it was read, whichever was later; among other work, what
+            it took the device.
         read_at: when it was read, by `time.perf_counter`.
     """
 
@@ -63,6 +64,7 @@ class Step:
     n_logprobs: int
     undecided: bool
     drafting: tuple[Moment, Moment]
+    ended: Moment
     stages: int
     draft_seconds: float
     target_seconds: float
@@ -105,13 +107,20 @@ class Runner:
         length = min(64 + 2 * drafter.max_depth, model.config.max_positions - 1)
         self.rehearsed = Request(0, [0] * length, SamplingParams(seed=0, max_new_tokens=1))
         self.policy = Policy(drafter.n_classes, widths, automatic, drafter.class_stages, on_host=self.on_cpu)
-        self._began: tuple[float, float] | None = None  # time and work when the first step since the last read began
+        self._began: tuple[float, float] | None = None  # time and work from which the next step to be read is timed
+        self._queued = 0  # steps that were not read
         self._disturbed = 0  # how many of the next steps read have no typical time
         self._passed = 0.0  # when the target's pass of this step was queued
 
     def start(self) -> None:
         """Begin a call, or go on after a wait: forget the steps that were not read."""
-        self._began, self._disturbed = None, 0
+        self._began, self._queued, self._disturbed = None, 0, 0
+
+    def disturb(self) -> None:
+        """Other work was queued, as a pass over a prompt. A GPU does it in the time of the steps that were not read and
+        of the next one."""
+        if self.lag:
+            self._disturbed = 1 + self._queued
 
     def rehearse(self, lengths: Sequence[int]) -> None:
         """Record the work of all steps that requests will take, so that none of them waits for a recording. All slots
@@ -138,7 +147,7 @@ class Runner:
         assert cache is not None
         with on_device(self.device), library.decoding(self.on_cpu), torch.no_grad():
             begin, draft_begin = time.perf_counter(), Moment(self.device, self.work_clock)
-            self._began = self._began or (begin, self.work_clock())
+            self._began, self._queued = self._began or (begin, self.work_clock()), self._queued + 1
             working = self._working_slots()
             self.policy.start_step(working.stop - working.start if working else cache.batch)
             proposed = self._propose()
@@ -163,6 +172,7 @@ class Runner:
             if self.graphs.fresh:  # recording took part of the time of this step, and of those not read yet
                 self.graphs.fresh, self._disturbed = False, 1 + self.lag
             unread = proposed.unread if self.policy.automatic and proposed.width > 1 else ()
+            ended = Moment(self.device, self.work_clock)
             return Step(
                 proposed=proposed,
                 num_query_tokens=tree.width,
@@ -170,6 +180,7 @@ class Runner:
                 n_logprobs=len(results) - 1,
                 undecided=expected is not None,
                 drafting=drafting,
+                ended=ended,
                 stages=self.policy.stages_run,
                 draft_seconds=drafted - begin,
                 target_seconds=self._passed - drafted,
@@ -238,21 +249,22 @@ class Runner:
         expected = rest.pop() if step.undecided else None
         logprobs, proposed = rest[: step.n_logprobs], step.proposed.take_lists(rest[step.n_logprobs :])
         step.read_at, (began, work) = time.perf_counter(), self._began
-        step.seconds, self._began = step.read_at - began, None
         step.tokens = [tokens[:count] for count, _, *tokens in results]
         step.drafted = [n_verified for _, n_verified, *_ in results]
-        work = self.work_clock() - work
+        draft_begin, draft_end = step.drafting
+        typical, now = not self._disturbed, self.work_clock()
+        step.seconds = step.read_at - began if typical or not self.lag else draft_begin.seconds_to(step.ended)
+        self._queued, self._disturbed = self._queued - 1, max(0, self._disturbed - 1)
+        work, self._began = now - work, (step.read_at, now) if self._queued else None
         if self.policy.automatic:
             taking_part = [slot for slot, new in enumerate(step.tokens) if new and (not present or present[slot])]
             for slot in taking_part if proposed.width > 1 else ():
                 self.policy.learn(slot, proposed.lists, step.tokens[slot])
             if expected is not None:
                 self.policy.decide(expected)
-            draft_begin, draft_end = step.drafting
-            draft_seconds, typical = draft_begin.seconds_to(draft_end), not self._disturbed
             per_slot = sum(len(step.tokens[slot]) for slot in taking_part) / max(len(taking_part), 1)
+            draft_seconds = draft_begin.seconds_to(draft_end)
             self.policy.record(step.num_query_tokens, work, draft_seconds, per_slot, step.stages, typical)
-            self._disturbed = max(0, self._disturbed - 1)
         if logprobs:
             of_slots = zip(step.tokens, *logprobs, strict=True)
             step.logprobs = [read_logprobs(new, *of_slot) for new, *of_slot in of_slots]

@@ -25,6 +25,7 @@ from longdraft.infer.slot_state import SlotState
 from longdraft.kernels.cpu import library
 from longdraft.kernels.linear import prompt_in_c
 from longdraft.kernels.transfer import fill_from_host, integers
+from longdraft.kernels.tree import MOST_ROWS
 from longdraft.kernels.tree_attention import tune
 from longdraft.models.decoder import Decoder
 from longdraft.models.device import on_device
@@ -112,7 +113,9 @@ class SlotPool:
         log(f"memory for {batch} x {capacity} positions: {text_of(parts)}")
         config, dtype = self.model.config, self.model.embed_tokens.weight.dtype
         shape = config.n_heads, config.n_kv_heads, config.head_dim, config.sliding_windows or [None]
-        tune(*shape, dtype, self.device, capacity, batch, widths, log)
+        # The counts of a prompt's rows too, because what they launch first serves all engines of this process.
+        short = (count for count in self._row_counts if count <= MOST_ROWS)
+        tune(*shape, dtype, self.device, capacity, batch, sorted({*widths, *short}), log)
         cache = self.model.new_cache(batch, capacity)
         zeros_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
         runner.state = SlotState(
@@ -165,6 +168,7 @@ class SlotPool:
             if self._prefilling is None:
                 self._prefill_passes = self._prefill(waiting.popleft())
             next(self._prefill_passes, None)
+            self.runner.disturb()
             if others_decode:
                 break
 

@@ -100,8 +100,12 @@ def varlen_attention() -> Callable[..., Any]:
     it also returns the natural log-sum-exps of the scaled scores, fp32 [H, N]. If deterministic algorithms are asked
     for, flash-attn's backward is told; PyTorch's kernel looks itself.
     """
-    if has_flash_attn():
-        return _flash_attn
+    return _flash_attn if has_flash_attn() else torch_varlen()
+
+
+@cache
+def torch_varlen() -> Callable[..., Any]:
+    """PyTorch's own, like `varlen_attention`."""
     from torch.nn.attention.varlen import varlen_attn
 
     return partial(_torch_varlen, "enable_gqa" in inspect.signature(varlen_attn).parameters)

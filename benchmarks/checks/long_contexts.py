@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Decoding after long prompts, with random weights.")
     parser.add_argument("--shape", choices=LAYERS, default="llama3.1-8b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 32_767, 99_999], help="tokens of the prompts")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[99_999, 2048, 32_767], help="tokens of the prompts")
     parser.add_argument("--drafters", nargs="+", choices=TOKENS_A_STEP, default=list(TOKENS_A_STEP))
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write prefill.txt and steps.txt, two profiles")

@@ -35,7 +35,7 @@ from longdraft.models.target import Target
 LABEL = "forced acceptance: no decoding result of this draft"
 ORACLE = "oracle"
 UNKNOWN = -1  # the token of a position after the end of the known text
-TRIES = 16  # answers to one prompt, each with the text corrected where the last one departed from it
+TRIES = 6  # answers to one prompt, each with the text corrected where the last one departed from it
 # The chance of each level, given the drafter's depth.
 RatesFor = Callable[[int], Sequence[float]]
 

@@ -27,8 +27,8 @@ Found = tuple[Tensor, Tensor]  # losses [P], gradients [P, M, D]
 
 @dataclass
 class Case:
-    """The inputs; `states_MD`: the target's, None in cross-entropy. `exact` and `plain`: of plain PyTorch in fp32 and in
-    the inputs' dtype; None: not compared."""
+    """The inputs; `states_MD`: the target's, None in cross-entropy. `exact` and `plain`: of plain PyTorch in fp32 and
+    in the inputs' dtype; None: not compared."""
 
     hiddens: list[Tensor]
     weight_VD: Tensor

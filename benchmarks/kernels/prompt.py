@@ -65,7 +65,7 @@ def _by(attention: Callable[..., Any]) -> Build:
 
 IMPLEMENTATIONS: dict[str, Build] = {
     OURS: _ours,
-    "PyTorch's flash": _by(backend._torch_varlen),
+    "PyTorch's flash": _by(backend.torch_varlen()),
     "flash-attn 2": _by(backend._flash_attn),
     "FlashAttention-3": _by(backend._flash_attn_3),
     "FlashAttention-4": _by(backend._flash_attn_4),

@@ -111,6 +111,19 @@ def test_the_wait_for_a_request_is_no_time_of_its_decoding(target):
     assert last.index == 2 and last.generation.stats.decode_seconds < 0.4
 
 
+def test_steps_are_timed_end_to_end_where_the_host_runs_ahead(target, monkeypatch):
+    """What the host does between two steps, 10 ms here, is in their time. The first step after a prompt, in whose time
+    a GPU reads it, teaches the policy nothing."""
+    engine, typical = Engine(target, "prompt_lookup"), list[bool]()
+    engine.runner.lag, record = 1, engine.runner.policy.record
+    monkeypatch.setattr(engine.runner.policy, "record", lambda *given: (typical.append(given[-1]), record(*given)))
+    for _ in range(2):
+        typical.clear()
+        pieces = engine.stream([[3, 4, 5]], SamplingParams(max_new_tokens=9, ignore_eos=True))
+        found = [(piece, time.sleep(0.01)) for piece in pieces][-1][0].generation.stats
+        assert found.decode_seconds > 0.01 * (found.steps - 2) and typical[:2] == [False, True]
+
+
 def test_engine_arguments_that_cannot_be(target):
     for arguments, message in [
         ({"drafter": "tokenswyft"}, "unknown name 'tokenswyft'; known: plain, tokenswift, .* or several as a\\+b"),

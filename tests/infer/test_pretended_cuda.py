@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longdraft.infer import slot_pool
 from longdraft.infer.choice.filters import Filters
 from longdraft.infer.drafters.longspec import LongSpecDrafter
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
@@ -192,3 +193,15 @@ def test_a_request_waits_for_no_recording_and_a_step_launches_little(made, prete
                 recorded = recorded or len(engine.runner.graphs)
             assert len(engine.runner.graphs) == recorded
     assert max(steps) <= LAUNCHES[name], sorted(steps)
+
+
+def test_passes_over_prompts_are_measured_like_steps(made, pretended_cuda, monkeypatch):
+    """What tree attention was launched with first holds for all engines of the process."""
+    asked = set[int]()
+    monkeypatch.setattr(slot_pool, "RECORDED_ROWS", (16, 32, 64))
+    monkeypatch.setattr(slot_pool, "MOST_ROWS", 32)
+    monkeypatch.setattr(slot_pool, "tune", lambda *given: asked.update(given[8]))
+    with pretended_cuda.PretendedCuda() as gpu:
+        target, *rest = made("plain", gpu.put, others)
+        next(iter(Engine(target, *rest).stream([[1, 2, 3]], SamplingParams(max_new_tokens=70))))
+    assert asked == {1, 16, 32}

@@ -167,10 +167,22 @@ def test_windows_count_a_querys_own_key_and_kernels_do_not(window, before):
     assert backend._before(window) == before
 
 
-def test_pytorchs_kernel_takes_what_it_is_given(monkeypatch):
+def test_a_row_of_one_piece_is_pytorchs_where_there_is_a_flash_kernel(monkeypatch):
+    """Anything else goes to the flash kernel."""
+    monkeypatch.setattr(backend, "prompt_attention_for", lambda *_: "flash")
+    monkeypatch.setattr(sys.modules[segment_attention.__module__], "in_one_call", lambda *_: "by flash")
+    q, k, v = draw(40, 6, 16, seed=1), draw(40, 2, 16, seed=2), draw(40, 2, 16, seed=3)
+    whole, shorter = Segment(0, 40, 0, 40), Segment(0, 39, 0, 39)
+    out = segment_attention(q, k, v, [whole, Segment(40, 40, 40, 40)])
+    torch.testing.assert_close(out, reference(q, k, v, [whole], None), rtol=0, atol=1e-5)
+    others = ([shorter], None), ([whole], 8), ([Segment(0, 20, 0, 20), Segment(20, 40, 20, 40)], None)
+    assert {segment_attention(q, k, v, *given) for given in others} == {"by flash"}
+    assert segment_attention(q[:20], k, v, [Segment(0, 20, 0, 40)]) == "by flash"
+
+
+def test_pytorchs_kernel_takes_what_it_is_given():
     """As far as shapes can show without a GPU."""
-    monkeypatch.setattr(backend, "has_flash_attn", lambda: False)
-    chosen = backend.varlen_attention.__wrapped__()  # which is not kept
+    chosen = backend.torch_varlen()
     rows = [x.to("meta", torch.bfloat16) for x in (draw(12, 6, 16, seed=1), draw(9, 2, 16, seed=2))]
     borders = torch.tensor([0, 4, 12], dtype=torch.int32, device="meta")
     out = chosen(rows[0], rows[1], rows[1], borders, borders, 8, 8, 5)
