@@ -53,8 +53,8 @@ class Step:
         tokens: the newly committed tokens; none for a slot that took no part.
         drafted: nodes that were verified below the root.
         logprobs: those of the tokens of each slot; none if no request asks for them.
-        seconds: time since the step began or the one before it was read, whichever was later; among other work, what
-            it took the device.
+        seconds: time since the step began or the one before it was read, whichever was later; if passes over prompts
+            were queued, the device's time for the step.
         read_at: when it was read, by `time.perf_counter`.
     """
 
@@ -110,17 +110,18 @@ class Runner:
         self._began: tuple[float, float] | None = None  # time and work from which the next step to be read is timed
         self._queued = 0  # steps that were not read
         self._disturbed = 0  # how many of the next steps read have no typical time
+        self._beside_prompts = 0  # in the time of how many a GPU ran passes over prompts
         self._passed = 0.0  # when the target's pass of this step was queued
 
     def start(self) -> None:
         """Begin a call, or go on after a wait: forget the steps that were not read."""
-        self._began, self._queued, self._disturbed = None, 0, 0
+        self._began, self._queued, self._disturbed, self._beside_prompts = None, 0, 0, 0
 
-    def disturb(self) -> None:
-        """Other work was queued, as a pass over a prompt. A GPU does it in the time of the steps that were not read and
-        of the next one."""
+    def note_prompt(self) -> None:
+        """Note that a pass over a prompt was queued: a GPU runs it in the time of the steps that were not read, and of
+        the next one."""
         if self.lag:
-            self._disturbed = 1 + self._queued
+            self._beside_prompts = 1 + self._queued
 
     def rehearse(self, lengths: Sequence[int]) -> None:
         """Record the work of all steps that requests will take, so that none of them waits for a recording. All slots
@@ -253,9 +254,12 @@ class Runner:
         step.drafted = [n_verified for _, n_verified, *_ in results]
         draft_begin, draft_end = step.drafting
         typical, now = not self._disturbed, self.work_clock()
-        step.seconds = step.read_at - began if typical or not self.lag else draft_begin.seconds_to(step.ended)
-        self._queued, self._disturbed = self._queued - 1, max(0, self._disturbed - 1)
-        work, self._began = now - work, (step.read_at, now) if self._queued else None
+        step.seconds, work = step.read_at - began, now - work
+        if self._beside_prompts:
+            step.seconds = work = draft_begin.seconds_to(step.ended)
+        self._disturbed, self._beside_prompts = (max(0, count - 1) for count in (self._disturbed, self._beside_prompts))
+        self._queued -= 1
+        self._began = (step.read_at, now) if self._queued else None
         if self.policy.automatic:
             taking_part = [slot for slot, new in enumerate(step.tokens) if new and (not present or present[slot])]
             for slot in taking_part if proposed.width > 1 else ():

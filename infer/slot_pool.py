@@ -113,9 +113,9 @@ class SlotPool:
         log(f"memory for {batch} x {capacity} positions: {text_of(parts)}")
         config, dtype = self.model.config, self.model.embed_tokens.weight.dtype
         shape = config.n_heads, config.n_kv_heads, config.head_dim, config.sliding_windows or [None]
-        # The counts of a prompt's rows too, because what they launch first serves all engines of this process.
-        short = (count for count in self._row_counts if count <= MOST_ROWS)
-        tune(*shape, dtype, self.device, capacity, batch, sorted({*widths, *short}), log)
+        # A prompt's short passes too, one slot each: a shape's first launch fixes its choice for the process.
+        tune(*shape, dtype, self.device, capacity, 1, [min(MOST_ROWS, chunk)], log)
+        tune(*shape, dtype, self.device, capacity, batch, widths, log)
         cache = self.model.new_cache(batch, capacity)
         zeros_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
         runner.state = SlotState(
@@ -168,7 +168,7 @@ class SlotPool:
             if self._prefilling is None:
                 self._prefill_passes = self._prefill(waiting.popleft())
             next(self._prefill_passes, None)
-            self.runner.disturb()
+            self.runner.note_prompt()
             if others_decode:
                 break
 

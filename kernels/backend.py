@@ -121,7 +121,8 @@ def varlen_attention_for(q: Tensor) -> Callable[..., Any] | None:
 
 
 def prompt_attention_for(q: Tensor, window: int | None) -> Callable[..., Any] | None:
-    """The fastest function that is installed, like `varlen_attention`, for a pass over a cache without gradients.
+    """The fastest function that is installed, like `varlen_attention`, for queries like these. With gradients enabled
+    it is `varlen_attention_for`.
 
     On an H100 it is FlashAttention-3's (arXiv 2407.08608; fa3-fwd: bf16, no windows), which reaches nearly twice the
     rate of version 2, on GPUs of compute capability 9 and 10 FlashAttention-4's (flash-attn-4), else
@@ -133,7 +134,7 @@ def prompt_attention_for(q: Tensor, window: int | None) -> Callable[..., Any] | 
     """
     flash, width = varlen_attention_for(q), q.shape[-1]
     three, four = _is_installed("fa3_fwd", "fa3_fwd_interface"), _is_installed("flash_attn", "flash_attn.cute")
-    if flash is None or not (three or four) or (torch.is_grad_enabled() and q.requires_grad):
+    if flash is None or not (three or four) or torch.is_grad_enabled():
         return flash
     major = torch.cuda.get_device_capability(q.device)[0]
     if three and major == 9 and q.dtype == torch.bfloat16 and window is None:

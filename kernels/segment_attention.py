@@ -54,7 +54,8 @@ def segment_attention(
 ) -> Tensor:
     """Attention in which query i of a segment of n queries and m keys reads its keys 0 .. m - n + i.
 
-    On a GPU in half precision all segments go through one kernel, the fastest that is installed (kernels/backend.py).
+    On a GPU in half precision all segments go through one kernel, the fastest that is installed (kernels/backend.py); a
+    single segment of all rows goes through PyTorch's SDPA.
     Elsewhere PyTorch takes one segment after the other (`causal_attention`).
 
     Args:

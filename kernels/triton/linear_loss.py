@@ -21,7 +21,8 @@ from longdraft.kernels.linear_loss import IGNORED
 # processor, so the rows in flight (256 KiB each in bf16 at V = 128,256) are few enough to still be in an L2 cache of
 # 50 MiB for the second pass.
 MOST_BLOCK = 8192
-# Of both models in a distillation, which keeps more in registers.
+# Of both models in a distillation, which keeps more in registers. Two to four programs fit a processor, so with a large
+# vocabulary the second pass reads from memory.
 MOST_DISTILLED_BLOCK = 4096
 FLOOR = tl.constexpr(TINY)
 
@@ -101,17 +102,17 @@ def _row(
             b_log_p = _read(p_taught, o_v, n_words) - totals
             b_p, b_q = tl.exp(b_log_p), tl.exp(b_log_q)
             if MEASURE or OBJECTIVE == "overlap":
-                shared += tl.sum(tl.minimum(b_p, b_q), 0)
+                shared += tl.sum(tl.minimum(b_p, b_q, propagate_nan=tl.PropagateNan.ALL), 0)
             if OBJECTIVE == "overlap":
                 lower += tl.sum(tl.where(b_q < b_p, b_q, 0.0), 0)
             else:
-                divergence += tl.sum(tl.where(b_p > 0, b_p * (b_log_p - b_log_q), 0.0), 0)
+                divergence += tl.sum(tl.where(b_p != 0, b_p * (b_log_p - b_log_q), 0.0), 0)
                 if GRADIENT:
                     _store(p_row, o_v, n_words, b_q * whole - b_p, b_q, label, text_weight)
         if MEASURE:
             tl.store(p_overlap + i_row, shared)
         if OBJECTIVE == "overlap":
-            shared = tl.maximum(shared, FLOOR)
+            shared = tl.maximum(shared, FLOOR, propagate_nan=tl.PropagateNan.ALL)
             divergence = -tl.log(shared)
             if GRADIENT:
                 for start in range(0, n_words, BLOCK):
@@ -140,7 +141,7 @@ def chunk_losses(
     n_rows, n_words = logits_CV.shape
     assert logits_CV.stride(1) == 1, "a row's logits must lie together"
     assert target is None or target.logits_CV.stride() == logits_CV.stride(), "both models' logits lie alike"
-    like, taught_CV, totals_C, overlap_C = (None, *[None] * 3) if target is None else target
+    like, taught_CV, totals_C, overlap_C = (None,) * 4 if target is None else target
     block = min(MOST_BLOCK if like is None else MOST_DISTILLED_BLOCK, triton.next_power_of_2(n_words))
     kernel: Any = _row[(n_rows,)]  # its launch options are not in its signature
     kernel(

@@ -112,16 +112,26 @@ def test_the_wait_for_a_request_is_no_time_of_its_decoding(target):
 
 
 def test_steps_are_timed_end_to_end_where_the_host_runs_ahead(target, monkeypatch):
-    """What the host does between two steps, 10 ms here, is in their time. The first step after a prompt, in whose time
-    a GPU reads it, teaches the policy nothing."""
-    engine, typical = Engine(target, "prompt_lookup"), list[bool]()
-    engine.runner.lag, record = 1, engine.runner.policy.record
-    monkeypatch.setattr(engine.runner.policy, "record", lambda *given: (typical.append(given[-1]), record(*given)))
-    for _ in range(2):
-        typical.clear()
-        pieces = engine.stream([[3, 4, 5]], SamplingParams(max_new_tokens=9, ignore_eos=True))
-        found = [(piece, time.sleep(0.01)) for piece in pieces][-1][0].generation.stats
-        assert found.decode_seconds > 0.01 * (found.steps - 2) and typical[:2] == [False, True]
+    """What the host does between two steps, 10 ms here, is in their time. A GPU's pass over the prompt, for which the
+    host waits half a second when it reads the first step, is not, and that step teaches the policy."""
+    engine, works = Engine(target, "prompt_lookup"), list[float]()
+    runner, lists = engine.runner, runner_module.HostCopy.lists
+    runner.lag, runner.work_clock, record = 1, time.perf_counter, runner.policy.record
+
+    def recorded(width, work, *given):
+        works.append(work)
+        assert given[-1], "typical"
+        record(width, work, *given)
+
+    def waited(copy):
+        time.sleep(0.0 if works else 0.5)
+        return lists(copy)
+
+    monkeypatch.setattr(runner.policy, "record", recorded)
+    monkeypatch.setattr(runner_module.HostCopy, "lists", waited)
+    pieces = engine.stream([[3, 4, 5]], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    found = [(piece, time.sleep(0.01)) for piece in pieces][-1][0].generation.stats
+    assert works[0] < 0.4 and found.decode_seconds > 0.01 * (found.steps - 2)
 
 
 def test_engine_arguments_that_cannot_be(target):

@@ -197,11 +197,10 @@ def test_a_request_waits_for_no_recording_and_a_step_launches_little(made, prete
 
 def test_passes_over_prompts_are_measured_like_steps(made, pretended_cuda, monkeypatch):
     """What tree attention was launched with first holds for all engines of the process."""
-    asked = set[int]()
-    monkeypatch.setattr(slot_pool, "RECORDED_ROWS", (16, 32, 64))
+    asked = list[object]()
     monkeypatch.setattr(slot_pool, "MOST_ROWS", 32)
-    monkeypatch.setattr(slot_pool, "tune", lambda *given: asked.update(given[8]))
+    monkeypatch.setattr(slot_pool, "tune", lambda *given: asked.append(given[7:9]))
     with pretended_cuda.PretendedCuda() as gpu:
         target, *rest = made("plain", gpu.put, others)
-        next(iter(Engine(target, *rest).stream([[1, 2, 3]], SamplingParams(max_new_tokens=70))))
-    assert asked == {1, 16, 32}
+        next(iter(Engine(target, *rest, slots=2).stream([[1, 2, 3]], SamplingParams(max_new_tokens=70))))
+    assert asked == [(1, [32]), (2, (1,))]

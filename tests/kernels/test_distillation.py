@@ -135,6 +135,20 @@ def test_distributions_far_apart_give_numbers(objective):
     torch.testing.assert_close(logits[:3].cpu(), gradient[:3], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("compute", [chunks.chunk_losses, triton.chunk_losses], ids=["torch", "triton"])
+@pytest.mark.parametrize("objective", ["kl", "overlap"])
+@pytest.mark.parametrize("of_target", [True, False])
+def test_a_row_that_is_not_a_number_has_such_a_loss(objective, of_target, compute):
+    """By it training leaves its pass out."""
+    device = DEVICE if compute is triton.chunk_losses else "cpu"
+    logits, target = (torch.randn(3, 70, device=device) for _ in range(2))
+    (target if of_target else logits)[1, 5] = torch.nan
+    labels, loss = torch.tensor([3, 5, 0], device=device), logits.new_empty(3)
+    like = Distillation(target, [], objective)
+    compute(logits, labels, loss, logits.new_empty(0), 0, True, TargetChunk(like, target, None, None))
+    assert loss.isnan().tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_half_precision_is_as_close_as_its_logits_are(objective, implementation, monkeypatch):
