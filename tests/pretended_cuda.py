@@ -273,8 +273,8 @@ class PretendedCuda:
                 else:
                     gpu._see(gpu.late, "event")
 
-            def elapsed_time(self, _: Any) -> float:
-                return 1.0
+            def elapsed_time(self, later: Any) -> float:
+                return 1.0 + later._calls - self._calls  # as if every operation took a millisecond
 
         @contextmanager
         def entered(*_: Any) -> Iterator[None]:
