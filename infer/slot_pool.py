@@ -6,7 +6,7 @@ are the Runner's (infer/runner.py). Shapes: T tokens of a prefill pass.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import product
@@ -40,6 +40,13 @@ KINDS_OF_SAMPLING = 8
 # Recorded passes over prompts have so many rows, or `prefill_chunk`: what fits the rest of the prompt with less than
 # SPARE_ROWS unused, else the most that it fills. A pass of so few rows takes as long as reading the weights.
 RECORDED_ROWS, SPARE_ROWS = (128, 256, 512), 256
+
+
+def tune_for(model: Decoder, capacity: int, n_slots: int, widths: Iterable[int], log: Callable[[str], object]) -> None:
+    """`kernels.tree_attention.tune` for the passes of this model."""
+    config, weight = model.config, model.embed_tokens.weight
+    shape = config.n_heads, config.n_kv_heads, config.head_dim, config.sliding_windows or [None]
+    tune(*shape, weight.dtype, weight.device, capacity, n_slots, widths, log)
 
 
 class SlotPool:
@@ -111,11 +118,9 @@ class SlotPool:
         parts = memory_parts(self.model, self.drafter, batch, capacity, widths, chunk, self._row_counts, n_kinds)
         check_memory(parts, batch, capacity, self.device)
         log(f"memory for {batch} x {capacity} positions: {text_of(parts)}")
-        config, dtype = self.model.config, self.model.embed_tokens.weight.dtype
-        shape = config.n_heads, config.n_kv_heads, config.head_dim, config.sliding_windows or [None]
         # A prompt's short passes too, one slot each: a shape's first launch fixes its choice for the process.
-        tune(*shape, dtype, self.device, capacity, 1, [min(MOST_ROWS, chunk)], log)
-        tune(*shape, dtype, self.device, capacity, batch, widths, log)
+        tune_for(self.model, capacity, 1, [min(MOST_ROWS, chunk)], log)
+        tune_for(self.model, capacity, batch, widths, log)
         cache = self.model.new_cache(batch, capacity)
         zeros_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
         runner.state = SlotState(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from longdraft.infer.graphs import graphs_for
+from longdraft.infer.slot_pool import tune_for
 from longdraft.kernels.cpu.library import decoding
-from longdraft.kernels.tree_attention import tune
 from longdraft.models.decoder import Decoder
 from longdraft.models.passes import Pass
 
@@ -57,9 +57,7 @@ def width_curve(
     cache.keys.normal_()
     cache.values.normal_()
     cache.commit(None, torch.tensor([context], device=device))
-    config, dtype = model.config, model.embed_tokens.weight.dtype
-    shape = config.n_heads, config.n_kv_heads, config.head_dim, config.sliding_windows or [None]
-    tune(*shape, dtype, device, cache.capacity, 1, widths, print)
+    tune_for(model, cache.capacity, 1, widths, print)
     rows_1N = torch.randint(model.config.vocab_size, (1, max(widths)), generator=generator).to(device)
     graphs = graphs_for(None, model)
 
