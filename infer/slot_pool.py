@@ -118,9 +118,9 @@ class SlotPool:
         parts = memory_parts(self.model, self.drafter, batch, capacity, widths, chunk, self._row_counts, n_kinds)
         check_memory(parts, batch, capacity, self.device)
         log(f"memory for {batch} x {capacity} positions: {text_of(parts)}")
+        tune_for(self.model, capacity, batch, widths, log)
         # A prompt's short passes too, one slot each: a shape's first launch fixes its choice for the process.
         tune_for(self.model, capacity, 1, [min(MOST_ROWS, chunk)], log)
-        tune_for(self.model, capacity, batch, widths, log)
         cache = self.model.new_cache(batch, capacity)
         zeros_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
         runner.state = SlotState(

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from longdraft.kernels import backend
 from longdraft.kernels.attention import attention_with_sinks, merge, with_sinks
 from longdraft.kernels.cpu import rows
-from longdraft.kernels.tree import MOST_ROWS, PassPlan, pack_tree
+from longdraft.kernels.tree import MOST_ROWS, PassPlan
 
 # Queries per call where a mask is needed: bounds the mask at this many rows by the keys that they may read.
 BLOCK = 512
@@ -93,8 +93,8 @@ def in_slices(
     outputs = []
     for start in range(0, q_BTHd.shape[1], MOST_ROWS):
         q = q_BTHd[:, start : start + MOST_ROWS]
-        chain = pack_tree(None, len(q), q.shape[1], q.device)
-        out, lse = triton.tree_attention(q, keys_BSKd, values_BSKd, lengths_B + start, *chain, False, window)
+        chain = PassPlan(lengths_B + start, q.shape[1])
+        out, lse = triton.tree_attention(q, keys_BSKd, values_BSKd, chain.lengths_B, *chain.tree, False, window)
         outputs.append(with_sinks(out, lse, sinks_H))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 

@@ -69,7 +69,9 @@ class PassPlan:
 
     @cached_property
     def tree(self) -> tuple[Tensor, Tensor]:
-        """The pass's tree, from `pack_tree`."""
+        """The pass's tree, from `pack_tree`; a chain's kernels read no bits, and get the depths in their place."""
+        if self.tree_mask_BTT is None:
+            return self.depth_BT, self.depth_BT
         return pack_tree(self.tree_mask_BTT, len(self.lengths_B), self.n_rows, self.lengths_B.device)
 
     @cached_property

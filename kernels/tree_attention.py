@@ -96,7 +96,7 @@ def tune(
     Args:
         windows: those of the layers, None for a layer without; each is measured once.
         capacity, n_slots: rows of the cache and sequences. widths: numbers of rows of the passes to come.
-        log: told once, if anything has to be measured.
+        log: told before anything is measured, and how long it took.
     """
     probe, triton = torch.empty(0, dtype=dtype, device=device), backend.triton_kernels("tree_attention", device.type)
     if triton is not None and backend.exact_kernels("exact_attention", probe) is None:

@@ -58,7 +58,7 @@ for folder in benchmarks configs data_prep infer kernels launch models train; do
 done
 printf 'Metadata-Version: 2.1\nName: longdraft\nVersion: 0.1.0\n' >"$site/longdraft-0.1.0.dist-info/METADATA"
 # PYTHONSAFEPATH keeps the checkout itself off the path, where its folder kernels would shadow Hugging Face's package.
-export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 if [ -n "$wheels" ]; then
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl || exit 2
 fi

@@ -8,10 +8,11 @@
 #   lines of each training compare it with the shipped draft. Their steps are those of the minutes by the time of twelve.
 # length: TokenSwift with these heads, or the shipped ones, and plain decoding after 64 tokens, by SmolLM2 with YaRN for
 #   131,072 positions: ms/token every 10,240 tokens, and equal tokens, which with LONGDRAFT_EXACT=1 are all.
+# RUNS: the folder for what is trained and measured (default: runs).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -t 2 ] || export TQDM_DISABLE=1  # a log needs no progress bars
-python=${PYTHON:-python3} task=${1:-} amount=${2:-} data=data/smollm2-all yarn=data/smollm2-yarn
+python=${PYTHON:-python3} task=${1:-} amount=${2:-} data=data/smollm2-all yarn=data/smollm2-yarn runs=${RUNS:-runs}
 longdraft() { echo "\$ longdraft $*" && "$python" -m longdraft.launch.cli "$@"; }
 if [ "$task" = drafts ]; then
   if [ ! -e $data/manifest.json ]; then
@@ -19,8 +20,8 @@ if [ "$task" = drafts ]; then
     longdraft prepare configs/data/smollm2-mixed.yaml max_tokens=1_000_000_000 seq_len=4096 --target smollm2-135m --out $data
   fi
   for method in tokenswift longspec; do
-    run=runs/$method-smollm2-gpu share=$([ $method = longspec ] && echo 0.8 || echo 0.2)
-    train=(train configs/$method/smollm2-gpu.yaml --num-gpus 1 log.wandb=disabled "${@:3}")
+    run=$runs/$method-smollm2-gpu share=$([ $method = longspec ] && echo 0.8 || echo 0.2)
+    train=(train configs/$method/smollm2-gpu.yaml --num-gpus 1 log.wandb=disabled train.run_dir="$run" "${@:3}")
     if [ -e $run/config.yaml ]; then
       steps=$(sed -n 's/^  steps: //p' $run/config.yaml)
     else
@@ -46,11 +47,11 @@ load_tokenizer("smollm2-135m").save_pretrained(sys.argv[1] + "-part")
 model.save_pretrained(sys.argv[1] + "-part")
 os.rename(sys.argv[1] + "-part", sys.argv[1])
 PY
-  heads=runs/tokenswift-smollm2-gpu/draft
+  heads=$runs/tokenswift-smollm2-gpu/draft
   [ -e $heads/config.json ] || heads=smollm2-135m-tokenswift
   longdraft bench --target $yarn --draft $heads --text-file README.md --prompt-tokens 64 --nodes all --exactness off \
-    --new-tokens "${amount:-100000}" --preset tokenswift-qwen2.5-1.5b --out "runs/length-exact${LONGDRAFT_EXACT:-0}" "${@:3}"
+    --new-tokens "${amount:-100000}" --preset tokenswift-qwen2.5-1.5b --out "$runs/length-exact${LONGDRAFT_EXACT:-0}" "${@:3}"
 else
-  sed -n '2,11s/^# \?//p' "$0" >&2
+  sed -n '2,12s/^# \?//p' "$0" >&2
   exit 2
 fi

@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Seconds, in order. An H100 with 16 processors took 65 s for the benchmark and 51 s for the kernels'; tests take what
 # they are given.
 SECONDS = {
-    "runtime tests": 50, "Triton tests": 45, "kernel tests": 40, "benchmark": 75, "exact": 75, "kernel benchmarks": 60,
-    "training": 110, "long training": 80, "long contexts": 300,
+    "runtime tests": 45, "Triton tests": 40, "kernel tests": 35, "benchmark": 75, "exact": 80, "kernel benchmarks": 75,
+    "training": 110, "long training": 80, "long contexts": 340,
 }  # fmt: skip
 # Likewise, only if --only names them: what launch/smollm2_gpu.sh does.
 EXTRAS = {"drafts": 480, "exact length": 480, "length": 480}
@@ -234,7 +234,8 @@ def _command(name: str, args: argparse.Namespace, methods: Sequence[str]) -> lis
         return [python, __file__, "--training", "--out", str(args.out), "--methods", *methods]
     if name in EXTRAS:
         task = ["bash", str(SMOLLM2), name.split()[-1], *(few or ("4" if name == "drafts" else "100000")).split()]
-        return ["env", f"PYTHON={python}", f"LONGDRAFT_EXACT={int(name == 'exact length')}", *task]
+        exact = int(name == "exact length")
+        return ["env", f"PYTHON={python}", f"RUNS={args.out / 'runs'}", f"LONGDRAFT_EXACT={exact}", *task]
     options = ["--device", device(), "--dtype", "bf16", "--target", TARGET, "--text-file", str(TEXTS[0])]
     options += (few or "--prompt-tokens 512 --new-tokens 96 --temperature 0 1").split()
     bench = [python, "-m", "longdraft.launch.cli", "bench", *options, "--drafter", *DRAFTERS]

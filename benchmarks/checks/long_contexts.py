@@ -2,8 +2,8 @@
 
 `python benchmarks/checks/long_contexts.py` prints a JSON object a line: for each context and drafter the time to the
 first token and of a step, the speed over plain decoding's, and what the engine reports, as how long it recorded. Costs
-are real. The acceptance is forced (benchmarks/drafters/forced.py), to the tokens a step that the papers have. Also the
-first token beside transformers', and with --out a profile of a prefill and of plain steps.
+are real. The acceptance is forced (benchmarks/drafters/forced.py), to the tokens a step that the papers have. Also
+transformers' first token, passes of 1 and 64 rows, and with --out a profile of a prefill and of plain steps.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from longdraft.benchmarks.drafters.answering import of_engine, of_transformers
 from longdraft.benchmarks.drafters.forced import Blank, Forced, at_tokens_per_step
 from longdraft.benchmarks.drafters.record import Answer
+from longdraft.benchmarks.drafters.timing import width_curve
 from longdraft.benchmarks.kernels.race import PROFILES
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.build import build_drafter
@@ -44,7 +45,8 @@ LAYERS = {"llama3.1-8b": (32, 14_336), "tiny": (2, 96)}
 # Forced tokens a step: all; LongSpec's table 1 (Llama-3-8B, 2.99 to 3.39); TokenSwift's table 3 (Llama-3.1-8B, 20,480
 # tokens: alpha 0.68, which is 4 * 0.68 + 1); Token Recycling's table 1 (Vicuna-7B).
 TOKENS_A_STEP = {"oracle": 13.0, "longspec": 3.3, "tokenswift": 3.72, "token_recycling": 2.7}
-SHORT, LONG = 512, 4096  # tokens of the prompts that transformers reads, too; of those that are read once
+SHORT, LONG = 512, 4096  # tokens of the first prompts; of those that are read once
+WIDTHS, WIDE_AFTER = (1, 64), {"llama3.1-8b": (8192, 65_536), "tiny": (16,)}  # rows and contexts of single passes
 
 
 def random_target(shape: str, device: torch.device, dtype: torch.dtype) -> Target:
@@ -69,7 +71,7 @@ def build(name: str, target: Target, plain: Engine) -> Drafter:
     kept the prompts, which take seconds to read.
     """
     config, weight = target.model.config, target.model.embed_tokens.weight
-    with on_device(weight.device):
+    with on_device(weight.device), torch.device(weight.device):
         if name == "oracle":
             inner: Drafter = Blank()
         elif name == "longspec":
@@ -126,14 +128,20 @@ def measure(
     }  # fmt: skip
 
 
-def of_transformers_model(target: Target, prompts: list[list[int]]) -> dict[str, float]:
-    """Seconds to the first token of transformers' model of this shape, after a warm-up."""
+def of_transformers_model(target: Target, prompts: Sequence[list[list[int]]]) -> dict[str, dict[str, float]]:
+    """Seconds to the first token of transformers' model of this shape, for prompts of several lengths, after a warm-up
+    with the first one."""
     weight = target.model.embed_tokens.weight
     with torch.device(weight.device):
         model = AutoModelForCausalLM.from_config(target.hf_config, dtype=weight.dtype).eval()
-    answer = of_transformers(model, ())
-    answers = [answer(prompt, SamplingParams(max_new_tokens=2)) for prompt in (prompts[0], *prompts)]
-    return {"first_token_s": median(one.prefill_seconds for one in answers[1:])}
+    answer, one_token = of_transformers(model, ()), SamplingParams(max_new_tokens=1)
+    answer(prompts[0][0], one_token)
+    return {
+        f"transformers after {len(alike[0])}": {
+            "first_token_s": median(answer(prompt, one_token).first_token_seconds for prompt in alike)
+        }
+        for alike in prompts
+    }
 
 
 def profile(work: Callable[[], object], device: torch.device) -> str:
@@ -152,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Decoding after long prompts, with random weights.")
     parser.add_argument("--shape", choices=LAYERS, default="llama3.1-8b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[99_999, 2048, 32_767], help="tokens of the prompts")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[99_999, 32_767, 2048], help="tokens of the prompts")
     parser.add_argument("--drafters", nargs="+", choices=TOKENS_A_STEP, default=list(TOKENS_A_STEP))
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write prefill.txt and steps.txt, two profiles")
@@ -175,15 +183,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts, lines = draw(SHORT, 3), list[str]()
     plain = Engine(target, log=lines.append)
     say(f"plain after {SHORT}", measure(plain, lines, prompts, params, []))
-    say(f"transformers after {SHORT}", of_transformers_model(target, prompts))
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        engine = Engine(target, keep_prompts=False)
-        prompts = draw(min(args.contexts), 1)
-        for file, n_tokens in (("prefill.txt", 1), ("steps.txt", args.new_tokens)):
-            work = partial(engine.generate, prompts, replace(params, max_new_tokens=n_tokens))
-            (args.out / file).write_text(profile(work, device) + "\n")
-        del engine, work
+    for key, found in of_transformers_model(target, [prompts, *(draw(context, 1) for context in args.contexts)]).items():
+        say(key, found)
+    for context in WIDE_AFTER[args.shape]:
+        say(f"passes after {context}", {f"{n} rows": s for n, s in width_curve(target.model, context, WIDTHS).items()})
     for context in args.contexts:
         # After a long prompt a drafter's speed hardly differs between two, and reading one takes seconds.
         prompts, texts = draw(context, 3 if context < LONG else 1), list[list[int]]()
@@ -194,6 +197,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = measure(engine, lines, prompts, params, texts)
             del engine
             say(f"{name} after {context}", {**found, "over_plain": found["tokens_per_s"] / usual["tokens_per_s"]})
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        engine = Engine(target, keep_prompts=False)
+        prompts = draw(min(args.contexts), 1)
+        for file, n_tokens in (("prefill.txt", 1), ("steps.txt", args.new_tokens)):
+            work = partial(engine.generate, prompts, replace(params, max_new_tokens=n_tokens))
+            (args.out / file).write_text(profile(work, device) + "\n")
     return 0
 
 

@@ -57,8 +57,8 @@ def of_transformers(model, eos_token_ids: Sequence[int]) -> Answerer:
         return seconds, found
 
     def answer(prompt: list[int], params: SamplingParams) -> Answer:
-        prefill, _ = timed(prompt, replace(params, max_new_tokens=1))
-        whole, tokens = timed(prompt, params)
+        prefill, first = timed(prompt, replace(params, max_new_tokens=1))
+        whole, tokens = timed(prompt, params) if params.max_new_tokens > 1 else (prefill, first)
         count = len(tokens)
         seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # one token is the prefill's
         return Answer(

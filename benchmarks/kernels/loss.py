@@ -141,15 +141,17 @@ def measure(
 ) -> list[dict]:
     """Return a row for each implementation (`builds`, or those of the objective), with its peak memory."""
     shape = {"benchmark": "loss", "profile": profile, "rows": n_rows, "heads": HEADS, "objective": objective}
-    products = 2 if objective == CROSS_ENTROPY else 3
-    work = loss_work(PROFILES[profile], n_rows, HEADS, bench.dtype.itemsize, products)
+    of_target = 0 if objective == CROSS_ENTROPY else n_rows
+    work = loss_work(PROFILES[profile], n_rows, HEADS, bench.dtype.itemsize, of_target)
     rows = (min(SMALL_ROWS, n_rows), True), (n_rows, False)
     cases = [make_case(bench, profile, n, objective, compared) for n, compared in rows]
     return race(bench, shape, builds or IMPLEMENTATIONS[objective], cases, check, work, memory=True)
 
 
-def loss_work(profile: Profile, rows: int, heads: int, itemsize: int, products: int = 2) -> Work:
+def loss_work(profile: Profile, rows: int, heads: int, itemsize: int, of_target: int = 0) -> Work:
     """Loss and hidden gradients of `heads` heads on one LM head: a product each for logits and gradients, and one for
-    the target's logits; the head is read once, hidden states are read, gradients written."""
+    the target's logits of `of_target` rows, which the heads share; the head is read once, hidden states are read,
+    gradients written."""
     head = profile.vocab_size * profile.hidden_size
-    return Work((head + 2 * heads * rows * profile.hidden_size) * itemsize, 2 * products * heads * rows * head)
+    moved = head + (2 * heads * rows + of_target) * profile.hidden_size
+    return Work(moved * itemsize, 2 * (2 * heads * rows + of_target) * head)

@@ -8,7 +8,7 @@ timed then. Drafters and passes of a target are measured by `longdraft bench`.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,8 +32,8 @@ DEFAULTS = {
     "cuda": {"profile": ["llama3.1-8b"], "contexts": [8192, 32768, 131072], "nodes": [1, 16, 64, 128], "rows": 8192},
     "cpu": {"profile": ["smollm2-135m"], "contexts": [1024, 8192], "nodes": [1, 8, 16, 64], "rows": 512},
 }
-QUICK = {"cuda": {"contexts": [8192, 65536], "nodes": [64]}, "cpu": {"contexts": [1024], "nodes": [1, 8], "rows": 64}}
-TURNS, QUICK_TURNS = 9, 3
+QUICK = {"cuda": {"contexts": [8192, 65536], "nodes": [1, 64]}, "cpu": {"contexts": [1024], "nodes": [1, 8], "rows": 64}}
+TURNS, QUICK_TURNS = {"cuda": 3, "cpu": 9}, {"cuda": 1, "cpu": 3}  # on a GPU one is `tuning.CALLS` calls
 # Key of a row: title and format of its column. A table has the columns of which one of its rows has a figure.
 COLUMNS = {
     "profile": ("profile", ""), "context": ("context", ""), "outputs": ("outputs", ""), "nodes": ("rows", ""),
@@ -75,23 +75,23 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = read(argv)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    bench = Bench(torch.device(args.device), DTYPES[args.dtype], QUICK_TURNS if args.quick else TURNS)
+    device = torch.device(args.device)
+    bench = Bench(device, DTYPES[args.dtype], (QUICK_TURNS if args.quick else TURNS)[device.type])
     result = provenance(bench.dtype, PACKAGES) | {"hardware": hardware(bench.device), "device": args.device}
-    measures: dict[str, Callable[[str], list[dict]]] = {
-        "attention": lambda profile: attention.measure(bench, profile, args.contexts, args.nodes),
-        "prompt": lambda profile: prompt.measure(bench, profile, args.contexts),
-        "linear": lambda profile: product.measure(bench, profile, args.nodes),
-        "loss": lambda profile: [
-            row for objective in loss.IMPLEMENTATIONS for row in loss.measure(bench, profile, args.rows, objective)
-        ],
+    measures: dict[str, Callable[[str], Iterable[list[dict]]]] = {
+        "attention": lambda profile: (attention.measure(bench, profile, [one], args.nodes) for one in args.contexts),
+        "prompt": lambda profile: (prompt.measure(bench, profile, [one]) for one in args.contexts),
+        "linear": lambda profile: [product.measure(bench, profile, args.nodes)],
+        "loss": lambda profile: (loss.measure(bench, profile, args.rows, one) for one in loss.IMPLEMENTATIONS),
     }
     with on_device(bench.device):
         result |= {"ceilings": bench.ceilings, "results": []}
         _save(args.out, result)
         for profile in args.profile:
             for name in (name for name in measures if args.what in (None, name)):
-                result["results"] += measures[name](profile)
-                _save(args.out, result)
+                for rows in measures[name](profile):
+                    result["results"] += rows
+                    _save(args.out, result)
     print("\n" + table(result))
     print(json.dumps(result))
     return int(any("problem" in row for row in result["results"] if row["implementation"] == OURS))

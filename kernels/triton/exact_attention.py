@@ -26,7 +26,6 @@ from longdraft.kernels.triton.tree_attention import LOG2E, NO_WINDOW, _device
 BLOCK = tl.constexpr(64)  # keys at a time
 MOST_ROWS = tl.constexpr(128)  # of a pass
 QUERIES, RUN = 64, 1024
-LARGE = 110 * 1024  # bytes of shared memory from which two blocks of heads of 256 fit
 
 
 @triton.jit
@@ -180,6 +179,12 @@ def partial_shapes(queries: Sequence[int], n_kv: int, capacity: int) -> tuple[tu
     return (*lses, width), lses
 
 
+def stages(block_d: int, fast_memory: int) -> int:
+    """How many blocks of keys and values a program holds beside its queries, as far as these bytes of shared memory
+    take them. Only with three the next block is fetched while one is multiplied (on sm_90)."""
+    return max(1, min(3, (fast_memory // (2 * block_d) - QUERIES) // (2 * BLOCK.value)))
+
+
 def tree_attention(
     q_BTHd: Tensor,
     keys_BSKd: Tensor,
@@ -214,7 +219,7 @@ def tree_attention(
     runs_kernel(
         q_BTHd, keys_BSKd, values_BSKd, depth_BT, lengths_B, runs, lses, scale, *strides, *numbers,
         **shapes, QUERIES=QUERIES, RUN=RUN, num_warps=4 if block_d <= 128 else 8,
-        num_stages=2 if block_d <= 128 or fast_memory > LARGE else 1,
+        num_stages=stages(block_d, fast_memory),
     )  # fmt: skip
     tails_kernel: Any = _tails[(n_rows, n_slots * n_kv)]
     tails_kernel(

@@ -236,7 +236,7 @@ def tree_attention(
     Args:
         q_BTHd, keys_BSKd, values_BSKd: of any strides but the last, which is 1.
         bits_BT2, depth_BT: from `pack_tree`.
-        is_tree: False if these are a chain's, whose mask needs no bits.
+        is_tree: False for a chain, whose mask needs no bits: int32 of any shape stands for them.
         n_splits, choice: runs of keys, and the other numbers of the launch; None chooses by shapes and device.
     Returns: output [B, T, H, d] in q's dtype, natural log-sum-exps fp32 [B, T, H] (-inf where nothing is read).
     """
@@ -336,7 +336,8 @@ def tune(
 
     def call_of(shape: tuning.Shape, n_rows: int) -> Callable[[Choice | None], Tensor]:
         given = draw(n_rows, n_heads, 0), draw(capacity, n_kv_heads, 1), draw(capacity, n_kv_heads, 2)
-        tree = *pack_tree(None, n_slots, n_rows, device), n_rows > 1, shape.window, None
+        bits_BT2, depth_BT = pack_tree(None, n_slots, n_rows, device)
+        tree = bits_BT2 if n_rows > 1 else depth_BT, depth_BT, n_rows > 1, shape.window, None
         lengths_B, usual = torch.full((n_slots,), capacity - n_rows, device=device), tuning.table(shape, n_rows, memory)
         return lambda choice: tree_attention(*given, lengths_B, *tree, choice or usual)[0]
 

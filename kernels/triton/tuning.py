@@ -9,6 +9,7 @@ with the lengths of the moment; and the number of runs is not the kernel's own, 
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -26,7 +27,7 @@ SOURCES = Path(__file__), Path(__file__).with_name("tree_attention.py")
 DRIVER = Path("/proc/driver/nvidia/version")
 KINDS = 1, 16, 128  # rows of passes that share a choice: up to this many
 MOST_RUNS = 64
-CALLS, COLD = 11, 2**28  # of a measurement; bytes written before each call, more than caches hold
+CALLS, COLD = 11, 2**28  # of a measurement; bytes read before each call, more than caches hold
 
 
 class Choice(NamedTuple):
@@ -171,9 +172,9 @@ def tune(
     Args:
         passes: the number of rows of each shape's pass that is measured.
         call_of: prepares such a pass; a choice is launched by the result, and gives the pass's output.
-        log: told once, before anything is measured. seconds: times a call.
+        log: told once before anything is measured, and how long it took. seconds: times a call.
     """
-    file, kept = _file(device), _read(_file(device))
+    file, kept, begin = _file(device), _read(_file(device)), time.perf_counter()
     found: dict[str, Choice | None] = {}
     for shape, n_rows in passes.items():
         if (device, shape) in _chosen:
@@ -184,6 +185,8 @@ def tune(
                 log(f"tree attention: measuring what is fastest on this device, once; {file} keeps it")
             before = found[name] = fastest(possible, call_of(shape, n_rows), seconds)
         _chosen[device, shape] = None if before is None else Choice(*map(int, before))
+    if found:
+        log(f"tree attention: measured {len(found)} shapes in {time.perf_counter() - begin:.1f} s")
     if found and file is not None:
         _write(file, device, {**_read(file), **found})
 
@@ -208,14 +211,16 @@ def fastest(
 def seconds_on(device: torch.device, call: Callable[[], object]) -> float:
     """The median seconds that a GPU, which must be the current one, spends on a call with cold caches.
 
-    It first gets work enough that the host is ahead of it all the time, as where work is recorded and replayed.
+    It first gets work enough that the host is ahead of it all the time, as where work is recorded and replayed. Caches
+    are emptied by reading, as weights do between two layers' attention: what is written would be written back later,
+    in the time of the call.
     """
-    cold, stream = torch.empty(COLD, dtype=torch.uint8, device=device), torch.cuda.current_stream(device)
+    cold, stream = torch.zeros(COLD // 8, dtype=torch.int64, device=device), torch.cuda.current_stream(device)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(CALLS)]
     for _ in range(4 * CALLS):
-        cold.zero_()
+        cold.amax()
     for begin, end in events:
-        cold.zero_()
+        cold.amax()
         begin.record(stream)
         call()
         end.record(stream)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,8 @@ def test_more_is_done_for_smollm2_only_where_it_is_asked_for(tmp_path, monkeypat
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     (tmp_path / "python").write_text(STUB)
     (tmp_path / "python").chmod(0o755)
-    heads_run, block_run = (tmp_path / f"runs/{method}-smollm2-gpu" for method in ("tokenswift", "longspec"))
+    runs = tmp_path / "out" / "runs"
+    heads_run, block_run = (runs / f"{method}-smollm2-gpu" for method in ("tokenswift", "longspec"))
     last_step = block_run / "checkpoints" / "step_000099"
     for folder in (tmp_path / "data/smollm2-all", heads_run / "checkpoints/step_000077", last_step):
         folder.mkdir(parents=True)
@@ -99,15 +101,15 @@ def test_more_is_done_for_smollm2_only_where_it_is_asked_for(tmp_path, monkeypat
 
     def noted(name: str) -> list[str]:
         (tmp_path / "log").unlink(missing_ok=True)
-        subprocess.run(gpu_check._command(name, None, ()), check=True, capture_output=True)
+        command = gpu_check._command(name, Namespace(out=tmp_path / "out"), ())
+        subprocess.run(command, check=True, capture_output=True)
         return (tmp_path / "log").read_text().splitlines()
 
     few, counted, heads, exported, block, _ = noted("drafts")
-    recipe = (
-        "0 -m longdraft.launch.cli train configs/{}/smollm2-gpu.yaml --num-gpus 1 log.wandb=disabled train.steps={}"
-    )
-    assert few.startswith(recipe.format("tokenswift", "12 train.run_dir=runs/tokenswift-smollm2-gpu/measured "))
-    assert "int(60 * 0.2 * 4 / " in counted and exported.endswith(" export runs/tokenswift-smollm2-gpu")
+    recipe = "0 -m longdraft.launch.cli train configs/{0}/smollm2-gpu.yaml --num-gpus 1 log.wandb=disabled "
+    recipe += f"train.run_dir={runs}/{{0}}-smollm2-gpu train.steps={{1}}"
+    assert few.startswith(recipe.format("tokenswift", f"12 train.run_dir={heads_run}/measured "))
+    assert "int(60 * 0.2 * 4 / " in counted and exported.endswith(f" export {heads_run}")
     assert [heads, block] == [recipe.format("tokenswift", 77), recipe.format("longspec", 99)]
     last_step.rename(last_step.with_name("step_000050"))
     with pytest.raises(subprocess.CalledProcessError):
@@ -118,6 +120,7 @@ def test_more_is_done_for_smollm2_only_where_it_is_asked_for(tmp_path, monkeypat
         assert made.endswith(" - data/smollm2-yarn") and bench.startswith(f"{exact} -m longdraft.launch.cli bench ")
         args = PARSERS["bench"]().parse_args(bench.split()[4:])
         assert (args.new_tokens, args.nodes, args.draft) == (100_000, "all", ["smollm2-135m-tokenswift"])
+        assert args.out == runs / f"length-exact{exact}"
     assert not {"drafts", "length", "exact length"} & set(gpu_check.SECONDS)
 
 
@@ -196,9 +199,10 @@ def test_long_contexts_are_measured_with_forced_acceptance(tmp_path, monkeypatch
     assert long_contexts.main([*options, "--device", "cpu", "--out", str(tmp_path)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = {key: figures for line in lines for key, figures in line.items()}
-    after = ["plain after 512", "transformers after 512", "plain after 64", "oracle after 64", "longspec after 64"]
-    after.append("token_recycling after 64")
-    assert list(found) == after and all(one["first_token_s"] > 0 for one in found.values())
+    after = ["plain after 512", "transformers after 512", "transformers after 64", "passes after 16", "plain after 64"]
+    after += [f"{name} after 64" for name in ("oracle", "longspec", "token_recycling")]
+    assert list(found) == after and set(found.pop("passes after 16")) == {"1 rows", "64 rows"}
+    assert all(one["first_token_s"] > 0 for one in found.values())
     assert found["token_recycling after 64"]["nodes_per_step"] == 80, "though the text is too short to fill its table"
     assert found["oracle after 64"]["tokens_per_step"] == 8 and 1 < found["longspec after 64"]["tokens_per_step"] <= 6
     assert all("aten::mm" in (tmp_path / name).read_text() for name in ("prefill.txt", "steps.txt"))

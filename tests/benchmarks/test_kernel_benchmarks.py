@@ -153,6 +153,8 @@ def test_work_by_hand():
     assert work.flops == 4 * 32 * 128 * (64 * 8192 + tree)
     work = loss_work(SMALL, rows=7, heads=3, itemsize=4)
     assert work.flops == 3 * 7 * 2 * (2 * 120) and work.bytes == 4 * (120 + 2 * 3 * 7 * 12)
+    kl = loss_work(SMALL, rows=7, heads=3, itemsize=4, of_target=7)  # one product of the target's states for all heads
+    assert kl.flops == work.flops + 7 * (2 * 120) and kl.bytes == work.bytes + 4 * 7 * 12
 
 
 def test_figures_follow_from_the_time(bench, monkeypatch):

@@ -243,18 +243,19 @@ COVER = {
 }
 
 
-def check_in_turn(models, plain, row, samplings, batch, nodes):
-    """Ragged prompts a sampling, in turn from the five, on three slots: alike at first, then mixed. Or one alone."""
+def check_in_turn(models, plain, row, samplings, batch, nodes, each):
+    """`each` ragged prompts a sampling, in turn from the five, on three slots, alike at first or mixed. Or one alone."""
     name, kind, length = row
     target, small = models(kind)
     engine = Engine(target, DRAFTERS[name](target, small), nodes=nodes, slots=batch)
-    cases = [(one, (i + k) % 5 if batch > 1 else 0) for i, one in enumerate(samplings) for k in range(batch)]
+    cases = [(one, (i + k) % 5 if batch > 1 else 0) for i, one in enumerate(samplings) for k in range(each)]
     check(engine, plain(kind, length), kind, length, cases)
 
 
 @pytest.mark.parametrize("row", COVER, ids="-".join)
 def test_a_drafter_gives_plain_decodings_tokens(models, plain, row):
-    check_in_turn(models, plain, row, *COVER[row])
+    samplings, batch, nodes = COVER[row]
+    check_in_turn(models, plain, row, samplings, batch, nodes, each=batch)
 
 
 @NIGHTLY
@@ -262,7 +263,7 @@ def test_a_drafter_gives_plain_decodings_tokens(models, plain, row):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("row", COVER, ids="-".join)
 def test_a_drafter_gives_plain_decodings_tokens_in_every_way(models, plain, row, batch, nodes):
-    check_in_turn(models, plain, row, SAMPLINGS, batch, nodes)
+    check_in_turn(models, plain, row, SAMPLINGS, batch, nodes, each=1)
 
 
 @pytest.mark.parametrize(("name", "kind"), in_turn(("moe", "gemma3", "olmo2", "gpt_oss")))

@@ -124,7 +124,7 @@ def dense(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree
     n_slots, n_rows, n_heads, width = q_BTHd.shape
     n_keys, n_kv = keys_BSKd.shape[1:3]
     places_T = torch.arange(n_rows)
-    tree_BTT = (bits_BT2[:, :, places_T // 64] >> places_T % 64 & 1) == 1
+    tree_BTT = (bits_BT2[:, :, places_T // 64] >> places_T % 64 & 1) == 1 if is_tree else None
     open_BTS = attended_rows(lengths_B, n_rows, n_keys, tree_BTT, window)
     there_BS = torch.arange(n_keys) < lengths_B[:, None] + n_rows
     keys_BSKd, values_BSKd = (x.where(there_BS[:, :, None, None], 0.0) for x in (keys_BSKd, values_BSKd))
@@ -326,4 +326,5 @@ def test_kinds_of_sampling_are_counted_by_their_work(made, as_on_a_gpu, monkeypa
     kinds += [SamplingParams(1.0, top_k=4), SamplingParams(1.0, logprobs=1)]
     params = [replace(one, seed=i, max_new_tokens=1 + i) for i, one in enumerate(kinds)]
     engine.generate([[1, 2, 3]] * len(params), params)
+    engine.generate([[1, 2, 3] * 9] * len(params), params)  # a longer text fits into the same cache
     assert counted == [4, False, False, False, True]

@@ -142,7 +142,7 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
         on_cpu = {kind: accepted(engine.generate(prompts, params)) for kind, params in calls.items()}
     if not recorded:  # what steers the work is the same
         del calls["greedy"], calls["T1"]
-    elif "+" in name:  # each of them has shown it, and with top_p there is more to do
+    elif name not in ("plain", "triforce"):  # with top_p there is more to do, and two show what sampling alone does
         del calls["T1"]
     stepped, sorts, builds = (
         counted(owner, name) for owner, name in ((Runner, "step"), (Filters, "apply"), (SelectedCache, "build"))
@@ -187,7 +187,7 @@ def test_a_request_waits_for_no_recording_and_a_step_launches_little(made, prete
 
         engine.runner.step = counted
         for kind in ("greedy", "top_p_penalties"):  # with the least to launch and with the most
-            params = [replace(SAMPLINGS[kind], seed=seed, max_new_tokens=NEW * 6) for seed in (1, 2)]
+            params = [replace(SAMPLINGS[kind], seed=seed, max_new_tokens=NEW * 4) for seed in (1, 2)]
             recorded = 0
             for _ in engine.stream([prompt, prompt[::-1]], params):
                 recorded = recorded or len(engine.runner.graphs)
@@ -203,4 +203,4 @@ def test_passes_over_prompts_are_measured_like_steps(made, pretended_cuda, monke
     with pretended_cuda.PretendedCuda() as gpu:
         target, *rest = made("plain", gpu.put, others)
         next(iter(Engine(target, *rest, slots=2).stream([[1, 2, 3]], SamplingParams(max_new_tokens=70))))
-    assert asked == [(1, [32]), (2, (1,))]
+    assert asked == [(2, (1,)), (1, [32])]
