@@ -18,11 +18,11 @@ PYTHONS := $(shell sed -n 's/.*python_requires=">=3\.\([0-9]*\),<3\.\([0-9]*\)".
 PIP := $(BIN)/pip install --quiet --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -n $(WORKERS)
-# Tests that may depend on a processor's arithmetic (Triton's kernels and the engine's work between steps do not), and
-# one of the memory that libraries keep beside tensors.
+# Tests that may depend on a processor's arithmetic (Triton's kernels, the engine's work between steps and what is
+# PyTorch's alone do not), and one of the memory that libraries keep beside tensors.
 ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py --ignore-glob='*/test_triton_*.py' \
 	-k 'not (engine_is_used_again or requests_that_come or take_over or top_ps_border or rows_are_the_references or \
-	test_choice and triton)'
+	on_one_tree or test_choice and triton or test_losses_and_gradients)'
 # Of each folder what starts no processes and loads no real model.
 QUICK := tests/test_architecture.py tests/kernels $(addprefix tests/models/test_,decoder.py kv_cache.py longspec.py loss.py \
 	heads.py draft_folder.py schema.py) $(addprefix tests/data_prep/test_,golden.py pack.py shards.py records.py) \
@@ -65,11 +65,12 @@ quick: $(SETUP)
 nightly: $(SETUP) test-machines test-oldest
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup -m nightly
 
-# Two other machines: one without AVX2 and without a compiler, with more threads than cores, and one with only AVX2.
+# Two other machines: one without AVX2 and without a compiler, with more threads than cores, and one with only AVX2, if
+# this one has more.
 test-machines: $(SETUP)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 LONGDRAFT_CPU_KERNELS=0 OMP_NUM_THREADS=4 \
 		OMP_WAIT_POLICY=passive $(PYTEST) --dist worksteal $(ANYWHERE)
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 LONGDRAFT_CPU_KERNELS=avx2 OMP_NUM_THREADS=2 \
+	! grep -q avx512f /proc/cpuinfo || ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 LONGDRAFT_CPU_KERNELS=avx2 OMP_NUM_THREADS=2 \
 		OMP_WAIT_POLICY=passive $(PYTEST) --dist worksteal $(ANYWHERE) $(KEPT)
 
 # With the oldest transformers that setup.py allows.

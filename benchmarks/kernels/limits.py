@@ -106,7 +106,7 @@ def variants() -> Iterator[Variant]:
         (89, "fp32", 128), (100, "bf16", 128), (120, "bf16", 128), (120, "bf16", 256), (120, "fp32", 256),
     ):  # fmt: skip
         yield Variant("tree_attention", "tree, window", arch, dtype, 64, width)
-    for arch, width in product((80, 90, 120), (64, 128)):
+    for arch, width in ((80, 128), (90, 64), (90, 128), (120, 128)):
         shape = tuning.shape_of(torch.bfloat16, 1, 128, HEADS, KV, width, CAPACITY, 4096)
         for choice in tuning.variants(shape, SHARED_MEMORY[arch]):
             if choice.programs == 1:

@@ -34,7 +34,7 @@ from longdraft.kernels.cpu import rows
 from longdraft.kernels.tree import MOST_ROWS, attended_rows
 from longdraft.train.evaluate import Task, decode
 
-VOCAB, NEW = 61, 10
+VOCAB, NEW = 61, 8
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "numpy", "__index__", "nonzero")
 
 
