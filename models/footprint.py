@@ -108,8 +108,10 @@ def exact_bytes(model: Decoder, batch: int, n_rows: int, capacity: int) -> int:
     if attention is None or linear is None:
         return 0
     queries = batch, n_rows, config.n_heads, config.head_dim
-    of_attention = attention.partial_shapes(queries, config.n_kv_heads, capacity)
-    n_tokens, most = batch * n_rows, size_of((shape, torch.float32) for shape in of_attention)
+    n_tokens, most = batch * n_rows, 0
+    for windowed in {window is not None for window in config.sliding_windows or [None]}:
+        shapes = attention.partial_shapes(queries, config.n_kv_heads, capacity, windowed)
+        most = max(most, size_of((shape, torch.float32) for shape in shapes))
     for shape in {p.shape for p in model.parameters() if p.dim() > 1}:
         rows_of_weight = n_tokens * (config.experts.per_token if config.experts and len(shape) == 3 else 1)
         splits = linear.partial_shape(rows_of_weight, *shape[-2:], weight.device)

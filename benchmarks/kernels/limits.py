@@ -113,6 +113,7 @@ def variants() -> Iterator[Variant]:
                 yield Variant("tree_attention", "tree, window", arch, "bf16", 128, width, choice)
     for arch, width in ((80, 128), (89, 128), (89, 256), (90, 64), (90, 128), (90, 256), (100, 128), (120, 256)):
         yield Variant("exact_attention", "tree, window", arch, width=width)
+    yield Variant("exact_attention", "tree")
     for arch, rows in ((80, 128), (89, 128), (90, 1), (90, 17), (90, 128), (100, 128), (120, 128)):
         yield Variant("linear", arch=arch, rows=rows)
     for arch in (80, 90, 120):

@@ -5,9 +5,11 @@ another order. So everything depends on a row's position p alone: its keys are a
 and where one way of adding them ends and the other begins is a function of p.
 
 1. Keys before `_tail(p)` are committed, however deep the row is, as a pass has at most 128 rows. Programs take tiles of
-   64 queries and runs of RUN keys, in blocks of 64. A row keeps what it had before a block that it does not read.
+   64 queries and a run of keys, in blocks of 64. A row keeps what it had before a block that it does not read. Without
+   a window runs are the longer, the later their keys: eight each time the position doubles, so that few tokens have
+   programs enough, and many not too many parts. With a window all have one length.
 2. The up to 191 keys from there to p are gathered in their order for each row: committed ones, then its ancestors.
-3. The runs of 1 are added to 2 in their order.
+3. The runs of 1 are added to 2 in their order, 16 at a time.
 
 Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/value heads, G = H / K, M = G * T, d head
 width. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
@@ -25,13 +27,23 @@ from longdraft.kernels.triton.tree_attention import LOG2E, NO_WINDOW, _device
 
 BLOCK = tl.constexpr(64)  # keys at a time
 MOST_ROWS = tl.constexpr(128)  # of a pass
-QUERIES, RUN = 64, 1024
+QUERIES, RUN = 64, 256  # queries of a program; keys of the first runs
+AT_ONCE = tl.constexpr(16)  # runs that are added at a time
 
 
 @triton.jit
 def _tail(position):
     """Position of the first key that is gathered, a multiple of BLOCK."""
     return tl.maximum(position - MOST_ROWS + 1, 0) // BLOCK * BLOCK
+
+
+@triton.jit
+def _run(i, WINDOW: tl.constexpr, RUN: tl.constexpr):
+    """Position of the first key of run i, and of the first one after it."""
+    b_doubled = i * 0 + 2 if WINDOW else tl.maximum(i // 8 - 1, 0)
+    b_length = RUN << b_doubled
+    b_begin = b_length * (i if WINDOW else i - 8 * b_doubled)
+    return b_begin, b_begin + b_length
 
 
 @triton.jit
@@ -63,7 +75,8 @@ def _runs(
     WINDOW: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, RUN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Attention of QUERIES queries of one key head over one run of keys before their tails."""
-    i_m, i_run, i_bk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_m, i_bk = tl.program_id(0), tl.program_id(2)
+    i_run = n_runs - 1 - tl.program_id(1)  # the longest begin first
     i_b, i_k, n_m = (i_bk // n_kv).to(tl.int64), i_bk % n_kv, n_rows * group
     o_m, o_j, o_d = i_m * QUERIES + tl.arange(0, QUERIES), tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     m_m, m_d = o_m < n_m, o_d < WIDTH
@@ -71,8 +84,8 @@ def _runs(
     length = tl.load(p_length + i_b).to(tl.int32)
     b_position = length + tl.load(p_depth + i_b * n_rows + o_t, mask=m_m, other=0)
     b_tail = tl.where(m_m, _tail(b_position), 0)
-    begin = i_run * RUN
-    end = tl.minimum(begin + RUN, tl.max(b_tail, 0))
+    begin, end = _run(i_run, WINDOW, RUN)
+    end = tl.minimum(end, tl.max(b_tail, 0))
     if WINDOW:
         begin = tl.maximum(begin, tl.maximum(length - window + 1, 0) // BLOCK * BLOCK)
     if begin < end:  # the merge reads no other run
@@ -151,31 +164,42 @@ def _merge(
     most = tl.load(p_lses + i_run)
     total = tl.where(most == float("-inf"), 0.0, 1.0)
     b_out = tl.load(p_runs + i_run * WIDTH + o_d, mask=m_d, other=0.0) * total
-    first, end = 0, _tail(position)
-    if WINDOW:
-        first = tl.maximum(length - window + 1, 0) // BLOCK * BLOCK
-        end = tl.where(first < end, end, 0)  # `_runs` has written nothing then
-    for i in range(first // RUN, tl.cdiv(end, RUN)):
-        i_run = i_first + tl.cast(i, tl.int64) * n_m
-        lse = tl.load(p_lses + i_run)
-        b_run = tl.load(p_runs + i_run * WIDTH + o_d, mask=m_d, other=0.0)
-        next_most = tl.maximum(most, lse)
+    tail = _tail(position)
+    first = tl.maximum(length - window + 1, 0) // BLOCK * BLOCK if WINDOW else 0
+    for i in range(0, n_runs, AT_ONCE):
+        o_i = i + tl.arange(0, AT_ONCE)
+        b_begin, b_end = _run(o_i, WINDOW, RUN)
+        m_i = tl.maximum(b_begin, first) < tl.minimum(b_end, tail)  # others are perhaps not there
+        o_run = i_first + o_i.to(tl.int64) * n_m
+        b_lse = tl.load(p_lses + o_run, mask=m_i, other=float("-inf"))
+        b_run = tl.load(p_runs + o_run[:, None] * WIDTH + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0)
+        next_most = tl.maximum(most, tl.max(b_lse, 0))
         base = tl.where(next_most == float("-inf"), 0.0, next_most)
-        keep, share = tl.exp2(most - base), tl.exp2(lse - base)
-        most, total, b_out = next_most, total * keep + share, b_out * keep + b_run * share
+        keep, b_share = tl.exp2(most - base), tl.exp2(b_lse - base)
+        total, b_out = total * keep + tl.sum(b_share, 0), b_out * keep + tl.sum(b_run * b_share[:, None], 0)
+        most = next_most
     some = tl.where(total == 0.0, 1.0, total)
     i_row = (i_b * n_rows + i_t) * (n_kv * group) + i_k * group + i_h
     tl.store(p_out + i_row.to(tl.int64) * WIDTH + o_d, b_out / some, mask=m_d)
     tl.store(p_lse + i_row, tl.where(total == 0.0, float("-inf"), (most + tl.log2(some)) / LOG2E))
 
 
-def partial_shapes(queries: Sequence[int], n_kv: int, capacity: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def count_runs(capacity: int, windowed: bool) -> int:
+    """How many runs a cache of so many rows has; see `_run`."""
+    last = (capacity - 1) // RUN
+    doubled = 2 if windowed else max(last.bit_length() - 4, 0)
+    return 1 + (last >> doubled) + (0 if windowed else 8 * doubled)
+
+
+def partial_shapes(
+    queries: Sequence[int], n_kv: int, capacity: int, windowed: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the partial results, both fp32: for each run and the tail the outputs, and the log-sum-exps.
 
-    queries: B, T, H and d. capacity: rows of the cache in a slot.
+    queries: B, T, H and d. capacity: rows of the cache in a slot. windowed: whether the layer has a window.
     """
     n_slots, n_rows, n_heads, width = queries
-    lses = n_slots * n_kv, -(-capacity // RUN) + 1, n_heads // n_kv * n_rows
+    lses = n_slots * n_kv, count_runs(capacity, windowed) + 1, n_heads // n_kv * n_rows
     return (*lses, width), lses
 
 
@@ -206,7 +230,7 @@ def tree_attention(
     n_slots, n_rows, n_heads, width = q_BTHd.shape
     n_kv, group = keys_BSKd.shape[2], n_heads // keys_BSKd.shape[2]
     rows, block_d = group * n_rows, max(16, triton.next_power_of_2(width))
-    shapes_of_parts = partial_shapes(q_BTHd.shape, n_kv, keys_BSKd.shape[1])
+    shapes_of_parts = partial_shapes(q_BTHd.shape, n_kv, keys_BSKd.shape[1], window is not None)
     runs, lses = (torch.empty(shape, dtype=torch.float32, device=q_BTHd.device) for shape in shapes_of_parts)
     n_runs = runs.shape[1] - 1
     out_BTHd = torch.empty((n_slots, n_rows, n_heads, width), dtype=q_BTHd.dtype, device=q_BTHd.device)

@@ -41,12 +41,13 @@ def run(q: Tensor, keys: Tensor, values: Tensor, lengths_B: Tensor, masks: Tenso
         ((2, 1), 16, [300], 40, None),  # rows with other tails, and more than one tile of queries
         ((2, 2), 16, [230, 129], 6, 100),
         ((2, 1), 16, [300, 191], 2, 128),  # rows whose window lies in the tail, after runs
-        ((1, 1), 16, [480], 3, 300),  # a window of several runs
+        ((1, 1), 16, [1400], 3, 1100),  # a window of several runs
+        ((1, 1), 16, [3060], 2, None),  # more runs than are added at a time, of three lengths
     ],
 )
 def test_a_row_has_plain_decodings_bits(monkeypatch, shared, heads, width, lengths, n_rows, window, tree):
     """The same keys at their positions, all committed but the row's own, in a cache of another size."""
-    monkeypatch.setattr(module, "RUN", 128)
+    monkeypatch.setattr(module, "RUN", 64)
     empty = torch.empty
     monkeypatch.setattr(module.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
     made = shared("kernels/test_tree_attention.py")
@@ -67,6 +68,15 @@ def test_a_row_has_plain_decodings_bits(monkeypatch, shared, heads, width, lengt
             one[0, : len(history)] = many[slot, history]
         found = run(q[slot : slot + 1, row : row + 1], *alone, torch.tensor([len(history) - 1]), None, window)
         assert torch.equal(found[0][0, 0], out[slot, row]) and torch.equal(found[1][0, 0], lse[slot, row])
+
+
+def test_runs_meet_and_cover_the_cache(monkeypatch):
+    """As `_run` places them: eight each time the position doubles, or all alike with a window."""
+    monkeypatch.setattr(module, "RUN", 64)
+    borders = [*range(0, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 256), 4096]
+    for capacity in (1, 64, 65, 512, 513, 1024, 1025, 1100, 2048, 2049, 4096):
+        assert module.count_runs(capacity, windowed=False) == sum(border < capacity for border in borders)
+        assert module.count_runs(capacity, windowed=True) == -(-capacity // 256)
 
 
 @pytest.fixture
@@ -91,7 +101,7 @@ def exact_on_any_device(monkeypatch) -> None:
 def test_the_partial_results_are_in_the_estimate_of_memory(
     monkeypatch, exact_on_any_device, tiny_target, name, batch, n_rows, widths, chunk
 ):
-    monkeypatch.setattr(module, "RUN", 128)
+    monkeypatch.setattr(module, "RUN", 64)
     model, capacity, made, empty = tiny_target(vocab_size=61, dtype=DTYPE).model.to(DEVICE), 300, [], torch.empty
 
     def estimates(chunk: int) -> list[int]:
