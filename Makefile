@@ -44,6 +44,8 @@ $(SETUP): constraints.txt setup.py
 	@printf '%s\n' $(if $(TORCH_INDEX),"--index-url $(TORCH_INDEX)") $(TORCH) >.venv/part.torch
 	@grep '^[A-Za-z]' constraints.txt | grep -v '^torch=\|^deepspeed=' | split -n r/2 - .venv/part.
 	ls .venv/part.* | xargs -P 3 -n 1 $(PIP) --no-deps -r
+	@# The libraries of torch's CUDA builds, which constraints.txt does not name; DeepSpeed's installation imports torch.
+	$(PIP) -c constraints.txt $(TORCH)
 	@# Where PyTorch sees a GPU, DeepSpeed's installation asks for nvcc, although nothing of it is compiled here or later.
 	@# For a CPU it does not ask. Which device it trains on is decided at each start.
 	@# The warnings are setuptools', about every editable installation.

@@ -9,7 +9,7 @@
 #              commit and card goes on with the stages that have not passed.
 #   WHEELS     folder of wheels that the Python at hand lacks; installed into a temporary folder, without network and
 #              without dependencies.
-#   --minutes  for all stages of this call; 14 do for all
+#   --minutes  for all stages of this call; 15 do for all
 #   --all      all tests, not a sample that fits into the time; give it 15 minutes
 #   --again    also the stages that have passed
 #   --only     these stages, such as "long contexts"

@@ -183,7 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts, lines = draw(SHORT, 3), list[str]()
     plain = Engine(target, log=lines.append)
     say(f"plain after {SHORT}", measure(plain, lines, prompts, params, []))
-    for key, found in of_transformers_model(target, [prompts, *(draw(context, 1) for context in args.contexts)]).items():
+    alike = [prompts, *(draw(context, 1) for context in args.contexts)]
+    for key, found in of_transformers_model(target, alike).items():
         say(key, found)
     for context in WIDE_AFTER[args.shape]:
         say(f"passes after {context}", {f"{n} rows": s for n, s in width_curve(target.model, context, WIDTHS).items()})

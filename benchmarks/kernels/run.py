@@ -32,7 +32,9 @@ DEFAULTS = {
     "cuda": {"profile": ["llama3.1-8b"], "contexts": [8192, 32768, 131072], "nodes": [1, 16, 64, 128], "rows": 8192},
     "cpu": {"profile": ["smollm2-135m"], "contexts": [1024, 8192], "nodes": [1, 8, 16, 64], "rows": 512},
 }
-QUICK = {"cuda": {"contexts": [8192, 65536], "nodes": [1, 64]}, "cpu": {"contexts": [1024], "nodes": [1, 8], "rows": 64}}
+QUICK = {
+    "cuda": {"contexts": [8192, 65536], "nodes": [1, 64]}, "cpu": {"contexts": [1024], "nodes": [1, 8], "rows": 64},
+}  # fmt: skip
 TURNS, QUICK_TURNS = {"cuda": 3, "cpu": 9}, {"cuda": 1, "cpu": 3}  # on a GPU one is `tuning.CALLS` calls
 # Key of a row: title and format of its column. A table has the columns of which one of its rows has a figure.
 COLUMNS = {

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longdraft.kernels.triton.tree_attention import LOG2E, NO_WINDOW, _device
+from longdraft.kernels.triton.tuning import at_least_16
 
 BLOCK = tl.constexpr(64)  # keys at a time
 MOST_ROWS = tl.constexpr(128)  # of a pass
@@ -229,7 +230,7 @@ def tree_attention(
     """
     n_slots, n_rows, n_heads, width = q_BTHd.shape
     n_kv, group = keys_BSKd.shape[2], n_heads // keys_BSKd.shape[2]
-    rows, block_d = group * n_rows, max(16, triton.next_power_of_2(width))
+    rows, block_d = group * n_rows, at_least_16(width)
     shapes_of_parts = partial_shapes(q_BTHd.shape, n_kv, keys_BSKd.shape[1], window is not None)
     runs, lses = (torch.empty(shape, dtype=torch.float32, device=q_BTHd.device) for shape in shapes_of_parts)
     n_runs = runs.shape[1] - 1
@@ -249,7 +250,7 @@ def tree_attention(
     tails_kernel(
         q_BTHd, keys_BSKd, values_BSKd, depth_BT if path_BTT is None else path_BTT, depth_BT, lengths_B, runs, lses,
         scale, *strides, *numbers, **shapes, TREE=path_BTT is not None,
-        BLOCK_G=max(16, triton.next_power_of_2(group)), num_warps=4, num_stages=2,
+        BLOCK_G=at_least_16(group), num_warps=4, num_stages=2,
     )  # fmt: skip
     merge_kernel: Any = _merge[(rows, n_slots * n_kv)]
     merge_kernel(

@@ -244,7 +244,7 @@ COVER = {
 
 
 def check_in_turn(models, plain, row, samplings, batch, nodes, each):
-    """`each` ragged prompts a sampling, in turn from the five, on three slots, alike at first or mixed. Or one alone."""
+    """`each` ragged prompts a sampling, in turn of the five, on three slots, alike at first or mixed; or one alone."""
     name, kind, length = row
     target, small = models(kind)
     engine = Engine(target, DRAFTERS[name](target, small), nodes=nodes, slots=batch)
