@@ -3,7 +3,8 @@
 #   TORCH_INDEX=URL          where to take torch from, for example https://download.pytorch.org/whl/cpu
 #   STEPS=N                  how long the quickstart trains
 #   WORKERS=N                processes that run the tests (default: 2), each with one thread
-#   NIGHTLY="infer kernels"  nightly tests of these folders run with the others
+#   NIGHTLY="infer positions kernels"  these nightly tests run with the others: drafters in all combinations, 32K
+#                            positions, kernels compiled for absent GPUs
 PYTHON ?= python3
 TORCH_INDEX ?=
 STEPS ?=

@@ -78,7 +78,7 @@ def test_decoding_from_8000_to_8192_tokens_stops_cleanly(c_kernels):
     assert result["cache"] < result["grown"] < result["cache"] + 2**28, result
 
 
-@pytest.mark.nightly(of="infer")
+@pytest.mark.nightly(of="positions")
 @pytest.mark.timeout(1800)
 def test_drafters_of_long_contexts_are_exact_after_32768_positions(shared, plain_tokens):
     """Two layers of SmolLM2 with a third of the heads and more positions, on text of Python's own library; fp32."""
