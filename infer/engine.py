@@ -25,7 +25,7 @@ GREEDY = SamplingParams()
 # What a server records before its first request; other kinds are recorded with the first request of each.
 SERVED = (GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 MOST_SLOTS = 8
-POSITIONS = 2048  # where work is recorded, a cache has a multiple of them, as far as max_length allows
+POSITIONS = 2048  # where work is recorded, a larger cache has a multiple of them, as far as max_length allows
 # Called between two steps; returns the newly arrived requests, or None when no more will arrive. The argument says
 # whether the engine is idle, so that the call may block.
 Arrivals = Callable[[bool], Sequence[Request] | None]
@@ -43,7 +43,8 @@ class Engine:
         slots: sequences decoded together; None is one per prompt, at most 8, and 8 for `serve`. More prompts wait for a
             free slot.
         max_length: positions a sequence may have; None is the target's own limit. The cache is allocated for what a
-            call needs (where work is recorded, for a multiple of 2,048) and kept for the next call.
+            call needs (where work is recorded, for a power of two up to 2,048 and then a multiple of that) and kept for
+            the next call.
         prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
         options: keyword arguments of a named drafter.
         graphs: whether work is recorded before the first request and then replayed (infer/graphs.py); None: where it
@@ -126,7 +127,8 @@ class Engine:
             self._cancelled.clear()
         longest = max((len(one.prompt) + one.sampling.max_new_tokens for one in requests), default=0)
         if self.runner.graphs.recording:  # a little longer text must not take a new cache, and record all work anew
-            longest = -(-longest // POSITIONS) * POSITIONS
+            unit = min(POSITIONS, 1 << max(longest - 1, 0).bit_length())
+            longest = -(-longest // unit) * unit
         return requests, self.slots or min(len(requests), MOST_SLOTS), min(longest, self.max_length)
 
     def _decode(

@@ -30,11 +30,12 @@ def run(args: argparse.Namespace) -> None:
     # What can be wrong is checked before the model is loaded, as far as it does not take the model.
     drafting, params = Drafting(args), SamplingParams(**given_sampling(args, (*OF_ONE_TEXT, *SAMPLING)))
     params = replace(params, seed=draw_seed()) if params.seed is None else params
-    given = _prompt(args, drafting.source)
+    given, chat = _prompt(args, drafting.source), args.chat or args.system is not None
+    if given == "" and not chat and not load_tokenizer(drafting.source)("").input_ids:
+        raise ValueError("--prompt: no text, and this target's tokenizer begins none by itself; give some")
     target = drafting.open_target()
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer files, so no text can be shown; add them")
-    chat = args.chat or args.system is not None
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     asked = [*system, {"role": "user", "content": given}] if chat else given
     tokens = prompt_tokens(target, asked, "--chat" if chat else "--prompt")[: args.prompt_tokens]

@@ -20,21 +20,21 @@ if [ "$task" = drafts ]; then
     longdraft prepare configs/data/smollm2-mixed.yaml max_tokens=1_000_000_000 seq_len=4096 --target smollm2-135m --out $data
   fi
   for method in tokenswift longspec; do
-    run=$runs/$method-smollm2-gpu share=$([ $method = longspec ] && echo 0.8 || echo 0.2)
+    run="$runs/$method-smollm2-gpu" share=$([ $method = longspec ] && echo 0.8 || echo 0.2)
     train=(train configs/$method/smollm2-gpu.yaml --num-gpus 1 log.wandb=disabled train.run_dir="$run" "${@:3}")
-    if [ -e $run/config.yaml ]; then
-      steps=$(sed -n 's/^  steps: //p' $run/config.yaml)
+    if [ -e "$run/config.yaml" ]; then
+      steps=$(sed -n 's/^  steps: //p' "$run/config.yaml")
     else
-      rm -rf $run/measured
-      longdraft "${train[@]}" train.steps=12 train.run_dir=$run/measured optimizer.warmup_steps=0 draft.start_from=null \
+      rm -rf "$run/measured"
+      longdraft "${train[@]}" train.steps=12 train.run_dir="$run/measured" optimizer.warmup_steps=0 draft.start_from=null \
         decoding.every=0 heldout.rows=1 log.every=1
-      steps=$("$python" -c "from statistics import median; from longdraft.train.tracking import read_metrics
-seconds = [record['step_s'] for record in read_metrics('$run/measured') if 'step_s' in record]
-print(max(1, int(60 * $share * ${amount:-5} / median(seconds[6:]))))")  # the first ones compile
+      steps=$("$python" -c "import sys; from statistics import median; from longdraft.train.tracking import read_metrics
+seconds = [record['step_s'] for record in read_metrics(sys.argv[1]) if 'step_s' in record]
+print(max(1, int(60 * $share * ${amount:-5} / median(seconds[6:]))))" "$run/measured")  # the first ones compile
     fi
     longdraft "${train[@]}" train.steps="$steps"
     [ -e "$run/checkpoints/step_$(printf %06d "$steps")" ] || exit 1  # it was stopped
-    [ -e $run/draft/config.json ] || longdraft export $run  # else the text of `length` would not go on
+    [ -e "$run/draft/config.json" ] || longdraft export "$run"  # else the text of `length` would not go on
     echo "To ship it: cp $run/draft/{config.json,model.safetensors} models/shipped/smollm2-135m-$method"
   done
 elif [ "$task" = length ]; then
@@ -47,9 +47,9 @@ load_tokenizer("smollm2-135m").save_pretrained(sys.argv[1] + "-part")
 model.save_pretrained(sys.argv[1] + "-part")
 os.rename(sys.argv[1] + "-part", sys.argv[1])
 PY
-  heads=$runs/tokenswift-smollm2-gpu/draft
-  [ -e $heads/config.json ] || heads=smollm2-135m-tokenswift
-  longdraft bench --target $yarn --draft $heads --text-file README.md --prompt-tokens 64 --nodes all --exactness off \
+  heads="$runs"/tokenswift-smollm2-gpu/draft
+  [ -e "$heads/config.json" ] || heads=smollm2-135m-tokenswift
+  longdraft bench --target $yarn --draft "$heads" --text-file README.md --prompt-tokens 64 --nodes all --exactness off \
     --new-tokens "${amount:-100000}" --preset tokenswift-qwen2.5-1.5b --out "$runs/length-exact${LONGDRAFT_EXACT:-0}" "${@:3}"
 else
   sed -n '2,12s/^# \?//p' "$0" >&2

@@ -2,7 +2,7 @@
 
 A candidate's error against the fp32 reference may be at most twice (for gradients three times) that of plain PyTorch in
 the same precision on the same numbers. Each candidate gets a row for each shape, with its time or its `problem`.
-Each call follows a write that empties the caches. On a GPU events time it while the host is ahead (`seconds_on` of
+Each call finds caches without its inputs. On a GPU events time it while the host is ahead (`seconds_on` of
 kernels/triton/tuning.py), on a CPU the clock.
 """
 

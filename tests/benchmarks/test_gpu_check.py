@@ -77,7 +77,7 @@ def test_every_method_is_trained():
 
 
 STUB = """#!/usr/bin/env bash
-[ "$1" != -c ] || { echo "$2" | grep 60 >>log; echo 77; exit; }
+[ "$1" != -c ] || { echo "$2 $3" | grep 60 >>log; echo 77; exit; }
 echo "$LONGDRAFT_EXACT $*" >>log
 """
 
@@ -91,7 +91,7 @@ def test_more_is_done_for_smollm2_only_where_it_is_asked_for(tmp_path, monkeypat
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     (tmp_path / "python").write_text(STUB)
     (tmp_path / "python").chmod(0o755)
-    runs = tmp_path / "out" / "runs"
+    runs = tmp_path / "my out" / "runs"
     heads_run, block_run = (runs / f"{method}-smollm2-gpu" for method in ("tokenswift", "longspec"))
     last_step = block_run / "checkpoints" / "step_000099"
     for folder in (tmp_path / "data/smollm2-all", heads_run / "checkpoints/step_000077", last_step):
@@ -101,7 +101,7 @@ def test_more_is_done_for_smollm2_only_where_it_is_asked_for(tmp_path, monkeypat
 
     def noted(name: str) -> list[str]:
         (tmp_path / "log").unlink(missing_ok=True)
-        command = gpu_check._command(name, Namespace(out=tmp_path / "out"), ())
+        command = gpu_check._command(name, Namespace(out=tmp_path / "my out"), ())
         subprocess.run(command, check=True, capture_output=True)
         return (tmp_path / "log").read_text().splitlines()
 
@@ -109,7 +109,8 @@ def test_more_is_done_for_smollm2_only_where_it_is_asked_for(tmp_path, monkeypat
     recipe = "0 -m longdraft.launch.cli train configs/{0}/smollm2-gpu.yaml --num-gpus 1 log.wandb=disabled "
     recipe += f"train.run_dir={runs}/{{0}}-smollm2-gpu train.steps={{1}}"
     assert few.startswith(recipe.format("tokenswift", f"12 train.run_dir={heads_run}/measured "))
-    assert "int(60 * 0.2 * 4 / " in counted and exported.endswith(f" export {heads_run}")
+    assert "int(60 * 0.2 * 4 / " in counted and counted.endswith(f"{heads_run}/measured")
+    assert exported.endswith(f" export {heads_run}")
     assert [heads, block] == [recipe.format("tokenswift", 77), recipe.format("longspec", 99)]
     last_step.rename(last_step.with_name("step_000050"))
     with pytest.raises(subprocess.CalledProcessError):
@@ -118,9 +119,9 @@ def test_more_is_done_for_smollm2_only_where_it_is_asked_for(tmp_path, monkeypat
     for name, exact in (("length", 0), ("exact length", 1)):
         made, bench = noted(name)
         assert made.endswith(" - data/smollm2-yarn") and bench.startswith(f"{exact} -m longdraft.launch.cli bench ")
-        args = PARSERS["bench"]().parse_args(bench.split()[4:])
+        args = PARSERS["bench"]().parse_args(bench.replace("my out", "my_out").split()[4:])
         assert (args.new_tokens, args.nodes, args.draft) == (100_000, "all", ["smollm2-135m-tokenswift"])
-        assert args.out == runs / f"length-exact{exact}"
+        assert args.out == tmp_path / "my_out" / "runs" / f"length-exact{exact}"
     assert not {"drafts", "length", "exact length"} & set(gpu_check.SECONDS)
 
 
@@ -199,8 +200,8 @@ def test_long_contexts_are_measured_with_forced_acceptance(tmp_path, monkeypatch
     assert long_contexts.main([*options, "--device", "cpu", "--out", str(tmp_path)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = {key: figures for line in lines for key, figures in line.items()}
-    after = ["plain after 512", "transformers after 512", "transformers after 64", "passes after 16", "plain after 64"]
-    after += [f"{name} after 64" for name in ("oracle", "longspec", "token_recycling")]
+    after = ["plain after 512", "transformers after 512", "transformers after 64", "plain after 64"]
+    after += [*(f"{name} after 64" for name in ("oracle", "longspec", "token_recycling")), "passes after 16"]
     assert list(found) == after and set(found.pop("passes after 16")) == {"1 rows", "64 rows"}
     assert all(one["first_token_s"] > 0 for one in found.values())
     assert found["token_recycling after 64"]["nodes_per_step"] == 80, "though the text is too short to fill its table"

@@ -213,7 +213,7 @@ def brute_force(target, draft, text, widths, extended, sampling):
     return levels
 
 
-@pytest.mark.parametrize(("temperature", "restricted"), [(0.0, True), (0.8, False)])
+@pytest.mark.parametrize(("temperature", "restricted"), [(0.0, False), (0.8, True)])
 @pytest.mark.parametrize(
     "widths, extended",
     [(WIDTHS, 99), (WIDTHS, None), ((4, 16, 16, 16, 16), 16), ((1, 1, 1, 1), None), ((1, 7), 1), ((70, 3), 99)],

@@ -42,6 +42,7 @@ def run(q: Tensor, keys: Tensor, values: Tensor, lengths_B: Tensor, masks: Tenso
         ((2, 2), 16, [230, 129], 6, 100),
         ((2, 1), 16, [300, 191], 2, 128),  # rows whose window lies in the tail, after runs
         ((1, 1), 16, [1400], 3, 1100),  # a window of several runs
+        ((1, 1), 16, [1354], 5, 1100),  # whose first key is in another block and run for the last row
         ((1, 1), 16, [3060], 2, None),  # more runs than are added at a time, of three lengths
     ],
 )
