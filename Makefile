@@ -73,7 +73,8 @@ nightly: $(SETUP) test-machines test-oldest
 test-machines: $(SETUP)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 LONGDRAFT_CPU_KERNELS=0 OMP_NUM_THREADS=4 \
 		OMP_WAIT_POLICY=passive $(PYTEST) --dist worksteal $(ANYWHERE)
-	! grep -q avx512f /proc/cpuinfo || ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 LONGDRAFT_CPU_KERNELS=avx2 OMP_NUM_THREADS=2 \
+	! grep -q avx512f /proc/cpuinfo || \
+		ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 LONGDRAFT_CPU_KERNELS=avx2 OMP_NUM_THREADS=2 \
 		OMP_WAIT_POLICY=passive $(PYTEST) --dist worksteal $(ANYWHERE) $(KEPT)
 
 # With the oldest transformers that setup.py allows.

@@ -71,11 +71,12 @@ def build(name: str, target: Target, plain: Engine) -> Drafter:
     kept the prompts, which take seconds to read.
     """
     config, weight = target.model.config, target.model.embed_tokens.weight
-    with on_device(weight.device), torch.device(weight.device):
+    with on_device(weight.device):
         if name == "oracle":
             inner: Drafter = Blank()
         elif name == "longspec":
-            draft = LongSpec(LongSpecConfig.for_target(config), None, target.model)
+            with torch.device(weight.device):  # it is large, and made in fp32
+                draft = LongSpec(LongSpecConfig.for_target(config), None, target.model)
             inner = build_drafter(name, target, draft.to(weight).requires_grad_(False).eval())
         elif name == "tokenswift":
             heads = TokenSwift(TokenSwiftConfig(hidden_size=config.hidden_size, rms_norm_eps=config.rms_norm_eps))

@@ -187,8 +187,8 @@ def tune(
         _chosen[device, shape] = None if before is None else Choice(*map(int, before))
     if found:
         log(f"tree attention: measured {len(found)} shapes in {time.perf_counter() - begin:.1f} s")
-    if found and file is not None:
-        _write(file, device, {**_read(file), **found})
+        if file is not None:
+            _write(file, device, {**_read(file), **found})
 
 
 def fastest(
