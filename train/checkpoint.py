@@ -33,12 +33,13 @@ STATE, DIGESTS = "state.json", "sha256"
 FORMAT, FORMATS = 3, (2, 3)
 WEIGHTS = "draft.safetensors"
 OPTIMIZER = "optimizer-{:05d}.safetensors"
-# Fields and sections that may change when a run is resumed. Any other would change the result. Rows are compared by
-# content, and the draft that the run began with is not read again.
+# Fields and sections that may change when a run is resumed. Any other would change the result by more than the rounding
+# that another number of ranks changes too. Rows, and weights of a target, are compared by content, and the draft that
+# the run began with is not read again.
 FREE = (
-    "target.max_positions", "train.run_dir", "train.save_every", "train.keep_checkpoints", "train.micro_batch",
-    "train.max_skipped", "train.device", "log", "heldout", "decoding", "data.max_dropped_share", "data.path",
-    "draft.start_from",
+    "target.max_positions", "target.zero_stage", "train.run_dir", "train.save_every", "train.keep_checkpoints",
+    "train.micro_batch", "train.zero_stage", "train.offload_optimizer", "train.max_skipped", "train.device", "log",
+    "heldout", "decoding", "data.max_dropped_share", "data.path", "draft.start_from",
 )  # fmt: skip
 # Fields of former versions, which the configs of their runs and drafts still have.
 REMOVED = ("decoding.share", "log.wandb_project")
@@ -144,7 +145,8 @@ def check_continues(state: Mapping[str, Any], config: Config, rows: Mapping[str,
     run_dir = config.train.run_dir
     saved, now = (_by_field(one) for one in (saved_config(run_dir, state), config))
     changed = {name: (now[name], saved.get(name)) for name in now if now[name] != saved.get(name)}
-    changed = {name: pair for name, pair in changed.items() if name not in FREE and name.split(".")[0] not in FREE}
+    free = (*FREE, *(["target.path"] if state["extra"].get("target_weights") else []))
+    changed = {name: pair for name, pair in changed.items() if name not in free and name.split(".")[0] not in free}
     if state["extra"]["data"] != rows:
         changed["data.path"] = f"{config.data.path} with {rows}", state["extra"]["data"]
     for name, (value, before) in changed.items():

@@ -38,10 +38,6 @@ class Stage:
         """The folder of the stage's exported draft."""
         return Path(self.config.train.run_dir) / "draft"
 
-    @property
-    def is_exported(self) -> bool:
-        return (self.draft / "config.json").is_file()  # written last
-
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a YAML file of one run. Raises ValueError of one line, which names the field, for a file or an

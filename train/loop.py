@@ -1,5 +1,7 @@
 """Training from the first step to the last checkpoint: stages one after the other, and the steps of one run."""
 
+import gc
+import os
 import shlex
 import shutil
 import time
@@ -13,8 +15,8 @@ import numpy as np
 from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
-from longdraft.models.draft_folder import read_info
-from longdraft.models.files import locked, write_atomically
+from longdraft.models.draft_folder import CONFIG, WEIGHTS, read_info
+from longdraft.models.files import file_digest, locked, write_atomically
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
 from longdraft.train.config import Config, to_dict, to_yaml
@@ -22,7 +24,7 @@ from longdraft.train.config_file import Stage
 from longdraft.train.export import export
 from longdraft.train.model_card import draw_curves
 from longdraft.train.ranks import Ranks, failures_named
-from longdraft.train.setup import Run, open_run, open_target
+from longdraft.train.setup import Run, check_stages, open_run, open_target
 from longdraft.train.step import StepResult, begin_step_sum, finish_step_sum, measure, train_step
 from longdraft.train.tracking import Tracker, read_metrics
 from longdraft.train.validation import validate
@@ -43,32 +45,39 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
     """
     target: Target | None = None
     loaded: Any = None
-    for number, stage in enumerate(stages, start=1):
+    if any(stage.config.train.deterministic for stage in stages):  # cuBLAS reads it once, at a process's first product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    done = ranks.from_first(lambda: [stage.name is not None and _is_done(stage) for stage in stages])
+    for number, (stage, is_done) in enumerate(zip(stages, done, strict=True), start=1):
         config = stage.config
         if stage.name is not None:
-            is_done = ranks.from_first(partial(_is_done, stage))
             ranks.log(f"Stage {stage.name}, {number} of {len(stages)}{': done' if is_done else ''}")
             if is_done:
                 continue
+        is_first = target is None
         if target is None or loaded != (config.target, config.train.precision):
             target = None  # free its memory before the next one is loaded
+            gc.collect()  # DeepSpeed's engine of the stage before and transformers' models refer to themselves
             target, loaded = open_target(config, ranks), (config.target, config.train.precision)
+        if is_first:
+            check_stages([one for one, is_done in zip(stages, done, strict=True) if not is_done], target, ranks)
         if not train(config, ranks, target, stop, stage.name):
             return
         if stage.name is not None:
-            # A sharded target's passes take all ranks, but one rank exports: it then loads a target of its own.
-            whole = target if config.target.zero_stage == 0 else None
             with failures_named(ranks):
-                ranks.from_first(partial(export, config.train.run_dir, target=whole))
+                ranks.from_first(partial(export, config.train.run_dir, target=target))
 
 
 def _is_done(stage: Stage) -> bool:
     """Whether the draft of the last step of the stage's run is exported: a stopped run and best weights can be exported
-    too. A converted draft has no steps, and its stage is done."""
-    if not stage.is_exported:
+    too. A converted draft has no steps, and its stage is done. A kill may have left one file of the two, or an older
+    draft's."""
+    weights = stage.draft / WEIGHTS
+    if not (stage.draft / CONFIG).is_file() or not weights.is_file():
         return False
     info = read_info(stage.draft)
-    return info.step == info.train_config.get("train", {}).get("steps")
+    is_whole = info.weights_sha256 in (None, file_digest(weights))
+    return is_whole and info.step == info.train_config.get("train", {}).get("steps")
 
 
 def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = (), stage: str | None = None) -> bool:
@@ -89,7 +98,10 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
     run_dir, n_steps = config.train.run_dir, config.train.n_steps
     busy = f"another process trains in {run_dir}; stop it (an orphaned rank, perhaps) or give another folder"
     with failures_named(ranks), ExitStack() as held:
-        ranks.from_first(lambda: held.enter_context(locked(Path(run_dir) / "lock", "train.run_dir", busy)))
+        lock = Path(run_dir) / "lock"
+        ranks.from_first(lambda: held.enter_context(locked(lock, "train.run_dir", busy)))
+        if not all(ranks.gather(lock.exists())):
+            raise ValueError(f"train.run_dir: not all machines see the first one's {run_dir}; give a shared folder")
         found = ranks.from_first(partial(checkpoint.newest, run_dir))
         if found is not None:
             checkpoint.check_continues(found[1], config, rows.identity)

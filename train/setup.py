@@ -1,6 +1,5 @@
 """The run (`Run`) and how it is opened: check the data, load target and draft, wrap the draft in DeepSpeed."""
 
-import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +19,13 @@ from longdraft.train import checkpoint
 from longdraft.train.batches import EpochRow
 from longdraft.train.checkpoint import Found
 from longdraft.train.config import DTYPES, Config, DataSection, TargetSection
+from longdraft.train.config_file import Stage
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.estimate import memory
 from longdraft.train.evaluate import Evaluator
 from longdraft.train.methods.base import Method, MicroBatch
-from longdraft.train.methods.build import open_draft
-from longdraft.train.ranks import Ranks
+from longdraft.train.methods.build import open_draft, same_shape
+from longdraft.train.ranks import Ranks, log
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
 from longdraft.train.sharding import load_sharded_target, share_out, whole_layers
 from longdraft.train.teacher import Teacher
@@ -76,9 +76,7 @@ class Run:
 def open_run(config: Config, ranks: Ranks, target: Target, found: Found | None = None) -> Run:
     """Open data, draft and engine as they are before the first step, or as the checkpoint `found` left them."""
     train = config.train
-    if train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)  # an operation that has no such algorithm raises
+    torch.use_deterministic_algorithms(train.deterministic)  # an operation that has no such algorithm raises
     note_weights(target)
     weights, extra = target.fingerprint.get("weights"), found[1]["extra"] if found else {}
     if extra.get("target_weights") not in (None, weights):
@@ -87,6 +85,10 @@ def open_run(config: Config, ranks: Ranks, target: Target, found: Found | None =
             "those back, or start anew with another train.run_dir"
         )
     rows, heldout_rows = (open_rows(config.data, split, target) for split in ("train", "heldout"))
+    begun_with = {"data.path": (rows.identity, heldout_rows.identity), "target.path": weights}
+    for name, value in ((name, value) for of_rank in ranks.gather(begun_with) for name, value in of_rank.items()):
+        if value != begun_with[name]:
+            raise ValueError(f"{name}: differs between the machines; copy the first one's to all of them")
     # All shards are read once before any is trained on; the ranks of a machine, which may have its own copy, share it.
     share = ranks.local_rank, ranks.local_size, target.model.config.vocab_size
     ranks.on_all(lambda: [split.verify(*share) for split in (rows, heldout_rows)])
@@ -119,6 +121,32 @@ def open_target(config: Config, ranks: Ranks) -> Target:
         return load_sharded_target(section.path, dtype, ranks, section.max_positions)
     wrap = partial(share_out, ranks, dtype)
     return load_through_transformers(section.path, dtype, ranks.device, section.max_positions, wrap=wrap)
+
+
+def check_stages(stages: Sequence[Stage], target: Target, ranks: Ranks) -> None:
+    """Raises ValueError, before the first of the stages begins, for what would end one of them later: the number of
+    ranks, the draft's shape, and its rows, if they are prepared."""
+    before: Any = None
+    for stage in stages:
+        config = stage.config
+        try:
+            config.train.n_passes(ranks.world_size)
+            network = config.draft.network(target.model.config)
+            if before is not None and not same_shape(before, network):
+                raise ValueError(f"draft: {network}, but the stage before trains {before}; set the sections alike")
+            if before is not None and config.target.max_positions == stages[0].config.target.max_positions:
+                ranks.from_first(partial(_check_rows, config, target))
+        except ValueError as error:
+            raise ValueError(str(error) if stage.name is None else f"stages.{stage.name}: {error}") from error
+        before = network
+
+
+def _check_rows(config: Config, target: Target) -> None:
+    if not Path(config.data.path).exists():
+        log(f"{config.data.path} is not there yet; prepare it before its stage begins")
+        return
+    rows, _ = (open_rows(config.data, split, target) for split in ("train", "heldout"))
+    config.resolved(len(rows))
 
 
 def check_room(config: Config, ranks: Ranks) -> None:

@@ -81,13 +81,21 @@ def test_decoding_from_8000_to_8192_tokens_stops_cleanly(c_kernels):
 @pytest.mark.nightly(of="positions")
 @pytest.mark.timeout(1800)
 def test_drafters_of_long_contexts_are_exact_after_32768_positions(shared, plain_tokens):
-    """Two layers of SmolLM2 with a third of the heads and more positions, on text of Python's own library; fp32."""
+    """Two layers of SmolLM2 with two of nine heads, a quarter of the MLP and more positions, on text of Python's own
+    library; fp32."""
     smollm2 = shared("infer/test_smollm2.py")
     whole = load_target("smollm2-135m", torch.float32)
-    config = replace(whole.model.config, n_layers=2, n_heads=3, n_kv_heads=1, max_positions=33_000)
-    model, weights = build_decoder(config, torch.float32, "cpu"), whole.model.state_dict()
-    rows = [*range(192), *range(576, 640), *range(768, 832)]  # of q, k and v
-    parts = {name: x[rows] if "qkv" in name else x[:, :192] if "o_proj" in name else x for name, x in weights.items()}
+    config = replace(whole.model.config, n_layers=2, n_heads=2, n_kv_heads=1, max_positions=33_000)
+    config = replace(config, intermediate_size=384)
+    model = build_decoder(config, torch.float32, "cpu")
+    kept = {  # of a layer's weights
+        "qkv_proj": lambda x: x[[*range(128), *range(576, 640), *range(768, 832)]],
+        "o_proj": lambda x: x[:, :128],
+        "gate_up_proj": lambda x: x[[*range(384), *range(1536, 1920)]],
+        "down_proj": lambda x: x[:, :384],
+    }
+    weights = whole.model.state_dict().items()
+    parts = {name: kept.get(name.split(".")[-2], lambda x: x)(x) for name, x in weights}
     model.load_state_dict(parts, strict=False)
     model.tie()
     target = replace(whole, model=model)

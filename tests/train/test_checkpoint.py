@@ -136,7 +136,7 @@ def test_steps_of_more_than_six_digits_are_found(tmp_path):
     assert found == ["step_0000020", "step_999999", "step_1000000"]
 
 
-ALONE = SimpleNamespace(rank=0, world_size=1, from_first=lambda work: work())
+ALONE = SimpleNamespace(rank=0, world_size=1, from_first=lambda work: work(), gather=lambda value: [value])
 
 
 def test_a_run_that_never_opened_leaves_nothing_to_continue(config_file, tmp_path):

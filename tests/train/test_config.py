@@ -247,17 +247,21 @@ def test_epochs_and_shares_become_steps(config_file):
 ROWS = {"rows": 45, "sha256": "abc"}
 
 
-def continues(config_file, *overrides, rows=ROWS):
+def continues(config_file, *overrides, rows=ROWS, weights=None):
     """Whether a run goes on with these overrides, or else the beginning of the message."""
-    state = {"step": 1, "config": to_dict(load_config(config_file)), "extra": {"data": ROWS}}
+    extra = {"data": ROWS, "target_weights": weights}
+    state = {"step": 1, "config": to_dict(load_config(config_file)), "extra": extra}
     check_continues(state, load_config(config_file, overrides), rows)
 
 
 def test_a_run_goes_on_only_with_what_gives_the_same_result(config_file):
     continues(config_file, "train.save_every=3", "heldout.every=2", "log.wandb=offline", "data.path=moved")
     continues(config_file, "train.micro_batch=1", "train.max_skipped=3", "train.run_dir=x")
+    continues(config_file, "train.zero_stage=3", "train.offload_optimizer=true", "target.zero_stage=3")
+    continues(config_file, "target.path=moved", weights="abc")  # they are compared when they are loaded
     changes = ["train.steps=30", "train.seed=1", "optimizer.peak_lr=0.1", "draft.init_std=0"]
-    for override in (*changes, "draft.method=longspec", "data.query_share=0.5", "train.sequence_parallel=2"):
+    changes += ["draft.method=longspec", "data.query_share=0.5", "train.sequence_parallel=2", "target.path=moved"]
+    for override in changes:
         name = override.split("=")[0]
         with pytest.raises(ValueError, match=rf"^{name}: .* began with "):
             continues(config_file, override)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from longdraft.models.files import write_json
 from longdraft.train import checkpoint
 from longdraft.train.config_file import load_config
 from longdraft.train.loop import train
-from longdraft.train.ranks import TIMEOUT, TrainingError
+from longdraft.train.ranks import TIMEOUT, Ranks, TrainingError
 from longdraft.train.setup import open_run, open_target
 from longdraft.train.tracking import read_metrics
 
@@ -264,6 +265,22 @@ def test_weights_that_are_no_numbers_are_never_saved(config_file, alone, tmp_pat
     with pytest.raises(TrainingError, match=r"^step 3: weights of the draft are no longer numbers"):
         checkpoint.save(opened.engine, tmp_path, {"step": 3}, keep=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
+
+
+@dataclass(frozen=True)
+class Divided(Ranks):
+    """Another machine has other files."""
+
+    def gather(self, value):
+        return [value, {bool: lambda: False, dict: lambda: dict.fromkeys(value)}.get(type(value), lambda: value)()]
+
+
+@pytest.mark.parametrize(("there", "field"), [(False, "train.run_dir"), (True, "data.path")])
+def test_machines_with_other_files_do_not_train_together(config_file, alone, monkeypatch, tmp_path, there, field):
+    config = load_config(config_file, [*SHORT, f"train.run_dir={tmp_path}"])
+    divided = Divided(**vars(alone))
+    with pytest.raises(ValueError, match=rf"^{field}: "):
+        open_run(config, divided, open_target(config, alone)) if there else train(config, divided, None)  # pyright: ignore
 
 
 def test_ranks_wait_for_one_another_as_long_as_it_may_take(alone):

@@ -4,17 +4,22 @@ import json
 import re
 import shutil
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import load_draft
+from longdraft.train import loop
 from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.export import export
 from longdraft.train.loop import train_stages
+from longdraft.train.methods.build import frequent_tokens
 from longdraft.train.ranks import join_ranks, leave_ranks
+from longdraft.train.setup import open_target
 from longdraft.train.tracking import read_metrics
 
 TEXT = """
@@ -115,6 +120,10 @@ MISTAKES = {
     "train.zero_stage=4": r"stages\.short: train\.zero_stage: ",
     "stages.long.train.device=cuda": r"stages\.long: train\.device: ",
     "--stage long": r"draft: .*1-short/draft ",
+    "stages.long.draft.window=5": r"stages\.long: draft: .*window=5.* the stage before trains .*window=6",
+    "stages.long.data.seq_len=100": r"stages\.long: data\.seq_len: 100, ",
+    "stages.long.train.epochs=0.1": r"stages\.long: train\.epochs: ",
+    "train.sequence_parallel=2": r"stages\.short: train\.sequence_parallel: 2; give a divisor of 1 ",
 }
 
 
@@ -124,6 +133,7 @@ def test_mistakes_are_named(staged, train_command, tmp_path, arguments):
     assert status == 2
     (line,) = [line for line in printed.splitlines() if "error: " in line]
     assert re.match(f"launch/train.py: error: {MISTAKES[arguments]}", line), line
+    assert not list(tmp_path.glob("run/*/checkpoints"))
 
 
 @pytest.mark.parametrize("stages", ["3", "[short, long]", "{}", "{short: }", "{short: {train: [{steps: 6}]}}"])
@@ -192,7 +202,7 @@ def test_a_curriculum_that_moved_goes_on(unbroken, staged, train_command, tmp_pa
     """And so does one whose folder is spelt differently."""
     run, _ = unbroken
     shutil.copytree(run, tmp_path / "moved")
-    shutil.rmtree(tmp_path / "moved" / "2-long" / "draft")
+    (tmp_path / "moved" / "2-long" / "draft" / "model.safetensors").unlink()  # as a kill may leave it
     for folder in (tmp_path / "moved", run.parent / ".." / run.parent.name / run.name):
         status, printed = train_command(staged, f"train.run_dir={folder}")
         assert status == 0, printed
@@ -236,17 +246,47 @@ def test_weights_and_vocabulary_are_handed_on(unbroken, staged, train_command, n
 def test_a_wish_to_stop_ends_the_curriculum_too(staged, no_launcher, tmp_path, capsys):
     """There is a signal before the first step: the second stage does not begin."""
     ranks = join_ranks()
-    train_stages(load_stages(staged, [f"train.run_dir={tmp_path / 'run'}"]), ranks, [signal.SIGTERM])
+    overrides = [f"train.run_dir={tmp_path / 'run'}", f"stages.long.data.path={tmp_path / 'later'}"]
+    train_stages(load_stages(staged, overrides), ranks, [signal.SIGTERM])
     leave_ranks(ranks)
-    assert "Stopped after 0 of 6 steps" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Stopped after 0 of 6 steps" in printed and f"{tmp_path / 'later'} is not there yet; " in printed
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["1-short"]
     assert not (tmp_path / "run" / "1-short" / "draft").exists()
 
 
-OTHERS = {
-    "draft.window=5": "window=5", "draft.draft_vocab_size=70": "draft_vocab_size=70",
-    "draft={method: medusa}": "MedusaConfig(",
-}  # fmt: skip
+def test_a_target_is_freed_before_another_is_loaded(staged, no_launcher, monkeypatch, tmp_path):
+    """The first stage has a whole one, the second its share of one, with which it also exports."""
+    seen = list[weakref.ref]()
+
+    def opened(config, ranks):
+        assert not any(model() for model in seen)
+        target = open_target(config, ranks)
+        seen.append(weakref.ref(target.model))
+        return target
+
+    monkeypatch.setattr(loop, "open_target", opened)
+    ranks = join_ranks()
+    sharded = ["stages.long.target.zero_stage=3", "train.steps=1", "stages.long.train.steps=1"]
+    stages = load_stages(staged, [*sharded, f"train.run_dir={tmp_path}"])
+    train_stages(stages, ranks)
+    leave_ranks(ranks)
+    assert len(seen) == 2 and all((stage.draft / "model.safetensors").is_file() for stage in stages)
+
+
+def test_a_smaller_vocabulary_is_that_of_its_own_rows(unbroken, staged, train_command, tmp_path):
+    still = ["stages.long.optimizer.peak_lr=1e-30", "stages.long.train.steps=2", f"train.run_dir={tmp_path}"]
+    draft, smaller = unbroken[0] / "1-short" / "draft", "draft.draft_vocab_size=70"
+    status, printed = train_command(staged, *still, smaller, "--stage", "long", "--from-draft", draft)
+    assert status == 0, printed
+    before, after = (load_draft(folder).state_dict() for folder in (draft, tmp_path / "2-long" / "draft"))
+    rows = ShardSet(load_config(tmp_path / "2-long" / "config.yaml").data.path + "/train")
+    assert torch.equal(after.pop("token_ids"), frequent_tokens(rows, 97, 70, [2]))
+    assert len(before.pop("token_ids")) == 80 and before.keys() == after.keys()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+OTHERS = {"draft.window=5": "window=5", "draft={method: medusa}": "MedusaConfig("}
 
 
 @pytest.mark.parametrize("override", OTHERS)

@@ -34,8 +34,9 @@ METHODS = {
     "medusa": (lambda shape, rng, target, ids: Medusa(shape, rng, ids), HeadsMethod),
     "longspec": (LongSpec, LongSpecMethod),
 }
-# Fields of a draft's config that say how its training begins or goes, and nothing about the shape of its weights.
-TRAINING_ALONE = ("noise", "warm_start", "init_std", "out_norm_init")
+# Fields of a draft's config that say nothing about the shape of its weights: how its training begins or goes, and which
+# tokens it proposes, whose weights are the target's.
+SHAPELESS = dict.fromkeys(("noise", "warm_start", "init_std", "out_norm_init", "draft_vocab_size"))
 
 
 def open_draft(config: Config, target: Target, rows: ShardSet, saved: Path | None) -> Method:
@@ -95,17 +96,23 @@ def open_method(
 
 
 def begin_with(method: Method, start: Draft, folder: str) -> None:
-    """Put the weights of another draft into the network.
+    """Put the weights of another draft into the network, which keeps its own vocabulary.
 
     Raises ValueError if that draft has another method or shape than the config's.
     """
     ours = method.draft.config
-    ignored = dict.fromkeys(TRAINING_ALONE)
-    if type(start) is not type(method.draft) or asdict(start.config) | ignored != asdict(ours) | ignored:
+    if not same_shape(start.config, ours):
         raise ValueError(
             f"draft.start_from: {folder} holds {start.config}, but this run trains {ours}; set the draft section alike"
         )
-    method.draft.load_state_dict(start.state_dict())
+    own = {name: buffer for name, buffer in method.draft.named_buffers() if name == "token_ids"}
+    weights = {name: weight for name, weight in start.state_dict().items() if name != "token_ids"}
+    method.draft.load_state_dict(weights | own)
+
+
+def same_shape(one: Any, other: Any) -> bool:
+    """Whether drafts with these configs have the same method and weights of the same shapes."""
+    return type(one) is type(other) and asdict(one) | SHAPELESS == asdict(other) | SHAPELESS
 
 
 def frequent_tokens(
