@@ -54,11 +54,11 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
             ranks.log(f"Stage {stage.name}, {number} of {len(stages)}{': done' if is_done else ''}")
             if is_done:
                 continue
-        is_first = target is None
-        if target is None or loaded != (config.target, config.train.precision):
-            target = None  # free its memory before the next one is loaded
-            gc.collect()  # DeepSpeed's engine of the stage before and transformers' models refer to themselves
-            target, loaded = open_target(config, ranks), (config.target, config.train.precision)
+        is_first, wanted = loaded is None, (config.target, config.train.precision)
+        target = target if loaded == wanted else None  # its memory is freed before another is loaded
+        gc.collect()  # DeepSpeed's engine of the stage before and transformers' models refer to themselves
+        if target is None:
+            target, loaded = open_target(config, ranks), wanted
         if is_first:
             check_stages([one for one, is_done in zip(stages, done, strict=True) if not is_done], target, ranks)
         if not train(config, ranks, target, stop, stage.name):
