@@ -56,8 +56,10 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot be read: {error}") from error
         self.source, self.variables, self.special = source, dict(variables), dict(special)
         spelled = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
-        self._starts = re.compile(f"(?=(?:{spelled}))(.)", re.DOTALL)
-        self._written = re.compile(f"(?:{spelled})(?!{GUARD})")
+        # Few characters begin one, and there may be a thousand to try.
+        begins = f"(?=[{re.escape(''.join(sorted({one[0] for one in special})))}])" if special else ""
+        self._starts = re.compile(f"{begins}(?=(?:{spelled}))(.)", re.DOTALL)
+        self._written = re.compile(f"{begins}(?:{spelled})(?!{GUARD})")
 
     def __reduce__(self) -> tuple:
         return ChatTemplate, (self.source, self.variables, self.special)

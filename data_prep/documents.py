@@ -91,14 +91,17 @@ def read_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], .
         speaker, content = present.get("role", present.get("from")), present.get("content", present.get("value"))
         role = SPEAKERS.get(str(speaker).lower())
         if role is None:
-            detail = f"has a message by {str(speaker)[:40]}, who is neither system, user nor assistant"
+            detail = f"has a message by {ascii(speaker)[:40]}, who is neither system, user nor assistant"
             raise Unusable("unknown_role", detail)
         if role == "system" and content is None:
             continue
         is_replaced = role == "assistant" and not answered
         if any(message.get(field) for field in BESIDE_CONTENT) and not is_replaced:
             raise Unusable("answer_beside_content")
-        messages.append((role, "" if is_replaced and not isinstance(content, str) else _text(content)))
+        text = "" if is_replaced and not isinstance(content, str) else _text(content)
+        if role == "assistant" and answered and not text.strip():
+            raise Unusable("empty_answer")
+        messages.append((role, text))
     if answered and not any(role == "assistant" for role, _ in messages):
         raise Unusable("no_assistant_turn")
     return tuple(messages)

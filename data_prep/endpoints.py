@@ -7,17 +7,18 @@ server's chat template.
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
 import httpx
 from pydantic import BaseModel, Field, HttpUrl, ValidationError
 
-from longdraft.data_prep.regenerate import Completion
+from longdraft.data_prep.regenerate import Completion, Due
 from longdraft.models.schema import validate
 
 KEY = "OPENAI_API_KEY"
 TRIES, LONGEST_PAUSE = 8, 60.0  # of one request; in seconds, doubled after each try from 1 on
+SECONDS = 3600.0
 RETRIED = (408, 425, 429)  # and all of the servers' own errors
 
 
@@ -38,7 +39,8 @@ class EndpointClient:
         sampling: fields of a request besides prompt and seed: max_tokens, temperature, ..., and the model's name for
             servers that need one.
         positions: most tokens of a prompt and its answer together; max_tokens is lowered accordingly.
-        concurrency: the number of requests in flight. seconds: timeout of a request.
+        concurrency: the number of requests in flight. seconds: how long to wait for an answer, of which nothing comes
+            before its last token.
 
     Raises ValueError for a URL that is not valid.
     """
@@ -49,7 +51,7 @@ class EndpointClient:
         sampling: Mapping[str, Any],
         positions: int,
         concurrency: int = 64,
-        seconds: float = 600.0,
+        seconds: float = SECONDS,
     ):
         for url in urls:
             validate(HttpUrl, url, f"--endpoint: {url!r}")
@@ -57,35 +59,52 @@ class EndpointClient:
         self._sampling, self._positions, self._concurrency = dict(sampling), positions, concurrency
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency * len(urls))
         headers = {"Authorization": f"Bearer {os.environ[KEY]}"} if os.environ.get(KEY) else {}
-        self._client = httpx.Client(headers=headers, limits=limits, timeout=seconds)
+        timeout = httpx.Timeout(seconds, connect=min(seconds, 60.0))
+        self._client, self._answered = httpx.Client(headers=headers, limits=limits, timeout=timeout), 0
 
-    def __call__(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> Iterator[Completion]:
-        """The prompts' completions, in order. Raises ValueError if a server refuses, or none answers; then requests
-        that have not started are dropped."""
-        with ThreadPoolExecutor(self._concurrency) as pool:
-            yield from pool.map(self._complete, range(len(prompts)), prompts, seeds)
+    def __call__(self, due: Due) -> Iterator[Completion]:
+        """The prompts' completions, as they come. Raises ValueError if the servers refuse all, or none answers; then
+        requests that have not started are dropped."""
+        pool, asked, refused = ThreadPoolExecutor(self._concurrency), set[Future[Completion]](), list[Completion]()
+        try:
+            while due or asked:
+                for index in list(due):
+                    asked.add(pool.submit(self._complete, index, *due.pop(index)))
+                done, asked = wait(asked, return_when=FIRST_COMPLETED)
+                for completion in (future.result() for future in done):
+                    if completion.refused:
+                        refused.append(completion)
+                    else:
+                        yield completion
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if refused and not self._answered:
+            raise ValueError(f"--endpoint: {refused[0].refused}; for too long a prompt give --max-length")
+        yield from refused
 
     def _complete(self, index: int, prompt: list[int], seed: int) -> Completion:
-        """Ask a server, and after a failure that may pass the next one, TRIES times in all."""
+        """Ask a server, and after a failure that may pass the next one, TRIES times in all. If none answers while
+        others are answered, it is the prompt's fault."""
         # Servers take signed 64-bit seeds. Our own noise is the same for a seed and its signed form.
         signed = seed - 2**64 if seed >= 2**63 else seed
         request = {**self._sampling, "prompt": prompt, "seed": signed}
         request["max_tokens"] = min(request["max_tokens"], self._positions - len(prompt))
-        why = ""
+        why, answered = "", 0
         for attempt in range(TRIES):
-            server = self._servers[(index + attempt) % len(self._servers)]
+            server, answered = self._servers[(index + attempt) % len(self._servers)], self._answered
             time.sleep(min(2.0 ** (attempt - 1), LONGEST_PAUSE) if attempt else 0)
             try:
                 response = self._client.post(server, json=request)
                 if response.is_client_error and response.status_code not in RETRIED:
-                    raise ValueError(
-                        f"--endpoint: {server} refuses with {response.status_code}: {response.text[:300]}; for too "
-                        "long a prompt give --max-length"
-                    )
+                    why = f"{server} refuses with {response.status_code}: {response.text[:300]}"
+                    return Completion(index, "", False, why)
                 choice = _Completions.model_validate_json(response.raise_for_status().content).choices[0]
+                self._answered += 1
                 return Completion(index, choice.text, choice.finish_reason == "stop")
             except (httpx.HTTPError, ValidationError) as error:
                 why = " ".join(f"{type(error).__name__}: {error}".split())
+        if self._answered > answered:  # during the last pause or try
+            return Completion(index, "", False, f"no answer in {TRIES} tries, the last time with {why}")
         raise ValueError(
             f"--endpoint: the servers did not answer in {TRIES} tries, the last time with {why}; finished parts are "
             "kept, the same call goes on"

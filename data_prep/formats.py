@@ -59,7 +59,7 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class QuestionAnswerFormat:
-    """Two templates, with names of fields in braces, make a question and its answer."""
+    """Two templates, with names of fields in braces, make a question and its answer. A field may be empty or null."""
 
     prompt: str
     answer: str
@@ -69,9 +69,12 @@ class QuestionAnswerFormat:
         return tuple(dict.fromkeys(fields_of(self.prompt) + fields_of(self.answer)))
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
-        texts = {field: _text(record, field) for field in self.fields}
-        roles = (("user", self.prompt), ("assistant", self.answer))
-        messages = read_messages([{"role": role, "content": text.format_map(texts)} for role, text in roles])
+        present = {field: _present(record, field) for field in self.fields}
+        texts = {field: "" if value is None else _text(record, field) for field, value in present.items()}
+        content = {"user": self.prompt.format_map(texts), "assistant": self.answer.format_map(texts)}
+        if not content["user"].strip():
+            raise Unusable("empty")
+        messages = read_messages([{"role": role, "content": text} for role, text in content.items()])
         return [Conversation(name, messages_digest(messages), messages)]
 
 
@@ -126,6 +129,8 @@ def record_format_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokeniz
 
 
 def _document(name: str, text: str) -> Document:
+    if not text:
+        raise Unusable("empty")
     return Document(name, hashlib.sha256(text.encode()).digest(), text)
 
 
@@ -142,8 +147,6 @@ def _text(record: Mapping[str, Any], name: str) -> str:
     text = _present(record, name)
     if not isinstance(text, str):
         raise Unusable("field_not_text")
-    if not text:
-        raise Unusable("empty")
     return text
 
 

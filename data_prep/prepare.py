@@ -11,13 +11,15 @@ After a kill only the tasks without a record are done again.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from longdraft.data_prep.documents import BadDocument
 from longdraft.data_prep.recipe import PrepareConfig
-from longdraft.data_prep.records import SEGMENT_BYTES, Segment, scan
+from longdraft.data_prep.records import SEGMENT_BYTES, Segment, read_documents, scan
 from longdraft.data_prep.shard_task import Reader, ShardTask, empty_record, make_readers, make_shards_of, uniform
 from longdraft.data_prep.shards import FORMAT_VERSION, MANIFEST, SPLITS, read_manifest
 from longdraft.data_prep.sources import list_files
@@ -34,6 +36,7 @@ SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # least and most text of a shard
 # As many bytes of records are read for each token of a budget. A token of text has 4 or 5 bytes; the rest allows for
 # what a record holds besides its text.
 BYTES_A_TOKEN = 8
+LOOKED_AT = 20  # records of a source, before anything is written
 
 
 def prepare(
@@ -58,6 +61,7 @@ def prepare(
         with tqdm(files, desc="reading sources", unit="file", leave=False, mininterval=1) as to_read:
             digests, segments = scan(to_read, SEGMENT_BYTES)
         tasks = plan_tasks(config, segments)
+        check_fields([segment for task in tasks for segment in task.segments], readers)
         folder = WorkFolder(config.out, _make_plan(config, readers, tokenizer_hash, digests), OWN_FILES)
         with folder.opened():
             was_finished = (config.out / MANIFEST).exists()
@@ -68,6 +72,17 @@ def prepare(
         manifest = read_manifest(config.out / MANIFEST)
         log(f"{'Already prepared' if was_finished else 'Prepared'}: {_summary(manifest, config.out)}")
         return manifest
+
+
+def check_fields(segments: Sequence[Segment], readers: Sequence[Reader]) -> None:
+    """Raises ValueError for a source whose first records, in the order of the segments, all lack a field."""
+    for number, reader in enumerate(readers):
+        own = (segment for segment in segments if segment.file.source == number)
+        documents = chain.from_iterable(read_documents(segment, reader.record_format) for segment in own)
+        head = list(islice(documents, LOOKED_AT))
+        lacking = [one for one in head if isinstance(one, BadDocument) and one.why == "missing_field"]
+        if head and len(lacking) == len(head):
+            raise ValueError(f"{lacking[0].name} {lacking[0].detail}")
 
 
 def plan_tasks(config: PrepareConfig, segments: Sequence[Segment]) -> list[ShardTask]:

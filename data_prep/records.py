@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +27,8 @@ from longdraft.models.files import file_digest
 
 SEGMENT_BYTES = 1 << 20
 COMPRESSION = 4  # bytes of text in a byte of a compressed file, about
+BOM = b"\xef\xbb\xbf"
+BEFORE_JSON = BOM + b" \t\r\n"
 ARRAY_BYTES = 1 << 30  # a JSON array is parsed as a whole, into several times its bytes
 
 
@@ -160,15 +163,18 @@ def all_records(file: SourceFile) -> Iterator[tuple[int, Any]]:
     return numbered_records(Segment(file))
 
 
-def _json_records(stream: BinaryIO) -> list:
-    """The elements of a JSON array, or the values in the lines of a file that is no array. Raises ValueError for more
-    than ARRAY_BYTES."""
-    raw = stream.read(ARRAY_BYTES + 1).removeprefix(b"\xef\xbb\xbf")
+def _json_records(stream: BinaryIO) -> Iterator[Any]:
+    """The elements of a JSON array, or the values in the lines of a file that is no array. Raises ValueError for an
+    array of more than ARRAY_BYTES."""
+    lines = iter(lambda: stream.readline(ARRAY_BYTES + 1), b"")
+    first = next((line for line in lines if line.strip(BEFORE_JSON)), b"")
+    if not first.strip(BEFORE_JSON).startswith(b"["):
+        yield from (_parse_json(line) for line in chain([first], lines) if line.strip())
+        return
+    raw = first + stream.read(max(0, ARRAY_BYTES + 1 - len(first)))
     if len(raw) > ARRAY_BYTES:
         raise ValueError(f"it is JSON of more than {ARRAY_BYTES >> 20} MiB: convert it to JSONL")
-    if not raw.lstrip().startswith(b"["):
-        return [_parse_json(line) for line in raw.split(b"\n") if line.strip()]
-    return json.loads(raw.decode("utf-8", "surrogateescape"))
+    yield from json.loads(raw.removeprefix(BOM).decode("utf-8", "surrogateescape"))
 
 
 def _parse_json(raw: bytes) -> Any:

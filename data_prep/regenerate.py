@@ -44,6 +44,8 @@ from longdraft.models.files import WorkFolder, write_atomically, write_json
 from longdraft.models.schema import validated_dataclass
 
 PART_SIZE = 256  # conversations of a task
+PART = "part-{:05d}"
+FIRST, ENOUGH = PART.format(0), 20  # a task whose conversations all are bad for one reason ends the call
 SHOWN_BAD = 5
 NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what stands for bytes that are no whole character
 CHARACTERS_A_TOKEN = 32  # of a text's beginning that are tokenised: more than tokens of text have
@@ -51,16 +53,20 @@ CHARACTERS_A_TOKEN = 32  # of a text's beginning that are tokenised: more than t
 
 @dataclass(frozen=True)
 class Completion:
-    """What the target wrote after prompt `index` of a call. text: without an end token, other special tokens spelled
-    out. ended: whether the target ended it."""
+    """What the target wrote after prompt `index`. text: without an end token, other special tokens spelled out. ended:
+    whether the target ended it. refused: why a server gives none, though it answers other prompts."""
 
     index: int
     text: str
     ended: bool
+    refused: str = ""
 
 
-# From prompts (token ids) and their seeds (unsigned, 64 bits) to their completions, as they are finished, in any order.
-Generate = Callable[[Sequence[list[int]], Sequence[int]], Iterable[Completion]]
+# By index, prompts (token ids) with their seeds (unsigned, 64 bits).
+Due = dict[int, tuple[list[int], int]]
+# Takes prompts out of a Due, to which each completion may add one, until none is left, and gives their completions as
+# they are finished, in any order.
+Generate = Callable[[Due], Iterable[Completion]]
 
 
 @validated_dataclass
@@ -118,7 +124,7 @@ def regenerate(
         with folder.opened(), tqdm(total=total, desc="answering", unit="conversation", mininterval=1) as progress:
             generate: Generate | None = None
             while part := list(islice(documents, PART_SIZE)):
-                task = f"part-{len(records):05d}"
+                task = PART.format(len(records))
                 record = folder.read(task)
                 if record is None:
                     generate = generate or start()
@@ -145,7 +151,7 @@ def _answer_part(
 ) -> dict[str, Any]:
     """Do a task, and return its record."""
     answering = [answer(document, config, encoder) for document in part]
-    due: dict[int, tuple[list[int], int]] = {}  # prompt and seed
+    due: Due = {}
     done: dict[int, dict | Unusable] = {}
 
     def go_on(number: int, completion: Completion | None) -> None:
@@ -160,21 +166,20 @@ def _answer_part(
 
     for number in range(len(part)):
         go_on(number, None)
-    # First every conversation's first open turn, then the second of those that have one, and so on, so that each call
-    # gets as many prompts as possible to decode together.
-    while asked := list(due):
-        prompts, seeds = zip(*due.values(), strict=True)
-        due.clear()
-        for completion in generate(prompts, seeds):
-            go_on(asked[completion.index], completion)
+    for completion in generate(due):
+        go_on(completion.index, completion)
     ends = [(document.name, done[number]) for number, document in enumerate(part)]
     good = [json.dumps(end, ensure_ascii=False) + "\n" for _, end in ends if isinstance(end, dict)]
     bad = [(name, end.why, end.detail) for name, end in ends if isinstance(end, Unusable)]
-    path = folder.path / f"{task}.jsonl"
+    path, reasons = folder.path / f"{task}.jsonl", dict(Counter(why for _, why, _ in bad))
+    named = [f"{name}: {why} {detail}".rstrip() for name, why, detail in bad[:SHOWN_BAD]]
+    if len(part) >= ENOUGH and list(reasons.values()) == [len(part)] and task == FIRST:
+        raise ValueError(
+            f"none of the first {len(part)} conversations can be used ({', '.join(reasons)}), so no more are asked "
+            f"for; the first is {named[0]}"
+        )
     if good:
         write_atomically(path, lambda temporary: temporary.write_text("".join(good), encoding="utf-8"))
-    named = [f"{name}: {why} {detail}".rstrip() for name, why, detail in bad[:SHOWN_BAD]]
-    reasons = dict(Counter(why for _, why, _ in bad))
     record = {"input": len(part), "success": len(good), "bad": reasons, "bad_named": named}
     folder.write(task, record, [path] if good else [])
     return record
@@ -243,6 +248,8 @@ def answer_seed(seed: int, messages: Sequence[tuple[str, str]], turn: int) -> in
 
 def _checked(completion: Completion, config: RegenerateConfig, encoder: ChatEncoder) -> str:
     """The answer's text. Raises Unusable if `prepare` could not learn it."""
+    if completion.refused:
+        raise Unusable("refused_by_server", completion.refused)
     if not completion.ended and not config.keep_unfinished:
         raise Unusable("unfinished")
     text = completion.text if completion.ended else completion.text.rstrip(NO_CHARACTER)
@@ -250,7 +257,7 @@ def _checked(completion: Completion, config: RegenerateConfig, encoder: ChatEnco
         raise Unusable("empty_answer")
     if NO_CHARACTER in text or NONCHARACTERS.search(text):
         raise Unusable("not_text")
-    if any(spelling in text for spelling in encoder.template.special):
-        raise Unusable("special_token_in_answer")
+    if found := [spelling for spelling in encoder.template.special if spelling in text]:
+        raise Unusable("special_token_in_answer", f"({found[0]})")
     # Templates that write a blank before an answer do so themselves, but a text goes on with its own.
     return text.removeprefix(" ") if completion.ended and config.beginning is None else text

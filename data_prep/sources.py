@@ -13,6 +13,8 @@ from typing import BinaryIO, cast
 import pyarrow as pa
 
 from longdraft.data_prep.recipe import STDLIB, STDLIB_CHAT, Source
+from longdraft.data_prep.shards import MANIFEST
+from longdraft.models.files import PLAN, PROGRESS
 
 # How a file is read, by its suffix, which may be followed by one of COMPRESSED.
 KINDS = {
@@ -116,6 +118,8 @@ def _files_of(source: Source, number: int) -> list[SourceFile]:
         root = Path(sysconfig.get_path("stdlib")).resolve()
         prefix, paths = f"{root.name}/", [one for one in _walk(root, patterns, STDLIB_SKIPPED) if one.stat().st_size]
     elif path.is_dir():
+        if (path / PLAN).exists() and (path / PROGRESS).exists() and not (path / MANIFEST).exists():
+            raise ValueError(f"source {source.path!r} is not finished; call again what makes it")
         root = path.resolve()
         prefix, paths = f"{root.name}/", _walk(root, patterns)
     elif path.is_file():
@@ -131,9 +135,14 @@ def _files_of(source: Source, number: int) -> list[SourceFile]:
     if not paths:
         raise ValueError(f"source {source.path!r} holds no file {' or '.join(patterns)}; name other files by --files")
     return [
-        SourceFile(str(one), prefix + one.relative_to(root).as_posix(), _kind(one, source), one.stat().st_size, number)
+        SourceFile(str(one), _name(prefix, one.relative_to(root)), _kind(one, source), one.stat().st_size, number)
         for one in paths
     ]
+
+
+def _name(prefix: str, path: Path) -> str:
+    """The file's name; bytes in it that are no UTF-8 are spelled out."""
+    return (prefix + path.as_posix()).encode("utf-8", "backslashreplace").decode()
 
 
 def _patterns(source: Source) -> tuple[str, ...]:

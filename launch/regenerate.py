@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.data_prep.chat import PLAIN, ChatEncoder
-from longdraft.data_prep.endpoints import EndpointClient
-from longdraft.data_prep.regenerate import Completion, Generate, RegenerateConfig, regenerate
+from longdraft.data_prep.endpoints import SECONDS, EndpointClient
+from longdraft.data_prep.regenerate import Completion, Due, Generate, RegenerateConfig, regenerate
 from longdraft.infer.sampling import SamplingParams
 from longdraft.launch.arguments import DRAFTING, MANY, SAMPLING, add_drafters, add_fields, add_model, at_least
 from longdraft.launch.console import flag, read_text, run_command, show
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Options of decoding here, which servers would ignore, and of servers.
 OF_ENGINE = ("loader", "dtype", "device", "prefill_chunk", "batch", "drafter", "option", "nodes")
-OF_SERVERS = ("model", "concurrency")
+OF_SERVERS = ("model", "concurrency", "timeout")
 # Fields of SamplingParams that are settings of every answer, and their help.
 OPTIONAL = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NUMBERS = {
@@ -61,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--endpoint", default=[], metavar="URL", help=help, **MANY)
     add("--model", help="the target's name, for servers that need one")
     add("--concurrency", type=at_least(1), default=64, metavar="N", help="requests in flight at a time (default: 64)")
+    help = f"how long to wait for an answer's last token (default: {SECONDS:g})"
+    add("--timeout", type=at_least(1), default=int(SECONDS), metavar="SECONDS", help=help)
     return parser
 
 
@@ -92,7 +94,8 @@ def _regenerate(args: argparse.Namespace) -> None:
     drafting = Drafting(args, template)
     shape, tokenizer = read_target_config(drafting.source, drafting.max_positions), load_tokenizer(drafting.source)
     positions = min(args.max_length or shape.max_positions, shape.max_positions)
-    client = EndpointClient(args.endpoint, _served(sampling, args.model), positions, args.concurrency)
+    served = _served(sampling, shape.vocab_size, args.model)
+    client = EndpointClient(args.endpoint, served, positions, args.concurrency, args.timeout)
     defaults = _parser().get_default
     for name in OF_ENGINE if args.endpoint else OF_SERVERS:
         if getattr(args, name) != defaults(name):
@@ -118,21 +121,27 @@ def _regenerate(args: argparse.Namespace) -> None:
     regenerate(config, encoder, tokenizer_hash(tokenizer), start, lambda line: show(f"{line}\n"))
 
 
-def _served(sampling: SamplingParams, model: str | None) -> dict[str, Any]:
-    """The settings as servers take them. Only some servers know the optional ones, so they are sent only if they are
-    on. Special tokens in an answer must be visible, so that it can be dropped."""
-    on = {name: value for name in OPTIONAL if (value := getattr(sampling, name)) != getattr(SamplingParams, name)}
-    fields = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "skip_special_tokens": False}
-    return fields | on | ({"model": model} if model else {})
+def _served(sampling: SamplingParams, vocab_size: int, model: str | None) -> dict[str, Any]:
+    """The settings as servers take them, also those that are off: what is not sent vLLM takes from the model's
+    generation_config.json. For top_k servers have different numbers that mean off, and all take the whole vocabulary.
+    Special tokens in an answer must be visible, so that it can be dropped."""
+    fields = {name: getattr(sampling, name) for name in ("temperature", *OPTIONAL)}
+    fields |= {"max_tokens": sampling.max_new_tokens, "top_k": sampling.top_k or vocab_size}
+    return fields | {"skip_special_tokens": False} | ({"model": model} if model else {})
 
 
-def _generate(
-    engine: "Engine", tokenizer: Any, sampling: SamplingParams, prompts: Sequence[list[int]], seeds: Sequence[int]
-) -> Iterator[Completion]:
+def _generate(engine: "Engine", tokenizer: Any, sampling: SamplingParams, due: Due) -> Iterator[Completion]:
+    """First every conversation's first open turn, then the second of those that have one, and so on, so that as many
+    prompts as possible are decoded together."""
     from longdraft.infer.text import text_after
 
-    for piece in engine.stream(prompts, [replace(sampling, seed=seed) for seed in seeds]):
-        if done := piece.generation:
-            ended = done.finish_reason == "stop"
-            tokens = done.tokens[:-1] if ended else done.tokens
-            yield Completion(done.index, text_after(tokenizer, done.prompt, tokens, skip_special=False), ended)
+    while due:
+        indices, asked = list(due), list(due.values())
+        due.clear()
+        prompts, params = [prompt for prompt, _ in asked], [replace(sampling, seed=seed) for _, seed in asked]
+        for piece in engine.stream(prompts, params):
+            if done := piece.generation:
+                ended = done.finish_reason == "stop"
+                tokens = done.tokens[:-1] if ended else done.tokens
+                text = text_after(tokenizer, done.prompt, tokens, skip_special=False)
+                yield Completion(indices[done.index], text, ended)

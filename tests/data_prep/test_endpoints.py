@@ -105,7 +105,8 @@ def connect(*servers, seconds=30.0, positions=1000, **settings):
 
 
 def answers(client, count=12):
-    return list(client([[5, 6, index] for index in range(count)], [2**64 - 1 - index for index in range(count)]))
+    found = client({index: ([5, 6, index], 2**64 - 1 - index) for index in range(count)})
+    return sorted(found, key=lambda completion: completion.index)
 
 
 def test_what_is_sent_and_what_comes_back(serve, monkeypatch):
@@ -141,11 +142,52 @@ def test_another_endpoint_takes_over(serve):
     assert len(broken.asked) >= 6
 
 
+def test_a_prompt_that_a_server_refuses_costs_its_conversation_alone(serve, monkeypatch):
+    """Also where it is answered with an error each time, while others are answered."""
+    found = answers(connect(serve(failing={3: 400}), concurrency=1))
+    assert [completion.index for completion in found if completion.refused] == [3]
+    assert "refuses with 400" in found[3].refused and found[4].ended
+    monkeypatch.setattr(module, "TRIES", 3)
+    bad, done, real = threading.Event(), threading.Event(), EndpointClient._complete
+
+    def complete(client, index, prompt, seed):
+        if index == 0:  # its third try comes after another prompt's answer
+            monkeypatch.setattr(module.time, "sleep", lambda pause: (bad.set(), done.wait(5)) if pause == 2 else None)
+            return real(client, index, [9], seed)
+        assert bad.wait(5)
+        try:
+            return real(client, index, prompt, seed)
+        finally:
+            done.set()
+
+    monkeypatch.setattr(EndpointClient, "_complete", complete)
+    first, second = answers(connect(serve(failing=dict.fromkeys((0, 1, 3), 500)), concurrency=2), count=2)
+    assert first.refused.startswith("no answer in 3 tries, the last time with HTTPStatusError") and second.ended
+
+
+def test_a_turn_waits_for_no_other_conversations(serve):
+    """The next prompt of one is asked for while the first prompt of another is still waited for."""
+    due, asked_next = {0: ([1], 1), 1: ([2], 2)}, threading.Event()
+
+    class Waiting(EndpointClient):
+        def _complete(self, index, prompt, seed):
+            if prompt == [3]:
+                asked_next.set()
+            assert prompt != [1] or asked_next.wait(10)
+            return super()._complete(index, prompt, seed)
+
+    order = []
+    for completion in Waiting([serve().url], SAMPLING, 1000)(due):
+        order.append(completion.index)
+        if completion.index == 1:
+            due[2] = [3], 3
+    assert order[0] == 1 and sorted(order) == [0, 1, 2]
+
+
 def test_errors(serve, monkeypatch):
     refusing = serve(always=400)
-    with pytest.raises(ValueError, match=r"--endpoint: .* refuses with 400.*not now"):
-        answers(connect(refusing, concurrency=2), count=300)
-    assert len(refusing.asked) < 150
+    with pytest.raises(ValueError, match=r"--endpoint: .* refuses with 400.*not now.* --max-length"):
+        answers(connect(refusing, concurrency=2))
     monkeypatch.setattr(module, "TRIES", 3)
     busy = serve(always=502)
     with pytest.raises(ValueError, match=r"--endpoint: .*502"):
@@ -168,11 +210,17 @@ def test_no_more_is_asked_for_than_the_positions_hold(serve, positions, most):
 def test_control_tokens_are_asked_for_and_make_an_answer_bad(serve, tmp_path, capsys):
     """If the server removed them, the rest would be a text that the target never wrote."""
     source = tmp_path / "chats.jsonl"
-    source.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
-    choice = {"text": "analysis<|im_start|>final", "finish_reason": "stop"}
-    server = serve(always={"choices": [choice]})
-    given = ["--source", str(source), "--target", "smollm2-135m", "--endpoint", server.url, "--model", "m"]
-    assert main([*given, "--out", str(tmp_path / "out")]) == 0
+    source.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 20)
+    bad = {"choices": [{"text": "analysis<|im_start|>final", "finish_reason": "stop"}]}
+    server, all_bad = serve(failing={1: bad}), serve(always=bad)
+    given = ["--source", str(source), "--target", "smollm2-135m", "--model", "m", "--endpoint"]
+    assert main([*given, server.url, "--out", str(tmp_path / "out")]) == 0
     assert "special_token_in_answer: 1" in capsys.readouterr().out
-    assert [body["skip_special_tokens"] for body, _ in server.asked] == [False]
-    assert {body["model"] for body, _ in server.asked} == {"m"}
+    # Also what is off is sent: servers may have other defaults, of the model.
+    off = {"temperature": 0.0, "top_k": 49152, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    off |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "skip_special_tokens": False, "model": "m"}
+    assert all(body.items() >= off.items() for body, _ in server.asked) and len(server.asked) == 20
+    assert main([*given, all_bad.url, "--out", str(tmp_path / "none")]) == 2
+    error = capsys.readouterr().err
+    assert "none of the first 20 conversations can be used" in error and "(<|im_start|>)" in error
+    assert not list((tmp_path / "none").glob("part*"))

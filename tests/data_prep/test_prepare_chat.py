@@ -27,7 +27,7 @@ def chats(tmp_path):
         turns = []
         for _ in range(rng.randint(1, 4)):
             question, answer = (" ".join(rng.choices(WORDS, k=rng.choice([2, 30, 200]))) for _ in range(2))
-            turns += [{"role": "user", "content": f"{i} {question}"}, {"role": "assistant", "content": answer}]
+            turns += [{"role": "user", "content": f"{i} {question}"}, {"role": "assistant", "content": f"{answer}."}]
         conversations.append(turns)
     write(tmp_path / "chats.jsonl", conversations)
     return conversations

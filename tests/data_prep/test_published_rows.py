@@ -1,14 +1,17 @@
 """Messages as published data sets have them, each with the conversation they become, or the reason why they are bad."""
 
 import json
+import os
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from longdraft.data_prep.documents import BadDocument, Conversation
-from longdraft.data_prep.formats import ChatFormat
-from longdraft.data_prep.recipe import Source
+from longdraft.data_prep.formats import ChatFormat, QuestionAnswerFormat
+from longdraft.data_prep.prepare import prepare
+from longdraft.data_prep.recipe import PrepareConfig, Source
 from longdraft.data_prep.records import read_documents, scan
 from longdraft.data_prep.regenerate import open_answers
 from longdraft.data_prep.sources import list_files
@@ -61,6 +64,7 @@ CASES = {
     "API log, empty fields": (openai(*ONE, tool_calls=None, refusal=None, annotations=[], reasoning_content=""), ONE),
     "null system message": (openai(("system", None), USER, ANSWER), ONE),
     "null answer": (openai(USER, ("assistant", None)), "content_not_text"),
+    "empty answer": (openai(USER, ("assistant", " \n"), *MORE), "empty_answer"),
     "null question": (openai(("user", None), ANSWER), "content_not_text"),
     "null messages": (None, "not_a_list"),
     "image": (openai(("user", [part("Why?"), IMAGE]), ("assistant", [part("So.")])), "content_not_text"),
@@ -93,6 +97,33 @@ def read(tmp_path, row, stored, record_format):
     _, segments = scan(list_files([Source(path=str(path))]), 1 << 20)
     (document,) = (one for segment in segments for one in read_documents(segment, record_format))
     return document
+
+
+INSTRUCTION = QuestionAnswerFormat("{instruction}\n\n{input}", "{output}")  # Alpaca's, Dolly's
+
+
+@pytest.mark.parametrize("stored", ["jsonl", "parquet"])
+@pytest.mark.parametrize("given", ["", None, "three"])
+def test_an_instruction_may_have_no_input(tmp_path, stored, given):
+    row = {"instruction": "Name primes.", "input": given, "output": "2, 3, 5"}
+    found = read(tmp_path, row, stored, INSTRUCTION)
+    assert found.messages == (("user", f"Name primes.\n\n{given or ''}"), ("assistant", "2, 3, 5"))
+    assert read(tmp_path, row | {"output": ""}, stored, INSTRUCTION).why == "empty_answer"
+    assert read(tmp_path, row | {"instruction": "", "input": ""}, stored, INSTRUCTION).why == "empty"
+
+
+def test_odd_characters_of_roles_and_names_end_nothing(tmp_path, tiny_tokenizer):
+    """A half of a surrogate pair in JSON, and bytes of a file's name that are no UTF-8."""
+    row = {"messages": openai(("\ud800", "Why?"))}
+    assert read(tmp_path, row, "jsonl", ChatFormat("messages")).why == "unknown_role"
+    (texts := tmp_path / "texts").mkdir()
+    for i in range(40):
+        (texts / os.fsdecode(b"caf\xe9%d.txt" % i)).write_text(f"{i} words " * 30)
+    sources = {"a": Source(path=str(texts)), "b": Source(path=str(tmp_path / "rows.jsonl"), chat_field="messages")}
+    settings = {"heldout_share": 0.5, "chat_template": Path("plain")}
+    manifest = prepare(PrepareConfig(sources=sources, out=tmp_path / "out", seq_len=16, **settings), tiny_tokenizer, "")
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 40
+    assert r"caf\\xe97.txt" in (tmp_path / "out" / "plan.json").read_text()
 
 
 @pytest.mark.parametrize("stored", ["jsonl", "parquet"])

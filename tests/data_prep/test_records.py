@@ -151,6 +151,9 @@ def test_too_large_an_array_is_refused(tmp_path, monkeypatch):
     write_as(tmp_path / "a.json.gz", [{"text": "x" * 1000}])
     with pytest.raises(ValueError, match=r"a\.json\.gz .*JSONL"):
         documents(tmp_path / "a.json.gz")
+    lines = [b"", *(json.dumps({"text": "x" * i}).encode() for i in range(1, 200))]  # as C4's and Dolma's files
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(b"\n".join(lines)))
+    assert [len(document.text) for document in documents(tmp_path / "b.json.gz")] == [*range(1, 200)]
 
 
 def test_small_row_groups_are_joined(tmp_path):

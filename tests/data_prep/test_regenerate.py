@@ -15,6 +15,7 @@ from longdraft.data_prep.formats import ChatFormat
 from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.recipe import PrepareConfig, Source
 from longdraft.data_prep.regenerate import Completion, RegenerateConfig, beginning, open_answers, regenerate
+from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tokenize import rust_tokenizer
 
 CHATML = (
@@ -57,11 +58,16 @@ class Speaker:
         self.started += 1
         return self
 
-    def __call__(self, prompts, seeds):
-        texts = [self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False) for prompt in prompts]
-        self.calls.append(list(zip(texts, seeds, strict=True)))
-        for index in reversed(range(len(prompts))):
-            yield self.answer(index, texts[index], seeds[index])
+    def __call__(self, due):
+        while due:
+            asked = [
+                (index, self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False), seed)
+                for index, (prompt, seed) in due.items()
+            ]
+            due.clear()
+            self.calls.append([(text, seed) for _, text, seed in asked])
+            for one in reversed(asked):
+                yield self.answer(*one)
 
     def answer(self, index, prompt, seed):
         question = prompt.rpartition("<|start|>user\n")[2].split("<|end|>")[0]
@@ -231,6 +237,8 @@ def test_a_second_call_does_nothing_and_a_stopped_one_goes_on(config, run, speak
     (config.out / "progress" / "part-00000.json").unlink()
     (config.out / ".part-00005.jsonl.1.tmp").write_text("half")
     (config.out / "part-00001.jsonl").write_text("{")
+    with pytest.raises(ValueError, match=r"out' is not finished; call again"):
+        list_files([Source(path=str(config.out), chat_field="messages")])
     again = Speaker(speaker.tokenizer)
     assert run(config, again) == counts and files_of(config.out) == expected
     n_again = len({prompt for call in again.calls for prompt, _ in call})
