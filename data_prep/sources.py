@@ -142,7 +142,7 @@ def _files_of(source: Source, number: int) -> list[SourceFile]:
 
 def _name(prefix: str, path: Path) -> str:
     """The file's name; bytes in it that are no UTF-8 are spelled out."""
-    return (prefix + path.as_posix()).encode("utf-8", "backslashreplace").decode()
+    return os.fsencode(prefix + path.as_posix()).decode("utf-8", "backslashreplace")
 
 
 def _patterns(source: Source) -> tuple[str, ...]:
