@@ -107,6 +107,11 @@ class Engine:
         sequences."""
         return self._decode(*self._prepare(prompts, params))
 
+    def reserve(self) -> None:
+        """Allocate what `serve` needs and record its work, which it otherwise does at its start. Raises ValueError
+        where there is too little memory."""
+        self.pool.start(self.slots or MOST_SLOTS, self.max_length, SERVED, self._log)
+
     def serve(self, arrivals: Arrivals) -> Generator[Piece]:
         """Like `stream`, for requests that come while others run (`read_requests` makes them; each needs its own
         index). A request takes the first free slot and does not wait for running ones. Slots are allocated for
@@ -155,7 +160,7 @@ class Engine:
                     return
                 if self._cancelled:
                     yield from self._drop(waiting)
-                pool.admit(waiting)
+                pool.admit(waiting, one_pass=arrivals is not None)  # others may arrive, or this one be cancelled
                 if any(decoding := pool.decoding):
                     unread.append((decoding, runner.step()))
                 if len(unread) > runner.lag:

@@ -1,6 +1,9 @@
 """Turns prompts and sampling parameters into checked requests."""
 
+import copy
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Annotated, Any, Literal
@@ -95,12 +98,26 @@ def prompt_tokens(
         return target.tokenizer(text, **options).input_ids
     if not target.tokenizer.chat_template:
         raise ValueError(f"{name}: a chat needs a chat template, and {target.name}'s tokenizer has none; give text")
-    read = [validate(_Message, dict(message), f"{name}, message {i}") for i, message in enumerate(prompt)]
-    messages = [{**message, "content": one.content} for message, one in zip(prompt, read, strict=True)]
+    messages = []
+    for i, message in enumerate(prompt):
+        calls = {"content": "", "tool_calls": _calls(message)} if message.get("tool_calls") else {}
+        present = {key: value for key, value in message.items() if value is not None}
+        read = validate(_Message, calls | present, f"{name}, message {i}")
+        messages.append({**message, **calls, "content": read.content})
     try:
         return target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
     except TEMPLATE_ERRORS as error:
         raise ValueError(f"{name}: {target.name}'s chat template refuses these messages: {error}") from error
+
+
+def _calls(message: Mapping[str, Any]) -> Any:
+    """A message's tool calls with their arguments as objects, as transformers' templates expect them, where they are
+    OpenAI's JSON text."""
+    calls = copy.deepcopy(message["tool_calls"])
+    for call in calls if isinstance(calls, list) else ():
+        with suppress(LookupError, TypeError, ValueError):  # what is none is the template's to refuse
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return calls
 
 
 class _TextPart(Schema, extra="ignore"):

@@ -165,16 +165,16 @@ class SlotPool:
             log(f"passes over prompts are not recorded: {error}")
             self._row_counts = ()
 
-    def admit(self, waiting: deque[ActiveSequence]) -> None:
-        """Give free slots the next of the waiting sequences. While sequences are decoded, only one pass over a prompt
-        runs between two steps."""
-        others_decode = any(self.decoding)
+    def admit(self, waiting: deque[ActiveSequence], one_pass: bool = False) -> None:
+        """Give free slots the next of the waiting sequences. While sequences are decoded, or with `one_pass`, only one
+        pass over a prompt runs."""
+        one_pass = one_pass or any(self.decoding)
         while self._prefilling is not None or (waiting and None in self.sequences):
             if self._prefilling is None:
                 self._prefill_passes = self._prefill(waiting.popleft())
             next(self._prefill_passes, None)
             self.runner.note_prompt()
-            if others_decode:
+            if one_pass:
                 break
 
     def _prefill(self, sequence: ActiveSequence) -> Iterator[None]:

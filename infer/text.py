@@ -1,5 +1,6 @@
 """Decodes tokens to text as they come, and finds stop strings across token borders."""
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache, partial
 
@@ -16,6 +17,20 @@ def token_text(tokenizer, token: int) -> str:
     """The text that a token adds after another one, here itself; a special token's is its spelling."""
     alone, twice = (tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
     return twice[len(alone) :]
+
+
+@lru_cache(maxsize=1 << 18)
+def token_bytes(tokenizer, token: int) -> bytes:
+    """The bytes of `token_text`, also of a token that is no whole character, if the vocabulary tells them."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    text, spelled = token_text(tokenizer, token), tokenizer.convert_ids_to_tokens(token)
+    if UNFINISHED not in text:
+        return text.encode()
+    if found := re.fullmatch("<0x([0-9A-F]{2})>", spelled):
+        return bytes.fromhex(found[1])
+    by_character = {character: byte for byte, character in bytes_to_unicode().items()}
+    return bytes(by_character[one] for one in spelled) if by_character.keys() >= set(spelled) else text.encode()
 
 
 def text_after(tokenizer, prompt: Sequence[int], tokens: Sequence[int], skip_special: bool = True) -> str:

@@ -26,9 +26,10 @@ def run(args: argparse.Namespace) -> int:
     # on a CPU, this one's and the engine thread's, all sleep instead of spinning: a prompt takes a quarter longer.
     with ThreadPoolExecutor(1) as loading:
         engine = loading.submit(drafting.open_engine, args.slots).result()
-    target = engine.target
-    if target.tokenizer is None:
-        raise ValueError(f"{target.name} has no tokenizer files, so no text can be served; add them")
+        target = engine.target
+        if target.tokenizer is None:
+            raise ValueError(f"{target.name} has no tokenizer files, so no text can be served; add them")
+        loading.submit(engine.reserve).result()
     model = args.model_name or Path(target.name).name
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, OverflowError) as error:
         raise ValueError(f"--host, --port: {error}; give others") from error
     api_key = os.environ.get(API_KEY, "")
-    service = Service(engine, model, api_key, args.queue)
+    service = Service(engine, model, api_key, args.queue, args.host)
     place, key = f"http://{args.host}:{listening.getsockname()[1]}", ", with a key" if api_key else ""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it runs, the server handles signals itself
     note(f"Serving {model} on {place} with {args.slots} slots of {engine.max_length} positions{key}")

@@ -11,7 +11,7 @@ from longdraft.infer.generation import Generation, Piece
 from longdraft.infer.logprobs import TokenLogprob
 from longdraft.infer.requests import Request
 from longdraft.infer.server.protocol import Chat, Completion
-from longdraft.infer.text import token_text
+from longdraft.infer.text import token_bytes, token_text
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", "cancelled": "stop"}
 LEAST = -9999.0  # what OpenAI's interface says for a log-probability of -inf, which JSON does not have
@@ -80,8 +80,8 @@ def chat_logprobs(tokenizer: Any, entries: Sequence[TokenLogprob]) -> dict[str, 
     """Each token with its text and bytes, and the most probable ones in its place, as in a chat."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = token_text(tokenizer, token)
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode())}
+        spelled = list(token_bytes(tokenizer, token))
+        return {"token": token_text(tokenizer, token), "logprob": max(logprob, LEAST), "bytes": spelled}
 
     content = [entry(one.token, one.logprob) | {"top_logprobs": [entry(*pair) for pair in one.top]} for one in entries]
     return {"content": content, "refusal": None}
@@ -90,11 +90,16 @@ def chat_logprobs(tokenizer: Any, entries: Sequence[TokenLogprob]) -> dict[str, 
 def completion_logprobs(tokenizer: Any, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Lists with an entry for each token, as in a completion."""
 
+    def name(token: int) -> str:
+        """Its text; if that is no whole character, its bytes in the form of OpenAI's completions."""
+        text, spelled = token_text(tokenizer, token), token_bytes(tokenizer, token)
+        return text if text.encode() == spelled else "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
     def by_text(*pairs: tuple[int, float]) -> dict[str, float]:
-        return {token_text(tokenizer, token): max(logprob, LEAST) for token, logprob in pairs}
+        return {name(token): max(logprob, LEAST) for token, logprob in pairs}
 
     return {
-        "tokens": [token_text(tokenizer, one.token) for one in entries],
+        "tokens": [name(one.token) for one in entries],
         "token_logprobs": [max(one.logprob, LEAST) for one in entries],
         "top_logprobs": [by_text(*one.top, (one.token, one.logprob)) for one in entries],
     }

@@ -29,6 +29,7 @@ from longdraft.infer.server.protocol import ApiError, Chat, Completion, parse, r
 
 PAGE = Path(__file__).with_name("page.html")
 BODY_BYTES = 4 << 20  # the most of a request's body
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DRAIN_SECONDS = 300  # how long running answers may go on when the server is to end
 
 
@@ -53,17 +54,24 @@ class Service:
         model: the model's name in requests.
         api_key: the bearer token that /v1 requires; empty if it requires none.
         queue: requests that may wait for a slot; more are answered with 429.
+        host: where it listens. If that is this machine alone and there is no key, requests to other names are refused:
+            a web page could have given its own name this address.
     """
 
-    def __init__(self, engine: Engine, model: str, api_key: str = "", queue: int = 256):
+    def __init__(self, engine: Engine, model: str, api_key: str = "", queue: int = 256, host: str = ""):
         self.engine, self._model, self._api_key, self._created = engine, model, api_key, int(time.time())
+        self._names = LOOPBACK if host in LOOPBACK and not api_key else ()
         self.thread = EngineThread(engine, queue)
 
     async def models(self, request: Request) -> Response:
-        """The list of models, which has one entry."""
-        self._check_key(request)
+        """The list of models, which has one entry, or the one of this name."""
+        self._check(request)
         model = {"id": self._model, "object": "model", "created": self._created, "owned_by": "longdraft"}
-        return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.engine.max_length}]})
+        model |= {"max_model_len": self.engine.max_length}
+        if (name := request.path_params.get("name")) is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        self._check_model(name)
+        return JSONResponse(model)
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self.thread.alive else 503)
@@ -74,11 +82,9 @@ class Service:
     async def answer(self, body_type: type[Chat | Completion], request: Request) -> Response:
         """Answer a chat or a completion, whole or streamed."""
         target = self.engine.target
-        self._check_key(request)
+        self._check(request)
         body = parse(body_type, await _read(request))
-        if body.model not in (None, self._model):
-            text = f"model: {body.model!r} is not served here, {self._model!r} is"
-            raise ApiError(404, text, "model", "model_not_found")
+        self._check_model(body.model)
         requests = await asyncio.to_thread(requests_of, body, target, self.engine.max_length)
         answers = Answers(body, requests, target.tokenizer, secrets.token_hex(12), self._model)
         job = self.thread.submit(requests)
@@ -90,8 +96,16 @@ class Service:
             self.thread.cancel(job)
         return JSONResponse(await asyncio.to_thread(answers.response, generations))  # log-probabilities take a while
 
-    def _check_key(self, request: Request) -> None:
-        """Raise ApiError for a request without the key."""
+    def _check_model(self, name: str | None) -> None:
+        """Raise ApiError for another model's name."""
+        if name not in (None, self._model):
+            text = f"model: {name!r} is not served here, {self._model!r} is"
+            raise ApiError(404, text, "model", "model_not_found")
+
+    def _check(self, request: Request) -> None:
+        """Raise ApiError for a request to another host's name, or without the key."""
+        if self._names and request.url.hostname not in self._names:
+            raise ApiError(403, f"Host: {request.url.hostname} is not this server's; a key allows other names")
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         key = self._api_key
         if key and not (scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode(), key.encode())):
@@ -121,6 +135,7 @@ def create_app(service: Service) -> Starlette:
         Route("/v1/chat/completions", partial(service.answer, Chat), methods=["POST"]),
         Route("/v1/completions", partial(service.answer, Completion), methods=["POST"]),
         Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.models),
         Route("/health", service.health),
         Route("/", service.page),
     ]
@@ -185,4 +200,5 @@ async def _events(job: Job, answers: Answers) -> AsyncIterator[bytes]:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    # In ASCII: some clients take U+2028 and others for the end of a line.
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"

@@ -21,6 +21,7 @@ from longdraft.models.schema import Bool, Int, Schema, Str, short_repr, validate
 from longdraft.models.target import Target
 
 MOST_CHOICES = 128  # prompts times n
+MOST_STOPS = 64
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 # Fields that SamplingParams validates, by their names there.
 SAMPLING = {"min_tokens": "min_new_tokens", "stop": "stop_strings"}
@@ -29,6 +30,8 @@ SAMPLING |= {name: name for name in ("presence_penalty", "frequency_penalty", "r
 # Fields that are refused, with a value that asks for nothing, besides those that are false.
 NOT_SERVED: dict[str, Any] = dict.fromkeys(("tools", "functions", "suffix", "audio", "echo"))
 NOT_SERVED |= dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"))
+NOT_SERVED |= dict.fromkeys(("allowed_token_ids", "bad_words", "use_beam_search", "prompt_logprobs"))
+NOT_SERVED |= dict.fromkeys(("continue_final_message", "logits_processors"))
 NOT_SERVED |= {"tool_choice": "auto", "function_call": "auto", "response_format": {"type": "text"}}
 NOT_SERVED |= {"modalities": ["text"], "best_of": 1}
 
@@ -189,5 +192,9 @@ def _sampling(body: Chat | Completion, max_new_tokens: int) -> SamplingParams:
     given |= {SAMPLING[name]: value for name, value in (body.model_extra or {}).items() if name in SAMPLING}
     if isinstance(stop := given.get("stop_strings"), str):
         given["stop_strings"] = [stop]
+    if len(given.get("stop_strings") or ()) > MOST_STOPS:  # each is looked for after each token
+        raise ValueError(f"stop_strings: {len(given['stop_strings'])} texts; give at most {MOST_STOPS}")
+    if given.get("top_k") == -1:  # vLLM's "off"
+        given["top_k"] = 0
     given |= {"logit_bias": body.logit_bias, "logprobs": body.alternatives}
     return SamplingParams(**given, max_new_tokens=max_new_tokens)

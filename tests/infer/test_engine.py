@@ -111,6 +111,25 @@ def test_the_wait_for_a_request_is_no_time_of_its_decoding(target):
     assert last.index == 2 and last.generation.stats.decode_seconds < 0.4
 
 
+def test_a_prompt_whose_caller_left_is_not_read_to_its_end(target, monkeypatch):
+    """Although nobody decodes: after each pass the engine looks who came and who left."""
+    engine, passes, turns = Engine(target, slots=2, max_length=90, prefill_chunk=16), list[int](), iter(range(9))
+    monkeypatch.setattr(engine.pool, "_prefill_pass", lambda slot, *_, real=engine.pool._prefill_pass: (
+        passes.append(slot), real(slot, *_)
+    ))  # fmt: skip
+    requests = read_requests(target, [[3, 4] * 40, [5, 6] * 40, [7, 8]], SamplingParams(max_new_tokens=2), 90)
+
+    def arrivals(idle):
+        turn = next(turns)
+        if turn == 1:
+            engine.cancel(0)
+            engine.cancel(1)
+        return {0: requests[:2], 1: requests[2:]}.get(turn, None if idle else [])
+
+    done = [piece.generation for piece in engine.serve(arrivals) if piece.generation]
+    assert [one.finish_reason for one in done] == ["cancelled", "cancelled", "length"] and len(passes) == 2
+
+
 def test_steps_are_timed_end_to_end_where_the_host_runs_ahead(target, monkeypatch):
     """What the host does between two steps, 10 ms here, is in their time. A GPU's pass over the prompt, for which the
     host waits half a second when it reads the first step, is not, and that step teaches the policy."""

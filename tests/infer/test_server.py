@@ -16,9 +16,11 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from longdraft.infer.engine import Engine
+from longdraft.infer.logprobs import TokenLogprob
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.server.app import Server, Service
-from longdraft.infer.text import token_text
+from longdraft.infer.server.answers import chat_logprobs, completion_logprobs
+from longdraft.infer.server.app import Server, Service, _event
+from longdraft.infer.text import token_bytes, token_text
 from longdraft.models.hf import load_target
 
 TEXT = "the cat sat on the mat and the dog sat on the log. "
@@ -178,7 +180,9 @@ def test_a_chat_without_a_limit_fills_its_positions(client, target):
 
 def test_models_health_and_the_page(client, service):
     (model,) = client.models.list()
-    assert (model.id, model.max_model_len) == ("tiny", 200)
+    assert (model.id, model.max_model_len) == ("tiny", 200) and client.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError, match="an/other"):
+        client.models.retrieve("an/other")
     assert httpx.get(f"{service.url}/health").status_code == 200
     page = httpx.get(service.url)
     assert page.headers["content-type"].startswith("text/html") and "//" not in page.text
@@ -210,7 +214,7 @@ def test_models_health_and_the_page(client, service):
         *((next(iter(body)), body) for body in (  # not served
             {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}},
             {"modalities": ["text", "audio"]}, {"guided_choice": ["a", "b"]},
-            {"suffix": "b", "prompt": "a"},
+            {"suffix": "b", "prompt": "a"}, {"allowed_token_ids": [5]}, {"bad_words": ["a"]}, {"stop": ["a"] * 65},
         )),
     ],
 )  # fmt: skip
@@ -272,6 +276,7 @@ ASKED = {
         },
         {"messages": CHAT, "max_tokens": 9, "ignore_eos": True},
     ),
+    "vLLM's values for off": ({"prompt": TEXT, "top_k": -1, "bad_words": []}, {"prompt": TEXT}),
     "lm-eval, generation from text": (
         {"prompt": [TEXT], "max_tokens": 9, "temperature": 0, "stop": ["\n\n", END, "Question:"], "foo": {"bar": 1}},
         {"prompt": TEXT, "max_tokens": 9},
@@ -315,7 +320,8 @@ def test_log_probabilities_of_a_chat_are_the_engines_whole_and_streamed(client, 
     for found in (whole, streamed):
         assert [one.logprob for one in found] == pytest.approx([one.logprob for one in want], abs=1e-4)
         for one, entry in zip(found, want, strict=True):
-            assert bytes(one.bytes).decode() == one.token == token_text(target.tokenizer, entry.token)
+            assert one.token == token_text(target.tokenizer, entry.token)
+            assert bytes(one.bytes) == token_bytes(target.tokenizer, entry.token)
             assert [top.token for top in one.top_logprobs] == [
                 token_text(target.tokenizer, token) for token, _ in entry.top
             ]
@@ -331,6 +337,42 @@ def test_log_probabilities_of_a_completion_are_the_engines(client, target):
         shown.tokens, shown.token_logprobs, shown.top_logprobs, want.logprobs, strict=True
     ):
         assert top[token] == logprob and max(top.values()) == pytest.approx(one.top[0][1], abs=1e-4)
+
+
+def test_bytes_of_tokens_that_are_no_characters_join_to_the_text(target):
+    tokenizer, text = target.tokenizer, "日本 🚀"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert len(ids) > 2 * len(text)
+    entries = [TokenLogprob(token, -1.0, ((token, -1.0), (ids[0], -2.0))) for token in ids]
+    content = chat_logprobs(tokenizer, entries)["content"]
+    assert bytes(byte for one in content for byte in one["bytes"]).decode() == text
+    found = completion_logprobs(tokenizer, entries)
+    assert r"bytes:\xe6" in "".join(found["tokens"]) and all(len(top) == 2 for top in found["top_logprobs"][1:])
+
+
+def test_tool_calls_of_a_history_reach_the_template_as_objects(target, service, monkeypatch):
+    each = "{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}" + each + "{% endfor %}"
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": " the dog"}'}}
+    asked = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "9"}]
+    found = post(service, messages=asked)
+    expected = target.tokenizer(CHAT[0]["content"] + " the dog9").input_ids
+    assert found.status_code == 200 and found.json()["usage"]["prompt_tokens"] == len(expected)
+    assert post(service, messages=[{"role": "assistant", "content": None}]).status_code == 400
+    assert post(service, messages=[{"role": "assistant", "tool_calls": 3}]).status_code == 400
+
+
+def test_a_page_of_another_name_does_not_reach_a_server_of_this_machine(target):
+    with served(target, host="127.0.0.1") as service:
+        assert post(service, headers={}).status_code == 200
+        assert post(service, headers={"Host": "localhost:8000"}).status_code == 200
+        assert post(service, headers={"Host": "evil.example:8000"}).status_code == 403
+
+
+def test_an_event_is_one_line_to_every_client():
+    assert json.loads(_event({"text": "a\u2028b\x85"})[6:]) == {"text": "a\u2028b\x85"}
+    assert len(_event({"text": "a\u2028b\x85"}).decode().splitlines()) == 2  # and the blank one that ends it
 
 
 def test_a_chats_template_gets_its_variables_and_its_refusal_is_the_messages_fault(target, service, monkeypatch):

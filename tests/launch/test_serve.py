@@ -72,6 +72,13 @@ def test_sigterm_just_after_it_says_that_it_serves_ends_it(tiny, monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
+def test_too_little_memory_is_said_before_it_listens(tiny, capsys):
+    options = ["--target", str(tiny), "--dtype", "fp32", "--device", "cpu", "--port", "0", "--slots", "9000000"]
+    assert serve.main(options) == 2
+    error = capsys.readouterr().err
+    assert "Serving" not in error and "memory" in error.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
