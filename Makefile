@@ -19,11 +19,11 @@ PYTHONS := $(shell sed -n 's/.*python_requires=">=3\.\([0-9]*\),<3\.\([0-9]*\)".
 PIP := $(BIN)/pip install --quiet --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -n $(WORKERS)
-# Tests that may depend on a processor's arithmetic (Triton's kernels, the engine's work between steps and what is
-# PyTorch's alone do not), and one of the memory that libraries keep beside tensors.
+# Tests that may depend on a processor's arithmetic (Triton's kernels, the engine's work between steps, a KV head for
+# each head and what is PyTorch's alone do not), and one of the memory that libraries keep beside tensors.
 ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py --ignore-glob='*/test_triton_*.py' \
 	-k 'not (engine_is_used_again or requests_that_come or take_over or top_ps_border or rows_are_the_references or \
-	on_one_tree or test_choice and triton or test_losses_and_gradients)'
+	on_one_tree or test_choice and triton or test_losses_and_gradients or mha)'
 # Of each folder what starts no processes and loads no real model.
 QUICK := tests/test_architecture.py tests/kernels $(addprefix tests/models/test_,decoder.py kv_cache.py longspec.py loss.py \
 	heads.py draft_folder.py schema.py) $(addprefix tests/data_prep/test_,golden.py pack.py shards.py records.py) \

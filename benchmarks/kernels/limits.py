@@ -110,7 +110,8 @@ def variants() -> Iterator[Variant]:
     for arch, width in ((80, 128), (90, 64), (90, 128), (120, 128)):
         shape = tuning.shape_of(torch.bfloat16, 1, 128, HEADS, KV, width, CAPACITY, 4096)
         for choice in tuning.variants(shape, SHARED_MEMORY[arch]):
-            if choice.programs == 1 and (arch == 90 or choice.queries * choice.keys >= 128 * 128):
+            large = choice.queries * choice.keys >= 128 * 128
+            if choice.programs == 1 and (large or (arch, width) == (90, 128)):
                 yield Variant("tree_attention", "tree, window", arch, "bf16", 128, width, choice)
     for arch, width in ((80, 128), (89, 128), (89, 256), (90, 64), (90, 128), (90, 256), (100, 128), (120, 256)):
         yield Variant("exact_attention", "tree, window", arch, width=width)
