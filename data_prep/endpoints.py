@@ -20,6 +20,7 @@ KEY = "OPENAI_API_KEY"
 TRIES, LONGEST_PAUSE = 8, 60.0  # of one request; in seconds, doubled after each try from 1 on
 SECONDS = 3600.0
 RETRIED = (408, 425, 429)  # and all of the servers' own errors
+OF_PROMPTS = (400, 413, 422)  # what servers say of a prompt, if they answer others
 
 
 class _Choice(BaseModel):
@@ -83,27 +84,31 @@ class EndpointClient:
         yield from refused
 
     def _complete(self, index: int, prompt: list[int], seed: int) -> Completion:
-        """Ask a server, and after a failure that may pass the next one, TRIES times in all. If none answers while
-        others are answered, it is the prompt's fault."""
+        """Ask a server, and after a failure that may pass the next one, TRIES times in all. If they fail to the end
+        while others are answered, it is the prompt's fault."""
         # Servers take signed 64-bit seeds. Our own noise is the same for a seed and its signed form.
         signed = seed - 2**64 if seed >= 2**63 else seed
         request = {**self._sampling, "prompt": prompt, "seed": signed}
         request["max_tokens"] = min(request["max_tokens"], self._positions - len(prompt))
-        why, answered = "", 0
+        why, answered, failed = "", 0, False
         for attempt in range(TRIES):
             server, answered = self._servers[(index + attempt) % len(self._servers)], self._answered
             time.sleep(min(2.0 ** (attempt - 1), LONGEST_PAUSE) if attempt else 0)
+            response = None
             try:
                 response = self._client.post(server, json=request)
                 if response.is_client_error and response.status_code not in RETRIED:
                     why = f"{server} refuses with {response.status_code}: {response.text[:300]}"
+                    if response.status_code not in OF_PROMPTS:
+                        raise ValueError(f"--endpoint: {why}")
                     return Completion(index, "", False, why)
                 choice = _Completions.model_validate_json(response.raise_for_status().content).choices[0]
                 self._answered += 1
                 return Completion(index, choice.text, choice.finish_reason == "stop")
             except (httpx.HTTPError, ValidationError) as error:
+                failed = isinstance(error, ValidationError) or (response is not None and response.is_server_error)
                 why = " ".join(f"{type(error).__name__}: {error}".split())
-        if self._answered > answered:  # during the last pause or try
+        if failed and self._answered > answered:  # during the last pause or try
             return Completion(index, "", False, f"no answer in {TRIES} tries, the last time with {why}")
         raise ValueError(
             f"--endpoint: the servers did not answer in {TRIES} tries, the last time with {why}; finished parts are "

@@ -36,7 +36,7 @@ SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # least and most text of a shard
 # As many bytes of records are read for each token of a budget. A token of text has 4 or 5 bytes; the rest allows for
 # what a record holds besides its text.
 BYTES_A_TOKEN = 8
-LOOKED_AT = 20  # records of a source, before anything is written
+LOOKED_AT = 5  # segments of a source, and records of each, before anything is written
 
 
 def prepare(
@@ -75,11 +75,11 @@ def prepare(
 
 
 def check_fields(segments: Sequence[Segment], readers: Sequence[Reader]) -> None:
-    """Raises ValueError for a source whose first records, in the order of the segments, all lack a field."""
+    """Raises ValueError for a source of which the first records of some segments all lack a field."""
     for number, reader in enumerate(readers):
-        own = (segment for segment in segments if segment.file.source == number)
-        documents = chain.from_iterable(read_documents(segment, reader.record_format) for segment in own)
-        head = list(islice(documents, LOOKED_AT))
+        own = list(islice((segment for segment in segments if segment.file.source == number), LOOKED_AT))
+        documents = (islice(read_documents(one, reader.record_format), LOOKED_AT) for one in own)
+        head = list(chain.from_iterable(documents))
         lacking = [one for one in head if isinstance(one, BadDocument) and one.why == "missing_field"]
         if head and len(lacking) == len(head):
             raise ValueError(f"{lacking[0].name} {lacking[0].detail}")

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from typing import Annotated, Any, Literal
 
@@ -100,24 +101,28 @@ def prompt_tokens(
         raise ValueError(f"{name}: a chat needs a chat template, and {target.name}'s tokenizer has none; give text")
     messages = []
     for i, message in enumerate(prompt):
-        calls = {"content": "", "tool_calls": _calls(message)} if message.get("tool_calls") else {}
-        present = {key: value for key, value in message.items() if value is not None}
-        read = validate(_Message, calls | present, f"{name}, message {i}")
-        messages.append({**message, **calls, "content": read.content})
+        is_call = bool(message.get("tool_calls")) and message.get("content") is None
+        read = validate(_Message, {**message, "content": ""} if is_call else dict(message), f"{name}, message {i}")
+        messages.append({**message, "content": None if is_call else read.content})
+    render = partial(target.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False, **options)
     try:
-        return target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+        with suppress(*TEMPLATE_ERRORS):  # of a template that takes arguments as text
+            return render(_with_objects(messages))
+        return render(messages)
     except TEMPLATE_ERRORS as error:
         raise ValueError(f"{name}: {target.name}'s chat template refuses these messages: {error}") from error
 
 
-def _calls(message: Mapping[str, Any]) -> Any:
-    """A message's tool calls with their arguments as objects, as transformers' templates expect them, where they are
+def _with_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the arguments of tool calls as objects, as transformers' templates expect them, where they are
     OpenAI's JSON text."""
-    calls = copy.deepcopy(message["tool_calls"])
-    for call in calls if isinstance(calls, list) else ():
-        with suppress(LookupError, TypeError, ValueError):  # what is none is the template's to refuse
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return calls
+    messages = copy.deepcopy(messages)
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            with suppress(LookupError, TypeError, ValueError):  # what is none is the template's to refuse
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return messages
 
 
 class _TextPart(Schema, extra="ignore"):

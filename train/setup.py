@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from longdraft.data_prep.shards import ShardSet
+from longdraft.data_prep.shards import MANIFEST, SPLITS, ShardSet
 from longdraft.models.device import free_bytes
 from longdraft.models.fingerprint import weights_hash
 from longdraft.models.hf import LOADERS, load_through_transformers, read_target_config
@@ -126,7 +126,7 @@ def open_target(config: Config, ranks: Ranks) -> Target:
 def check_stages(stages: Sequence[Stage], target: Target, ranks: Ranks) -> None:
     """Raises ValueError, before the first of the stages begins, for what would end one of them later: the number of
     ranks, the draft's shape, and its rows, if they are prepared."""
-    before: Any = None
+    first, before = stages[0].config.target, None
     for stage in stages:
         config = stage.config
         try:
@@ -134,7 +134,8 @@ def check_stages(stages: Sequence[Stage], target: Target, ranks: Ranks) -> None:
             network = config.draft.network(target.model.config)
             if before is not None and not same_shape(before, network):
                 raise ValueError(f"draft: {network}, but the stage before trains {before}; set the sections alike")
-            if before is not None and config.target.max_positions == stages[0].config.target.max_positions:
+            same = (stage.config.target.path, stage.config.target.max_positions) == (first.path, first.max_positions)
+            if before is not None and same:
                 ranks.from_first(partial(_check_rows, config, target))
         except ValueError as error:
             raise ValueError(str(error) if stage.name is None else f"stages.{stage.name}: {error}") from error
@@ -142,10 +143,10 @@ def check_stages(stages: Sequence[Stage], target: Target, ranks: Ranks) -> None:
 
 
 def _check_rows(config: Config, target: Target) -> None:
-    if not Path(config.data.path).exists():
-        log(f"{config.data.path} is not there yet; prepare it before its stage begins")
+    if not all((Path(config.data.path) / split / MANIFEST).exists() for split in SPLITS):  # written last
+        log(f"{config.data.path} is not prepared yet, which its stage will need")
         return
-    rows, _ = (open_rows(config.data, split, target) for split in ("train", "heldout"))
+    rows, _ = (open_rows(config.data, split, target) for split in SPLITS)
     config.resolved(len(rows))
 
 

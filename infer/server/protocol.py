@@ -151,7 +151,8 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
     for i, prompt in enumerate(body.prompts):
         try:
             tokens = prompt_tokens(target, prompt, f"prompt {i}", variables)
-            params = _sampling(body, _new_tokens(body, len(tokens), max_length, names["prompt"]))
+            new_tokens = _new_tokens(body, len(tokens), max_length, names["prompt"])
+            params = _sampling(body, new_tokens, target.model.config.vocab_size)
             seed = draw_seed() if params.seed is None else params.seed
             many = [replace(params, seed=seed + j) for j in range(body.n)]
             choices = read_requests(target, [tokens] * body.n, many, max_length, first=i)  # errors name it
@@ -186,15 +187,16 @@ def _new_tokens(body: Chat | Completion, prompt_tokens: int, max_length: int, pr
     return room if asked is None else asked
 
 
-def _sampling(body: Chat | Completion, max_new_tokens: int) -> SamplingParams:
+def _sampling(body: Chat | Completion, max_new_tokens: int, vocab_size: int) -> SamplingParams:
     """The body's sampling. Missing fields have OpenAI's defaults: temperature 1, no filter, no penalty."""
     given: dict[str, Any] = {"temperature": 1.0}
     given |= {SAMPLING[name]: value for name, value in (body.model_extra or {}).items() if name in SAMPLING}
     if isinstance(stop := given.get("stop_strings"), str):
         given["stop_strings"] = [stop]
-    if len(given.get("stop_strings") or ()) > MOST_STOPS:  # each is looked for after each token
-        raise ValueError(f"stop_strings: {len(given['stop_strings'])} texts; give at most {MOST_STOPS}")
-    if given.get("top_k") == -1:  # vLLM's "off"
+    stops, top_k = given.get("stop_strings"), given.get("top_k")
+    if isinstance(stops, list) and len(stops) > MOST_STOPS:  # each is looked for after each token
+        raise ValueError(f"stop_strings: {len(stops)} texts; give at most {MOST_STOPS}")
+    if type(top_k) is int and (top_k == -1 or top_k >= vocab_size):  # how clients say "off"
         given["top_k"] = 0
     given |= {"logit_bias": body.logit_bias, "logprobs": body.alternatives}
     return SamplingParams(**given, max_new_tokens=max_new_tokens)

@@ -147,6 +147,8 @@ def test_a_prompt_that_a_server_refuses_costs_its_conversation_alone(serve, monk
     found = answers(connect(serve(failing={3: 400}), concurrency=1))
     assert [completion.index for completion in found if completion.refused] == [3]
     assert "refuses with 400" in found[3].refused and found[4].ended
+    with pytest.raises(ValueError, match="refuses with 401"):  # a key that has expired is no prompt's fault
+        answers(connect(serve(failing={3: 401}), concurrency=1))
     monkeypatch.setattr(module, "TRIES", 3)
     bad, done, real = threading.Event(), threading.Event(), EndpointClient._complete
 
@@ -163,6 +165,10 @@ def test_a_prompt_that_a_server_refuses_costs_its_conversation_alone(serve, monk
     monkeypatch.setattr(EndpointClient, "_complete", complete)
     first, second = answers(connect(serve(failing=dict.fromkeys((0, 1, 3), 500)), concurrency=2), count=2)
     assert first.refused.startswith("no answer in 3 tries, the last time with HTTPStatusError") and second.ended
+    bad.clear()
+    done.clear()
+    with pytest.raises(ValueError, match=r"did not answer in 3 tries.*'429 "):  # nor is a server that is busy
+        answers(connect(serve(failing=dict.fromkeys((0, 1, 3), 429)), concurrency=2), count=2)
 
 
 def test_a_turn_waits_for_no_other_conversations(serve):

@@ -200,6 +200,7 @@ def test_models_health_and_the_page(client, service):
         ("temperature", {"temperature": -1}),
         ("n", {"prompt": ["the"] * 50, "n": 3}),
         ("stop", {"stop": [""]}),
+        ("stop", {"stop": 5}),
         ("logprobs", {"prompt": "the", "logprobs": True}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
         ("top_logprobs", {"top_logprobs": 2}),
@@ -277,6 +278,7 @@ ASKED = {
         {"messages": CHAT, "max_tokens": 9, "ignore_eos": True},
     ),
     "vLLM's values for off": ({"prompt": TEXT, "top_k": -1, "bad_words": []}, {"prompt": TEXT}),
+    "the whole vocabulary": ({"prompt": TEXT, "top_k": 290}, {"prompt": TEXT}),
     "lm-eval, generation from text": (
         {"prompt": [TEXT], "max_tokens": 9, "temperature": 0, "stop": ["\n\n", END, "Question:"], "foo": {"bar": 1}},
         {"prompt": TEXT, "max_tokens": 9},
@@ -354,7 +356,7 @@ def test_bytes_of_tokens_that_are_no_characters_join_to_the_text(target):
 
 def test_tool_calls_of_a_history_reach_the_template_as_objects(target, service, monkeypatch):
     each = "{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}"
-    template = "{% for m in messages %}{{ m.content }}" + each + "{% endfor %}"
+    template = "{% for m in messages %}{{ m.content or '' }}" + each + "{% endfor %}"
     monkeypatch.setattr(target.tokenizer, "chat_template", template)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": " the dog"}'}}
     asked = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "9"}]
@@ -363,6 +365,9 @@ def test_tool_calls_of_a_history_reach_the_template_as_objects(target, service, 
     assert found.status_code == 200 and found.json()["usage"]["prompt_tokens"] == len(expected)
     assert post(service, messages=[{"role": "assistant", "content": None}]).status_code == 400
     assert post(service, messages=[{"role": "assistant", "tool_calls": 3}]).status_code == 400
+    monkeypatch.setattr(target.tokenizer, "chat_template", "{{ messages[0].tool_calls[0].function.arguments + '9' }}")
+    expected = target.tokenizer('{"city": " the dog"}9').input_ids
+    assert post(service, messages=asked[1:]).json()["usage"]["prompt_tokens"] == len(expected)
 
 
 def test_a_page_of_another_name_does_not_reach_a_server_of_this_machine(target):

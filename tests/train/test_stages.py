@@ -250,7 +250,7 @@ def test_a_wish_to_stop_ends_the_curriculum_too(staged, no_launcher, tmp_path, c
     train_stages(load_stages(staged, overrides), ranks, [signal.SIGTERM])
     leave_ranks(ranks)
     printed = capsys.readouterr().out
-    assert "Stopped after 0 of 6 steps" in printed and f"{tmp_path / 'later'} is not there yet; " in printed
+    assert "Stopped after 0 of 6 steps" in printed and f"{tmp_path / 'later'} is not prepared yet" in printed
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["1-short"]
     assert not (tmp_path / "run" / "1-short" / "draft").exists()
 
