@@ -127,10 +127,10 @@ def test_smollm2_goes_through_all_stages():
     stages = load_stages(CONFIGS / "smollm2.yaml")
     assert [stage.name for stage in stages] == ["short", "long", "sft", "mixed", "more", "further", "again", "onward"]
     assert [stage.config.data.seq_len for stage in stages] == [1024, 4096, 2048, 1024, 1024, 1024, 1024, 1024]
+    shape = read_target_config("smollm2-135m")
     for before, stage in pairwise(stages):
         assert stage.config.draft.start_from == str(before.draft)
-        networks = [one.config.draft.network(read_target_config("smollm2-135m")) for one in (before, stage)]
-        assert same_shape(*networks)
+        assert same_shape(*(one.config.draft.network(shape) for one in (before, stage)))
 
 
 @pytest.mark.parametrize("method", ["tokenswift", "longspec"])
