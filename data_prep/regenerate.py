@@ -40,7 +40,7 @@ from longdraft.data_prep.shards import MANIFEST
 from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tasks import add_up, failures_described
 from longdraft.data_prep.tokenize import rust_tokenizer
-from longdraft.models.files import WorkFolder, write_atomically, write_json
+from longdraft.models.files import PLAN, WorkFolder, write_atomically, write_json
 from longdraft.models.schema import validated_dataclass
 
 PART_SIZE = 256  # conversations of a task
@@ -174,6 +174,7 @@ def _answer_part(
     path, reasons = folder.path / f"{task}.jsonl", dict(Counter(why for _, why, _ in bad))
     named = [f"{name}: {why} {detail}".rstrip() for name, why, detail in bad[:SHOWN_BAD]]
     if len(part) >= ENOUGH and list(reasons.values()) == [len(part)] and task == FIRST:
+        (folder.path / PLAN).unlink()  # nothing was done, so a call with other settings may begin here
         raise ValueError(
             f"none of the first {len(part)} conversations can be used ({', '.join(reasons)}), so no more are asked "
             f"for; the first is {named[0]}"

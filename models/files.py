@@ -199,8 +199,6 @@ class WorkFolder:
             finally:
                 if not self.tasks():
                     self.remove_progress()
-                    if self._files() == [PLAN]:  # nothing was done, so a call with other settings may begin here
-                        path.unlink()
 
     def read(self, task: str) -> dict[str, Any] | None:
         """The task's record, or None unless it is finished by this plan and its output files have their sizes."""

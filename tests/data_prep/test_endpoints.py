@@ -229,4 +229,4 @@ def test_control_tokens_are_asked_for_and_make_an_answer_bad(serve, tmp_path, ca
     assert main([*given, all_bad.url, "--out", str(tmp_path / "none")]) == 2
     error = capsys.readouterr().err
     assert "none of the first 20 conversations can be used" in error and "(<|im_start|>)" in error
-    assert not list((tmp_path / "none").glob("part*"))
+    assert not list((tmp_path / "none").iterdir())  # another call may begin there
