@@ -25,7 +25,7 @@ from longdraft.data_prep.shards import FORMAT_VERSION, MANIFEST, SPLITS, read_ma
 from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tasks import add_up, failures_described, run_in_processes
 from longdraft.data_prep.tokenize import Encoder
-from longdraft.models.files import WorkFolder, write_json
+from longdraft.models.files import PLAN, WorkFolder, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -61,7 +61,8 @@ def prepare(
         with tqdm(files, desc="reading sources", unit="file", leave=False, mininterval=1) as to_read:
             digests, segments = scan(to_read, SEGMENT_BYTES)
         tasks = plan_tasks(config, segments)
-        check_fields([segment for task in tasks for segment in task.segments], readers)
+        if not (config.out / PLAN).exists():
+            check_fields([segment for task in tasks for segment in task.segments], readers)
         folder = WorkFolder(config.out, _make_plan(config, readers, tokenizer_hash, digests), OWN_FILES)
         with folder.opened():
             was_finished = (config.out / MANIFEST).exists()

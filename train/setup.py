@@ -86,8 +86,9 @@ def open_run(config: Config, ranks: Ranks, target: Target, found: Found | None =
         )
     rows, heldout_rows = (open_rows(config.data, split, target) for split in ("train", "heldout"))
     begun_with = {"data.path": (rows.identity, heldout_rows.identity), "target.path": weights}
-    for name, value in ((name, value) for of_rank in ranks.gather(begun_with) for name, value in of_rank.items()):
-        if value != begun_with[name]:
+    of_ranks = ranks.gather(begun_with)
+    for name, value in begun_with.items():
+        if any(other[name] != value for other in of_ranks):
             raise ValueError(f"{name}: differs between the machines; copy the first one's to all of them")
     # All shards are read once before any is trained on; the ranks of a machine, which may have its own copy, share it.
     share = ranks.local_rank, ranks.local_size, target.model.config.vocab_size
@@ -134,7 +135,7 @@ def check_stages(stages: Sequence[Stage], target: Target, ranks: Ranks) -> None:
             network = config.draft.network(target.model.config)
             if before is not None and not same_shape(before, network):
                 raise ValueError(f"draft: {network}, but the stage before trains {before}; set the sections alike")
-            same = (stage.config.target.path, stage.config.target.max_positions) == (first.path, first.max_positions)
+            same = (config.target.path, config.target.max_positions) == (first.path, first.max_positions)
             if before is not None and same:
                 ranks.from_first(partial(_check_rows, config, target))
         except ValueError as error:
