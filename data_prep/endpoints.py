@@ -66,22 +66,21 @@ class EndpointClient:
     def __call__(self, due: Due) -> Iterator[Completion]:
         """The prompts' completions, as they come. Raises ValueError if the servers refuse all, or none answers; then
         requests that have not started are dropped."""
-        pool, asked, refused = ThreadPoolExecutor(self._concurrency), set[Future[Completion]](), list[Completion]()
+        pool, asked, finished = ThreadPoolExecutor(self._concurrency), set[Future[Completion]](), list[Completion]()
         try:
             while due or asked:
-                for index in list(due):
-                    asked.add(pool.submit(self._complete, index, *due.pop(index)))
+                while due and len(asked) < self._concurrency:  # later turns first: a server may keep what was before
+                    index, (prompt, seed) = due.popitem()
+                    asked.add(pool.submit(self._complete, index, prompt, seed))
                 done, asked = wait(asked, return_when=FIRST_COMPLETED)
-                for completion in (future.result() for future in done):
-                    if completion.refused:
-                        refused.append(completion)
-                    else:
-                        yield completion
+                finished += [future.result() for future in done]
+                if self._answered:  # until then all are refused, and who is to blame is not known
+                    yield from finished
+                    finished.clear()
         finally:
             pool.shutdown(cancel_futures=True)
-        if refused and not self._answered:
-            raise ValueError(f"--endpoint: {refused[0].refused}; for too long a prompt give --max-length")
-        yield from refused
+        if finished:
+            raise ValueError(f"--endpoint: {finished[0].refused}; for too long a prompt give --max-length")
 
     def _complete(self, index: int, prompt: list[int], seed: int) -> Completion:
         """Ask a server, and after a failure that may pass the next one, TRIES times in all. If they fail to the end

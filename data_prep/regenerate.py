@@ -6,16 +6,16 @@ call's seed, the conversation's content and the turn, so no answer depends on ot
 batch, the drafter or a kill. The target itself is opened in launch/regenerate.py, or endpoints.py asks its servers.
 
 The output is a work folder (`WorkFolder` of models/files.py). Each task takes the next PART_SIZE conversations of the
-input and writes those that were answered to `part-*.jsonl`, a line each; its record counts them and the bad ones. The
-sum of all records is manifest.json, which is written last.
+input and writes those that were answered to `part-*.jsonl`, a line each; its record counts them and the bad ones. A
+task begins when no prompt of those before is left. The sum of all records is manifest.json, which is written last.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from longdraft.models.schema import validated_dataclass
 
 PART_SIZE = 256  # conversations of a task
 PART = "part-{:05d}"
-FIRST, ENOUGH = PART.format(0), 20  # a task whose conversations all are bad for one reason ends the call
+ENOUGH = 20  # if so many, all of the task that is finished first, are bad for one reason, the call ends
 SHOWN_BAD = 5
 NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what stands for bytes that are no whole character
 CHARACTERS_A_TOKEN = 32  # of a text's beginning that are tokenised: more than tokens of text have
@@ -62,10 +62,11 @@ class Completion:
     refused: str = ""
 
 
+Given = Conversation | Document | BadDocument
 # By index, prompts (token ids) with their seeds (unsigned, 64 bits).
 Due = dict[int, tuple[list[int], int]]
-# Takes prompts out of a Due, to which each completion may add one, until none is left, and gives their completions as
-# they are finished, in any order.
+# Takes prompts out of a Due, to which each completion may add some, until none is left, and gives their completions as
+# they are finished, in any order. What it does not work on yet it should leave there.
 Generate = Callable[[Due], Iterable[Completion]]
 
 
@@ -106,7 +107,7 @@ def regenerate(
     and what is wrong with the first of them ("bad_named"). Raises ValueError if a source does not exist, the folder was
     made with other settings, or the disk is full; finished parts stay on disk, and the same call resumes.
     """
-    is_chat, records = config.beginning is None, list[dict]()
+    is_chat = config.beginning is None
     record_format = ChatFormat(config.field, answered=False) if is_chat else TextFormat(config.field)
     with failures_described(config.out):
         field = {"chat_field": config.field} if is_chat else {}  # a source with a text_field has no text files
@@ -122,17 +123,18 @@ def regenerate(
         documents = chain.from_iterable(read_documents(segment, record_format) for segment in segments)
         total = sum(segment.n_documents or 0 for segment in segments) or None
         with folder.opened(), tqdm(total=total, desc="answering", unit="conversation", mininterval=1) as progress:
+            tasks, answering = list[str](), _Answering(config, encoder, folder, progress)
+            unfinished = _unfinished(documents, folder, tasks, progress)
             generate: Generate | None = None
-            while part := list(islice(documents, PART_SIZE)):
-                task = PART.format(len(records))
-                record = folder.read(task)
-                if record is None:
-                    generate = generate or start()
-                    record = _answer_part(task, part, config, encoder, generate, folder, progress)
-                else:
-                    progress.update(len(part))
-                records.append(record)
-        counts = add_up(records)
+            for task, part in unfinished:
+                generate = generate or start()
+                answering.begin(task, part)
+                for completion in generate(answering.due):
+                    answering.go_on(completion.index, completion)
+                    # Whoever generates has taken all, and should not be idle while the last of them are long.
+                    if not answering.due and (following := next(unfinished, None)):
+                        answering.begin(*following)
+            counts = add_up(folder.read_all(tasks))
         write_json(config.out / MANIFEST, counts)  # `prepare` reads no folder without it
     reasons = "".join(f", {why}: {number:,}" for why, number in counts["bad"].items())
     named = "".join(f"\n  {line}" for line in counts["bad_named"][:SHOWN_BAD])
@@ -140,54 +142,84 @@ def regenerate(
     return counts
 
 
-def _answer_part(
-    task: str,
-    part: Sequence[Conversation | Document | BadDocument],
-    config: RegenerateConfig,
-    encoder: ChatEncoder,
-    generate: Generate,
-    folder: WorkFolder,
-    progress: tqdm,
-) -> dict[str, Any]:
-    """Do a task, and return its record."""
-    answering = [answer(document, config, encoder) for document in part]
-    due: Due = {}
-    done: dict[int, dict | Unusable] = {}
+def _unfinished(
+    documents: Iterator[Given], folder: WorkFolder, tasks: list[str], progress: tqdm
+) -> Iterator[tuple[str, list[Given]]]:
+    """The tasks without a record, each with its conversations. All tasks are added to `tasks`."""
+    while part := list(islice(documents, PART_SIZE)):
+        tasks.append(PART.format(len(tasks)))
+        if folder.read(tasks[-1]) is None:
+            yield tasks[-1], part
+        else:
+            progress.update(len(part))
 
-    def go_on(number: int, completion: Completion | None) -> None:
+
+@dataclass
+class _Task:
+    """A task that has begun. ends: of conversations that are finished, by index."""
+
+    name: str
+    documents: list[Given]
+    ends: dict[int, dict | Unusable]
+
+
+class _Answering:
+    """The conversations of all tasks that have begun; what is due of them; tasks are written when all theirs are done.
+
+    A number tells a conversation from all others.
+    """
+
+    def __init__(self, config: RegenerateConfig, encoder: ChatEncoder, folder: WorkFolder, progress: tqdm):
+        self.due: Due = {}
+        self._answers: dict[int, tuple[_Task, int, Generator[tuple[list[int], int], Completion | None, dict]]] = {}
+        self._config, self._encoder, self._folder, self._progress = config, encoder, folder, progress
+        self._numbers = count()
+
+    def begin(self, name: str, documents: list[Given]) -> None:
+        """Begin a task."""
+        task = _Task(name, documents, {})
+        for i, document in enumerate(documents):
+            number = next(self._numbers)
+            self._answers[number] = task, i, answer(document, self._config, self._encoder)
+            self.go_on(number, None)
+
+    def go_on(self, number: int, completion: Completion | None) -> None:
+        """Go on with conversation `number`, after its completion."""
+        task, i, answers = self._answers[number]
         try:
-            due[number] = answering[number].send(completion)
+            self.due[number] = answers.send(completion)
             return
         except StopIteration as end:
-            done[number] = end.value
+            task.ends[i] = end.value
         except Unusable as error:
-            done[number] = error
-        progress.update()
+            task.ends[i] = error
+        del self._answers[number]
+        self._progress.update()
+        if len(task.ends) == len(task.documents):
+            _finish(task, self._folder)
 
-    for number in range(len(part)):
-        go_on(number, None)
-    for completion in generate(due):
-        go_on(completion.index, completion)
-    ends = [(document.name, done[number]) for number, document in enumerate(part)]
+
+def _finish(task: _Task, folder: WorkFolder) -> None:
+    """Write a task's good conversations and its record."""
+    ends = [(document.name, task.ends[i]) for i, document in enumerate(task.documents)]
     good = [json.dumps(end, ensure_ascii=False) + "\n" for _, end in ends if isinstance(end, dict)]
     bad = [(name, end.why, end.detail) for name, end in ends if isinstance(end, Unusable)]
-    path, reasons = folder.path / f"{task}.jsonl", dict(Counter(why for _, why, _ in bad))
+    path, reasons = folder.path / f"{task.name}.jsonl", dict(Counter(why for _, why, _ in bad))
     named = [f"{name}: {why} {detail}".rstrip() for name, why, detail in bad[:SHOWN_BAD]]
-    if len(part) >= ENOUGH and list(reasons.values()) == [len(part)] and task == FIRST:
+    if len(ends) >= ENOUGH and list(reasons.values()) == [len(ends)] and not folder.tasks():
         (folder.path / PLAN).unlink()  # nothing was done, so a call with other settings may begin here
         raise ValueError(
-            f"none of the first {len(part)} conversations can be used ({', '.join(reasons)}), so no more are asked "
+            f"none of the first {len(ends)} conversations can be used ({', '.join(reasons)}), so no more are asked "
             f"for; the first is {named[0]}"
         )
     if good:
         write_atomically(path, lambda temporary: temporary.write_text("".join(good), encoding="utf-8"))
-    record = {"input": len(part), "success": len(good), "bad": reasons, "bad_named": named}
-    folder.write(task, record, [path] if good else [])
-    return record
+    record = {"input": len(ends), "success": len(good), "bad": reasons, "bad_named": named}
+    folder.write(task.name, record, [path] if good else [])
 
 
 def answer(
-    document: Conversation | Document | BadDocument, config: RegenerateConfig, encoder: ChatEncoder
+    document: Given, config: RegenerateConfig, encoder: ChatEncoder
 ) -> Generator[tuple[list[int], int], Completion | None, dict]:
     """Answer a document's open turns: yields prompt and seed of each, and is sent its completion.
 

@@ -145,8 +145,8 @@ def test_another_endpoint_takes_over(serve):
 def test_a_prompt_that_a_server_refuses_costs_its_conversation_alone(serve, monkeypatch):
     """Also where it is answered with an error each time, while others are answered."""
     found = answers(connect(serve(failing={3: 400}), concurrency=1))
-    assert [completion.index for completion in found if completion.refused] == [3]
-    assert "refuses with 400" in found[3].refused and found[4].ended
+    assert [completion.index for completion in found if completion.refused] == [8]  # the fourth, as the last goes first
+    assert "refuses with 400" in found[8].refused and found[7].ended
     with pytest.raises(ValueError, match="refuses with 401"):  # a key that has expired is no prompt's fault
         answers(connect(serve(failing={3: 401}), concurrency=1))
     monkeypatch.setattr(module, "TRIES", 3)
@@ -172,22 +172,24 @@ def test_a_prompt_that_a_server_refuses_costs_its_conversation_alone(serve, monk
 
 
 def test_a_turn_waits_for_no_other_conversations(serve):
-    """The next prompt of one is asked for while the first prompt of another is still waited for."""
-    due, asked_next = {0: ([1], 1), 1: ([2], 2)}, threading.Event()
+    """The next prompt of one is asked for while the first prompt of another is still waited for, and before a third."""
+    due, asked, asked_next = {2: ([4], 4), 0: ([1], 1), 1: ([2], 2)}, [], threading.Event()
 
     class Waiting(EndpointClient):
         def _complete(self, index, prompt, seed):
+            asked.append(prompt)
             if prompt == [3]:
                 asked_next.set()
             assert prompt != [1] or asked_next.wait(10)
             return super()._complete(index, prompt, seed)
 
     order = []
-    for completion in Waiting([serve().url], SAMPLING, 1000)(due):
+    for completion in Waiting([serve().url], SAMPLING, 1000, concurrency=2)(due):
         order.append(completion.index)
         if completion.index == 1:
-            due[2] = [3], 3
-    assert order[0] == 1 and sorted(order) == [0, 1, 2]
+            due[3] = [3], 3
+    assert order[0] == 1 and sorted(order) == [0, 1, 2, 3]
+    assert asked[2:] == [[3], [4]]
 
 
 def test_errors(serve, monkeypatch):

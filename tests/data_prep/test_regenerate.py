@@ -245,6 +245,26 @@ def test_a_second_call_does_nothing_and_a_stopped_one_goes_on(config, run, speak
     assert 0 < n_again < sum(map(len, speaker.calls))
 
 
+def test_the_next_conversations_do_not_wait_for_a_long_answer(config, run, speaker, chats, files_of, tmp_path):
+    """The first question of all is answered last: meanwhile all others are answered, and their parts are written."""
+    expected = run(config, speaker), files_of(config.out)
+    written = []
+
+    class Slow(Speaker):
+        def __call__(self, due):
+            index, (prompt, seed) = next(iter(due.items()))
+            del due[index]
+            yield from super().__call__(due)
+            written.extend(path.stem for path in sorted((tmp_path / "slow").glob("part-*")))
+            text = self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+            yield self.answer(index, text, seed)
+            yield from super().__call__(due)
+
+    slow = replace(config, out=tmp_path / "slow")
+    assert (run(slow, Slow(speaker.tokenizer)), files_of(slow.out)) == expected
+    assert written == [f"part-{i:05d}" for i in range(1, 9)]
+
+
 def test_a_folder_made_with_something_else(config, run, speaker, chats, tmp_path):
     run(config, speaker)
     for other, field in [
