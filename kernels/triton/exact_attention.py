@@ -9,7 +9,7 @@ and where one way of adding them ends and the other begins is a function of p.
    a window runs are the longer, the later their keys: eight each time the position doubles, so that few tokens have
    programs enough, and many not too many parts. With a window all have one length.
 2. The up to 191 keys from there to p are gathered in their order for each row: committed ones, then its ancestors.
-3. The runs of 1 are added to 2 in their order, 16 at a time.
+3. The runs of 1 are added to 2 in their order, 16 at a time, by a second kernel.
 
 Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/value heads, G = H / K, M = G * T, d head
 width. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
@@ -69,15 +69,40 @@ def _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_m, scale, WIDTH: tl
 
 
 # Do not specialize on numbers that change from pass to pass: each special value would be another compilation.
-@triton.jit(do_not_specialize=["n_rows", "group", "n_kv", "n_runs", "window"])
-def _runs(
-    p_q, p_k, p_v, p_depth, p_length, p_out, p_lse, scale,
+@triton.jit(do_not_specialize=["n_rows", "group", "n_kv", "n_runs", "window", "tree"])
+def _parts(
+    p_q, p_k, p_v, p_path, p_depth, p_length, p_out, p_lse, scale,
+    q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, group, n_kv, n_runs, window, tree,
+    WINDOW: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Runs, the longest first, and then tails. tree: whether there is a path; not a constant, so that a chain is
+    computed by the same instructions."""
+    i_run = n_runs - 1 - tl.program_id(1)
+    if i_run >= 0:
+        _run_of_queries(
+            i_run, p_q, p_k, p_v, p_depth, p_length, p_out, p_lse, scale,
+            q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, group, n_kv, n_runs, window,
+            WINDOW, WIDTH, QUERIES, RUN, BLOCK_D,
+        )  # fmt: skip
+    else:
+        i_t = (-1 - i_run) * tl.num_programs(0) + tl.program_id(0)
+        if i_t < n_rows:
+            _tail_of_row(
+                i_t, p_q, p_k, p_v, p_path, p_depth, p_length, p_out, p_lse, scale,
+                q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, group, n_kv, n_runs, window, tree,
+                WINDOW, WIDTH, BLOCK_G, BLOCK_D,
+            )  # fmt: skip
+
+
+@triton.jit
+def _run_of_queries(
+    i_run, p_q, p_k, p_v, p_depth, p_length, p_out, p_lse, scale,
     q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, group, n_kv, n_runs, window,
     WINDOW: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, RUN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Attention of QUERIES queries of one key head over one run of keys before their tails."""
     i_m, i_bk = tl.program_id(0), tl.program_id(2)
-    i_run = n_runs - 1 - tl.program_id(1)  # the longest begin first
     i_b, i_k, n_m = (i_bk // n_kv).to(tl.int64), i_bk % n_kv, n_rows * group
     o_m, o_j, o_d = i_m * QUERIES + tl.arange(0, QUERIES), tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     m_m, m_d = o_m < n_m, o_d < WIDTH
@@ -112,14 +137,14 @@ def _runs(
         _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_m, scale, WIDTH)
 
 
-@triton.jit(do_not_specialize=["n_rows", "group", "n_kv", "n_runs", "window"])
-def _tails(
-    p_q, p_k, p_v, p_path, p_depth, p_length, p_out, p_lse, scale,
-    q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, group, n_kv, n_runs, window,
-    TREE: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+@triton.jit
+def _tail_of_row(
+    i_t, p_q, p_k, p_v, p_path, p_depth, p_length, p_out, p_lse, scale,
+    q_b, q_t, q_h, k_b, k_s, k_h, v_b, v_s, v_h, n_rows, group, n_kv, n_runs, window, tree,
+    WINDOW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row's queries of one key head over the row's tail, stored as the last run."""
-    i_t, i_bk = tl.program_id(0), tl.program_id(1)
+    i_bk = tl.program_id(2)
     i_b, i_k = (i_bk // n_kv).to(tl.int64), i_bk % n_kv
     o_g, o_j, o_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     m_g, m_d = o_g < group, o_d < WIDTH
@@ -135,11 +160,10 @@ def _tails(
         m_open = b_row <= position
         if WINDOW:
             m_open = m_open & (b_row > position - window)
-        if TREE:
-            b_own = b_row - length
-            m_own = m_open & (b_own >= 0)
-            p_ancestors = p_path + (i_b * n_rows + i_t) * n_rows
-            b_row = tl.where(m_own, length + tl.load(p_ancestors + b_own, mask=m_own, other=0), b_row)
+        b_own = b_row - length
+        m_own = m_open & (b_own >= 0) & (tree != 0)
+        p_ancestors = p_path + (i_b * n_rows + i_t) * n_rows
+        b_row = tl.where(m_own, length + tl.load(p_ancestors + b_own, mask=m_own, other=0), b_row)
         m_jd, b_row = m_open[:, None] & m_d[None, :], b_row.to(tl.int64)[:, None]
         b_k = tl.load(p_k + i_b * k_b + i_k * k_h + b_row * k_s + o_d[None, :], mask=m_jd, other=0.0)
         b_v = tl.load(p_v + i_b * v_b + i_k * v_h + b_row * v_s + o_d[None, :], mask=m_jd, other=0.0)
@@ -240,17 +264,12 @@ def tree_attention(
     numbers = n_rows, group, n_kv, n_runs, NO_WINDOW if window is None else window
     shapes = {"WINDOW": window is not None, "WIDTH": width, "BLOCK_D": block_d}
     scale, fast_memory = width**-0.5 * LOG2E.value, _device(q_BTHd.device)[1]
-    runs_kernel: Any = _runs[(-(-rows // QUERIES), n_runs, n_slots * n_kv)]
-    runs_kernel(
-        q_BTHd, keys_BSKd, values_BSKd, depth_BT, lengths_B, runs, lses, scale, *strides, *numbers,
-        **shapes, QUERIES=QUERIES, RUN=RUN, num_warps=4 if block_d <= 128 else 8,
-        num_stages=stages(block_d, fast_memory),
-    )  # fmt: skip
-    tails_kernel: Any = _tails[(n_rows, n_slots * n_kv)]
-    tails_kernel(
+    n_tiles = -(-rows // QUERIES)
+    parts_kernel: Any = _parts[(n_tiles, n_runs + -(-n_rows // n_tiles), n_slots * n_kv)]
+    parts_kernel(
         q_BTHd, keys_BSKd, values_BSKd, depth_BT if path_BTT is None else path_BTT, depth_BT, lengths_B, runs, lses,
-        scale, *strides, *numbers, **shapes, TREE=path_BTT is not None,
-        BLOCK_G=at_least_16(group), num_warps=4, num_stages=2,
+        scale, *strides, *numbers, int(path_BTT is not None), **shapes, QUERIES=QUERIES, RUN=RUN,
+        BLOCK_G=at_least_16(group), num_warps=4 if block_d <= 128 else 8, num_stages=stages(block_d, fast_memory),
     )  # fmt: skip
     merge_kernel: Any = _merge[(rows, n_slots * n_kv)]
     merge_kernel(

@@ -2,7 +2,8 @@
 
 A program multiplies BLOCK_N rows of the weight with up to 128 rows of x, so that the weight is read once. It takes the
 rows in tiles of 16, whatever their number: each tile is a product of the same shape, in the same instruction, over the
-same blocks of K in the same order. How K is split depends on the weight's shape and the device alone.
+same blocks of K in the same order. How K is split depends on the weight's shape and the device alone; the last program
+of a tile to finish adds the splits up, in their order.
 
 With experts (`grouped_linear`) a program takes one tile of the rows of one expert, by the same instruction and splits.
 
@@ -20,7 +21,6 @@ from torch import Tensor
 
 MOST_TILES, TILE = 8, 16
 BLOCK_N, BLOCK_K = 64, 128
-SUMMED = 1024  # outputs that a program of `_sum` adds up
 
 
 @triton.jit
@@ -38,14 +38,17 @@ def _tile_of_expert(p_ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILE: t
 
 
 # Do not specialize on what changes from pass to pass: each special value would be another compilation.
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "n_splits"])
 def _products(
-    p_x, p_w, p_bias, p_sums, p_ends, n_rows, n_outputs, n_inputs, x_m, w_n, w_e, inputs_of_split,
+    p_x, p_w, p_bias, p_out, p_sums, p_done, p_ends,
+    n_rows, n_outputs, n_inputs, n_splits, x_m, w_n, w_e, inputs_of_split,
     WHOLE: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILES: tl.constexpr,
     TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One split's products of BLOCK_N outputs with TILES * TILE rows, into fp32 [S, M, N]; or, if they are WHOLE, into
-    the result [M, N]. EXPERTS: how many weights there are, whose rows of x end at `p_ends`; 0 is one weight."""
+    """One split's products of BLOCK_N outputs with TILES * TILE rows, into fp32 [S, M, N], and if it is the last split
+    to finish their sum into the result [M, N]; or, if they are WHOLE, into the result. p_done: how many splits of these
+    products have finished, 0 before and after. EXPERTS: how many weights there are, whose rows of x end at `p_ends`; 0
+    is one weight."""
     i_n, i_split, first, end = tl.program_id(0), tl.program_id(1), tl.program_id(2) * (TILES * TILE), n_rows
     if EXPERTS:
         tile = _tile_of_expert(p_ends, EXPERTS, PADDED, TILE)
@@ -56,9 +59,10 @@ def _products(
     o_n, o_k, o_m = i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), first + tl.arange(0, TILE)
     m_n = o_n < n_outputs
     p_wn = p_w + o_n.to(tl.int64)[:, None] * w_n
-    sums = ()
+    zeros = ()
     for _ in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
-        sums += (tl.zeros([BLOCK_N, TILE], tl.float32),)
+        zeros += (tl.zeros([BLOCK_N, TILE], tl.float32),)
+    sums = zeros
     start = i_split * inputs_of_split
     for k in range(start, tl.minimum(start + inputs_of_split, n_inputs), BLOCK_K):
         m_k = k + o_k < n_inputs
@@ -70,26 +74,33 @@ def _products(
             b_x = tl.load(p_x + o_row.to(tl.int64)[None, :] * x_m + (k + o_k)[:, None], mask=m_x, other=0.0)
             added += (tl.dot(b_w, b_x, sums[i]),)
         sums = added
+    if not WHOLE:
+        for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
+            o_row = i * TILE + o_m
+            p_sum = p_sums + (i_split * n_rows + o_row).to(tl.int64)[None, :] * n_outputs + o_n[:, None]
+            tl.store(p_sum, sums[i], mask=m_n[:, None] & (o_row < end)[None, :])
+        p_mine = p_done + tl.program_id(2) * tl.num_programs(0) + i_n
+        tl.debug_barrier()  # until all of this program have written
+        if tl.atomic_add(p_mine, 1, sem="acq_rel") != n_splits - 1:
+            return
+        tl.debug_barrier()
+        tl.store(p_mine, 0)
+        sums = zeros
+        for i_sum in tl.range(0, n_splits, loop_unroll_factor=4):
+            added = ()
+            for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
+                o_row = i * TILE + o_m
+                p_sum = p_sums + (i_sum * n_rows + o_row).to(tl.int64)[None, :] * n_outputs + o_n[:, None]
+                m_sum = m_n[:, None] & (o_row < end)[None, :]
+                added += (sums[i] + tl.load(p_sum, mask=m_sum, other=0.0, cache_modifier=".cg"),)
+            sums = added
     for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
         o_row = i * TILE + o_m
-        p_out = p_sums + (i_split * n_rows + o_row).to(tl.int64)[None, :] * n_outputs + o_n[:, None]
         b_out = sums[i]
-        if WHOLE and BIAS:
+        if BIAS:
             b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
-        tl.store(p_out, tl.cast(b_out, p_sums.dtype.element_ty), mask=m_n[:, None] & (o_row < end)[None, :])
-
-
-@triton.jit(do_not_specialize=["n_numbers", "n_splits"])
-def _sum(p_sums, p_bias, p_out, n_numbers, n_outputs, n_splits, BIAS: tl.constexpr, SUMMED: tl.constexpr):
-    """Add the splits up in their order, and the bias, and round once."""
-    o = tl.program_id(0).to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
-    m = o < n_numbers
-    b_sum = tl.load(p_sums + o, mask=m, other=0.0)
-    for i in range(1, n_splits):
-        b_sum += tl.load(p_sums + i * n_numbers + o, mask=m, other=0.0)
-    if BIAS:
-        b_sum += tl.load(p_bias + o % n_outputs, mask=m, other=0.0).to(tl.float32)
-    tl.store(p_out + o, b_sum.to(p_out.dtype.element_ty), mask=m)
+        p_row = p_out + o_row.to(tl.int64)[None, :] * n_outputs + o_n[:, None]
+        tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=m_n[:, None] & (o_row < end)[None, :])
 
 
 def linear(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -122,9 +133,8 @@ def _linear(x_MI: Tensor, weight_ENI: Tensor, bias_N: Tensor | None, ends_E: Ten
     n_processors, n_stages = _device(x_MI.device)
     inputs_of_split = split_inputs(n_outputs, n_inputs, n_processors)
     shape = partial_shape(n_rows, n_outputs, n_inputs, x_MI.device)
-    n_splits, sums_SMN = shape[0], out_MN[None]
-    if n_splits > 1:
-        sums_SMN = torch.empty(shape, dtype=torch.float32, device=x_MI.device)
+    n_splits = shape[0]
+    sums_SMN = torch.empty(shape, dtype=torch.float32, device=x_MI.device) if n_splits > 1 else out_MN
     bias, has_bias = (out_MN, False) if bias_N is None else (bias_N, True)
     if ends_E is None:
         ends, n_experts, tiles = out_MN, 0, min(MOST_TILES, triton.next_power_of_2(-(-n_rows // TILE)))
@@ -132,18 +142,14 @@ def _linear(x_MI: Tensor, weight_ENI: Tensor, bias_N: Tensor | None, ends_E: Ten
     else:  # at most one tile of each expert is not full
         ends, n_experts, tiles = ends_E, len(ends_E), 1
         n_programs = min(n_rows, n_experts) + n_rows // TILE
-    products: Any = _products[(-(-n_outputs // BLOCK_N), n_splits, n_programs)]
+    grid = -(-n_outputs // BLOCK_N), n_splits, n_programs
+    done = _none_done(x_MI.device, triton.next_power_of_2(grid[0] * n_programs)) if n_splits > 1 else out_MN
+    products: Any = _products[grid]
     products(
-        x_MI, weight_ENI, bias, sums_SMN, ends,
-        n_rows, n_outputs, n_inputs, x_MI.stride(0), weight_ENI.stride(1), weight_ENI.stride(0), inputs_of_split,
+        x_MI, weight_ENI, bias, out_MN, sums_SMN, done, ends, n_rows, n_outputs, n_inputs, n_splits,
+        x_MI.stride(0), weight_ENI.stride(1), weight_ENI.stride(0), inputs_of_split,
         WHOLE=n_splits == 1, BIAS=has_bias, EXPERTS=n_experts, PADDED=triton.next_power_of_2(max(1, n_experts)),
         TILES=tiles, TILE=TILE, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, num_stages=n_stages,
-    )  # fmt: skip
-    if n_splits == 1:
-        return out_MN
-    added: Any = _sum[(-(-out_MN.numel() // SUMMED),)]
-    added(
-        sums_SMN, bias, out_MN, out_MN.numel(), n_outputs, n_splits, BIAS=has_bias, SUMMED=SUMMED, num_warps=4,
     )  # fmt: skip
     return out_MN
 
@@ -154,10 +160,10 @@ def partial_shape(n_rows: int, n_outputs: int, n_inputs: int, device: torch.devi
 
 
 def split_inputs(n_outputs: int, n_inputs: int, n_processors: int) -> int:
-    """How many inputs a split has, a multiple of BLOCK_K: K is halved until there are two programs for each processor,
-    at least four blocks long."""
+    """How many inputs a split has, a multiple of BLOCK_K: K is halved until there are three programs for two
+    processors, at least four blocks long."""
     n_programs, n_blocks, n_splits = -(-n_outputs // BLOCK_N), -(-n_inputs // BLOCK_K), 1
-    while n_programs * n_splits < 2 * n_processors and n_blocks >= 8 * n_splits:
+    while 2 * n_programs * n_splits < 3 * n_processors and n_blocks >= 8 * n_splits:
         n_splits *= 2
     return -(-n_blocks // n_splits) * BLOCK_K
 
@@ -165,6 +171,12 @@ def split_inputs(n_outputs: int, n_inputs: int, n_processors: int) -> int:
 def stages(fast_memory: int) -> int:
     """How many blocks of K a program of the most rows holds at a time. fast_memory: bytes of shared memory."""
     return max(2, min(4, fast_memory // (2 * (BLOCK_N + MOST_TILES * TILE) * BLOCK_K)))
+
+
+@cache
+def _none_done(device: torch.device, count: int) -> Tensor:
+    """`p_done` of products on one stream at a time, made when a pass runs before it is recorded."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 @cache

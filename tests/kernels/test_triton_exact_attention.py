@@ -118,7 +118,7 @@ def test_the_partial_results_are_in_the_estimate_of_memory(
     assert wide[0] == wide[1] > exact
     q = torch.zeros(batch, n_rows, model.config.n_heads, model.config.head_dim, dtype=DTYPE, device=DEVICE)
     keys_BSKd = model.new_cache(batch, capacity).keys[0]
-    for kernel in ("_runs", "_tails", "_merge"):
+    for kernel in ("_parts", "_merge"):
         monkeypatch.setattr(module, kernel, MagicMock())
     monkeypatch.setattr(module.torch, "empty", lambda *args, **kwargs: made.append(empty(*args, **kwargs)) or made[-1])
     results = module.tree_attention(q, keys_BSKd, keys_BSKd, MagicMock(), None, MagicMock())
