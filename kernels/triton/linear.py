@@ -86,7 +86,7 @@ def _products(
         tl.debug_barrier()
         tl.store(p_mine, 0)
         sums = zeros
-        for i_sum in tl.range(0, n_splits, loop_unroll_factor=4):
+        for i_sum in tl.range(0, n_splits, loop_unroll_factor=4):  # pyright: ignore[reportGeneralTypeIssues]
             added = ()
             for i in tl.static_range(TILES):  # pyright: ignore[reportGeneralTypeIssues]
                 o_row = i * TILE + o_m
@@ -100,7 +100,7 @@ def _products(
         if BIAS:
             b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
         p_row = p_out + o_row.to(tl.int64)[None, :] * n_outputs + o_n[:, None]
-        tl.store(p_row, b_out.to(p_out.dtype.element_ty), mask=m_n[:, None] & (o_row < end)[None, :])
+        tl.store(p_row, tl.cast(b_out, p_out.dtype.element_ty), mask=m_n[:, None] & (o_row < end)[None, :])
 
 
 def linear(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
