@@ -5,6 +5,7 @@ metadata three times. What a file can contain and we do not support is refused b
 """
 
 import math
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,23 +22,32 @@ from longdraft.models.hf_weights import places
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # The tensor of numbers by which llama.cpp divides RoPE's frequencies; and the parameters that Llama 3.1 to 3.3 share.
 ROPE_DIVISORS = "rope_freqs.weight"
+LENGTH = struct.Struct("=Q")  # of a word, in bytes, before it
+ROW = 2**15  # numbers that are dequantised as a row
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def _open(path: Path) -> Any:
-    """gguf's reader over a plain array on the mapped file. It slices the array for each word of the vocabulary, and
-    slices of a `numpy.memmap` take three times as long.
+    """gguf's reader, but of an array it makes one part, where gguf makes two to five objects of every element, and the
+    words of the vocabulary, which nobody asks for here, are passed over.
     """
-    from gguf import GGUFReader  # here, so that only those who open such a file need the package
+    from gguf import GGUFReader, GGUFValueType  # here, so that only those who open such a file need the package
 
     class Reader(GGUFReader):
-        @property
-        def data(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
-            return self._mapped
-
-        @data.setter
-        def data(self, mapped: np.ndarray) -> None:
-            self._mapped = np.asarray(mapped)
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, length, start = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64), orig_offs + 12
+            types, head, count = [GGUFValueType.ARRAY, GGUFValueType(int(kind[0]))], [kind, length], int(length[0])
+            if types[1] in self.gguf_scalar_to_np:
+                values = self._get(start, self.gguf_scalar_to_np[types[1]], count)
+                return start - orig_offs + values.nbytes, [*head, values], [2], types
+            if types[1] != GGUFValueType.STRING:
+                raise ValueError(f"an array of {types[1].name}")
+            file, end = np.asarray(self.data).data, start
+            for _ in range(count):
+                end += 8 + LENGTH.unpack_from(file, end)[0]
+            return end - orig_offs, head, [], types
 
     with damage_named(path):
         return Reader(path)
@@ -115,7 +125,7 @@ class GGUFFile:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors under their Hugging Face names, in fp32, q and k in Hugging Face's row order."""
-        from gguf import MODEL_ARCH_NAMES, dequantize, get_tensor_name_map
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         config = decoder_config(self.config())
         (arch,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == self.architecture)
@@ -125,12 +135,21 @@ class GGUFFile:
         for entry in self._reader.tensors:
             if entry.name == ROPE_DIVISORS:  # already in the configuration
                 continue
-            values = dequantize(entry.data, entry.tensor_type)
-            tensor = torch.from_numpy(values if values.flags.writeable else values.copy())  # not a view of the file
+            tensor = torch.from_numpy(_dequantised(entry))
             module = entry.name.split(".")[-2]
             if self.architecture == "llama" and module in heads:
                 tensor = halves_from_pairs(tensor, heads[module])
             yield names.get(entry.name) or entry.name, tensor  # `fill` reports an unknown name as unexpected
+
+
+def _dequantised(entry: Any) -> np.ndarray:
+    """A tensor's values in fp32. gguf takes 16 rows at a time, so several short rows are given to it as one."""
+    from gguf import dequantize
+
+    data, shape = np.asarray(entry.data), tuple(int(size) for size in reversed(entry.shape))  # not as a memmap: slow
+    together = math.gcd(shape[0], 1 << max(0, (ROW // shape[-1]).bit_length() - 1)) if len(shape) == 2 else 1
+    values = dequantize(data.reshape(len(data) // together, -1) if together > 1 else data, entry.tensor_type)
+    return (values if values.flags.writeable else values.copy()).reshape(shape)  # not a view of the file
 
 
 def halves_from_pairs(tensor: Tensor, n_heads: int) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from longdraft.models import gguf_file as module
 from longdraft.models.hf import load_target, load_through_transformers, read_target_config
 from longdraft.models.hf_config import decoder_config
 from longdraft.models.passes import Pass
@@ -40,7 +41,7 @@ def divisors() -> np.ndarray:
     return np.array(found, np.float32)
 
 
-def write(path, model, extra):
+def write(path, model, extra, token_types=None, scores=None):
     writer, config = gguf.GGUFWriter(path, "llama"), model.config
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -54,6 +55,9 @@ def write(path, model, extra):
     writer.add_tokenizer_pre("llama-bpe")
     writer.add_token_list([*(chr(65 + i) for i in range(config.vocab_size - 1)), "AB"])
     writer.add_token_merges(["A B"])
+    if token_types is not None:
+        writer.add_token_types(token_types)
+        writer.add_token_scores(scores)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     for name, tensor in model.state_dict().items():
@@ -106,3 +110,23 @@ def test_a_tensor_that_has_no_place_is_named(tmp_path, model):
     for load in (load_target, load_through_transformers):
         with pytest.raises(ValueError, match=r"blk\.0\.unknown\.weight"):
             load(path)
+
+
+def test_fields_are_as_ggufs_own_reader_has_them_but_for_words(tmp_path, model):
+    path = write(tmp_path / "a.gguf", model, {}, token_types=[1] * 50, scores=[-0.5 * i for i in range(50)])
+    own, found = gguf.GGUFReader(path), module._open(path)
+    assert list(found.fields) == list(own.fields)
+    for name, field in own.fields.items():
+        is_words = field.types == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]
+        assert found.fields[name].contents() == ([] if is_words else field.contents()), name
+        assert len(found.fields[name].parts) <= 6
+    assert [entry.name for entry in found.tensors] == [entry.name for entry in own.tensors]
+
+
+def test_a_file_that_is_cut_is_named(tmp_path, model):
+    whole = write(tmp_path / "a.gguf", model, {}).read_bytes()
+    words = whole.index(b"tokenizer.ggml.tokens")
+    for length in (3, 30, words + 40, words + 60, words + 600, len(whole) - 9):
+        (tmp_path / "cut.gguf").write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"cut\.gguf"):
+            load_target(tmp_path / "cut.gguf")
