@@ -44,8 +44,9 @@ def build_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.devic
     """A frozen decoder with unset weights, allocated once, in their final dtype and on their device."""
     with torch.device("meta"):
         decoder = Decoder(config)
-    decoder = decoder.to(dtype).to_empty(device=device)
-    decoder.tie()  # to_empty separates tied parameters
+    # `to_empty` does the same through what PyTorch imports for half a second.
+    decoder._apply(lambda unset: torch.empty(unset.shape, dtype=dtype, device=device))
+    decoder.tie()  # which were separated
     return decoder.requires_grad_(False).eval()
 
 
