@@ -49,9 +49,10 @@ ROW_COST = 0.04
 
 
 def widths_up_to(max_nodes: int, automatic: bool, recorded: bool = False) -> list[int]:
-    """Widths a pass may have: the root alone, the root with all nodes, and some between where the policy chooses."""
+    """Widths a pass may have: the root alone, the root with all nodes, and some between. Where work is recorded, only
+    the policy has these."""
     between = RECORDED_WIDTHS if recorded else WIDTHS
-    return [1, *(width for width in between if automatic and width <= max_nodes), 1 + max_nodes]
+    return [1, *(width for width in between if (automatic or not recorded) and width <= max_nodes), 1 + max_nodes]
 
 
 class Policy:
@@ -85,6 +86,7 @@ class Policy:
         self._earlier = Rates(zeros, zeros.copy(), EARLIER_FADING)  # of all requests so far
         self._seconds: dict[int, tuple[Seconds, Seconds]] = {}  # by the number of slots
         self._proposals, self._more_stages, self._working = 0, 0, list[int]()
+        self._steps_since_trial = STALE
         self.width, self.stages_run = self.widths[-1], self.n_stages
         self._rehearsed: tuple[int, int] | None = None  # width and stages
         self._rates_C: Tensor | None = None  # the rates on the device, where recorded work reads them
@@ -92,8 +94,11 @@ class Policy:
         self.start_request()
 
     def start_request(self) -> None:
-        """Begin a request, with the rates of all earlier ones, and give the drafter a new trial."""
+        """Begin a request, with the rates of all earlier ones, and give the drafter a new trial, one in STALE steps."""
         self._rates = self._earlier.passed_on()
+        if self._steps_since_trial < STALE:  # short answers, or many slots: trials alone would cost too much
+            return
+        self._steps_since_trial = 0
         # Of the last proposals, what was expected and what came, over plain decoding.
         self._expected, self._gains = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
         self._steps_off = 0  # how many steps from now on go without a proposal
@@ -254,6 +259,7 @@ class Policy:
             tokens: new ones a slot that took part.
             typical: False where it did what later steps will not do again; then its time says nothing.
         """
+        self._steps_since_trial += 1
         if typical:
             self.passes.record(width, seconds - draft_seconds)
         if self._steps_off > 0:

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
+
 from longdraft.infer.drafters.base import Count, Drafter
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.generation import ActiveSequence, Generation, Piece, Statistics
@@ -131,11 +133,12 @@ class Engine:
         if self.drafter.user is not self:
             self._cancelled.clear()
         longest = max((len(one.prompt) + one.sampling.max_new_tokens for one in requests), default=0)
-        if self.runner.graphs.recording:  # a little longer text must not take a new cache, and record all work anew
-            unit = min(POSITIONS, 1 << max(longest - 1, 0).bit_length())
-            longest = -(-longest // unit) * unit
+        # A little longer text must not take a new cache, which begins without kept prompts and recorded work.
+        unit = min(POSITIONS, 1 << max(longest - 1, 0).bit_length())
+        longest = -(-longest // unit) * unit
         return requests, self.slots or min(len(requests), MOST_SLOTS), min(longest, self.max_length)
 
+    @torch.inference_mode(False)  # what is kept for later calls must not be tensors of the caller's inference mode
     def _decode(
         self, requests: Sequence[Request], slots: int, longest: int, arrivals: Arrivals | None = None
     ) -> Generator[Piece]:

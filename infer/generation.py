@@ -146,8 +146,7 @@ class ActiveSequence:
         """Add the last token's text to the piece, and note if it ends the sequence."""
         sampling, count = self.request.sampling, len(self.result.tokens)
         is_end, stopped = token in self._stop_ids, False
-        # Where special tokens have a text, an end token has none nevertheless.
-        if self._text is not None and (self.request.skip_special or not is_end):
+        if self._text is not None and not is_end:  # an end token has no text
             piece.text += self._text.push(token, searched=not is_end and count >= sampling.min_new_tokens)
             stopped = self._text.stopped
         if is_end or stopped:

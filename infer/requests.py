@@ -58,7 +58,9 @@ def read_requests(
         ValueError: a prompt that is empty, too long for `max_length` positions, or no prompt; a text if the target has
             no tokenizer; banned or stop token ids outside the vocabulary; not as many params as prompts.
     """
-    if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], Mapping)):
+    if isinstance(prompts, str) or (
+        isinstance(prompts, list) and prompts and isinstance(prompts[0], Mapping | Integral)
+    ):
         prompts = [prompts]  # type: ignore[list-item]
     prompts = validate(list[Any], prompts, "prompts")
     many = [params] * len(prompts) if isinstance(params, SamplingParams) else params

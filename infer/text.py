@@ -104,7 +104,12 @@ class ShownText:
 
     def _added(self) -> str:
         """The text of the new tokens, which may end in bytes that are no character yet."""
-        return self._decode(self._known + self._new)[len(self._known_text) :] if self._new else ""
+        if not self._new:
+            return ""
+        text = self._decode(self._known + self._new)
+        if text.startswith(self._known_text):
+            return text[len(self._known_text) :]
+        return self._decode(self._new)  # bytes that are no character, of which some decoders blame those before too
 
 
 def _begun(text: str, string: str) -> int:

@@ -67,6 +67,7 @@ class Supported(Schema):
 
 
 @validated
+@torch.inference_mode(False)  # the copies are kept, and written outside the caller's inference mode too
 def generate(
     model: Any,
     input_ids: Instance[Tensor],
@@ -104,6 +105,7 @@ def generate(
         ValueError: an unsupported model or field, padding that is not on the left, or a length beyond the model's
             positions.
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     given = vars(model._prepare_generation_config(generation_config)[0]) | kwargs
     config = _supported(given)
     lengths = [source.max_length for source in (generation_config, model.generation_config) if source is not None]

@@ -96,6 +96,18 @@ class TokenTree:
         tokens = tokens_B[:, None].clone()
         return TokenTree(tokens, torch.full_like(tokens, ROOT))
 
+    def with_roots(self, roots_B: Tensor) -> "TokenTree":
+        """This tree of the first slots, and bare roots for those after them."""
+        if (some := len(self.tokens)) == len(roots_B):
+            return self
+        shape, given = (len(roots_B), self.tokens.shape[1]), (self.tokens, self.parents, self.classes)
+        tokens, parents, classes = roots_B.new_zeros(shape), roots_B.new_full(shape, PAD), roots_B.new_zeros(shape)
+        tokens[:, 0], parents[:, 0] = roots_B, ROOT
+        for all_BN, some_BN in zip((tokens, parents, classes), given, strict=True):
+            if some_BN is not None:
+                all_BN[:some] = some_BN
+        return TokenTree(tokens, parents, None if self.classes is None else classes)
+
     @staticmethod
     def from_chain(roots_B: Tensor, chain_BK: Tensor) -> "TokenTree":
         """A chain of K tokens below each root; a negative token ends its sequence's chain."""

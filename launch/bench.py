@@ -27,7 +27,7 @@ from longdraft.launch.console import note, read_text, show
 from longdraft.launch.runtime import DTYPES, Drafting, heldout_rows, options_for, read_options, used_tokens
 from longdraft.models.device import on_device
 from longdraft.models.draft_folder import local_folder
-from longdraft.models.hf import load_tokenizer, load_transformers, read_target_config
+from longdraft.models.hf import load_tokenizer, load_transformers, read_limits
 
 main = partial(cli.run, "bench")
 
@@ -175,7 +175,7 @@ def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -
     questions = suite.questions(args.data, args.only)
     if args.prompts is not None:
         questions = _evenly(questions, args.prompts)
-    positions = read_target_config(source, drafting.max_positions).max_positions
+    positions, *_ = read_limits(source, drafting.max_positions, drafting.loader)
     reader = Reader(Path(source).name, load_tokenizer(source))
     asked, omitted = suite.fitting(reader, questions, positions, settings.new_tokens)
     if omitted:

@@ -7,6 +7,7 @@ With `--prompt-tokens 64-256` texts are continued instead, and then prepared wit
 """
 
 import argparse
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -69,7 +70,10 @@ def _parser() -> argparse.ArgumentParser:
 def _token_range(text: str) -> tuple[int, int]:
     """The least and the most tokens of N or N-M."""
     least, _, most = text.partition("-")
-    first, last = sorted((int(least), int(most or least)))
+    try:
+        first, last = sorted((at_least(1)(least), at_least(1)(most or least)))
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"{text}; give a number of at least 1, or two as 64-256") from None
     return first, last
 
 
@@ -85,16 +89,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _regenerate(args: argparse.Namespace) -> None:
     # Imported here so that --help and a wrong argument need not wait for torch.
     from longdraft.launch.runtime import Drafting
-    from longdraft.models.fingerprint import shape_hash, tokenizer_hash
-    from longdraft.models.hf import load_tokenizer, read_target_config
+    from longdraft.models.fingerprint import tokenizer_hash
+    from longdraft.models.hf import load_tokenizer, read_limits
 
     sampling = SamplingParams(**{name: getattr(args, name) for name in NUMBERS if getattr(args, name) is not None})
     settings = {name: getattr(sampling, name) for name in NUMBERS if name != "seed"}
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
     drafting = Drafting(args, template)
-    shape, tokenizer = read_target_config(drafting.source, drafting.max_positions), load_tokenizer(drafting.source)
-    positions = min(args.max_length or shape.max_positions, shape.max_positions)
-    served = _served(sampling, shape.vocab_size, args.model)
+    limit, vocab_size, shape_sha256 = read_limits(drafting.source, drafting.max_positions, drafting.loader)
+    tokenizer, positions = load_tokenizer(drafting.source), min(args.max_length or limit, limit)
+    served = _served(sampling, vocab_size, args.model)
     client = EndpointClient(args.endpoint, served, positions, args.concurrency, args.timeout)
     defaults = _parser().get_default
     for name in OF_ENGINE if args.endpoint else OF_SERVERS:
@@ -105,7 +109,7 @@ def _regenerate(args: argparse.Namespace) -> None:
         sources=tuple(args.source),
         out=args.out,
         max_prompt=positions - 1,
-        answering=settings | {"target": drafting.source, "config_sha256": shape_hash(shape), "made_by": made_by},
+        answering=settings | {"target": drafting.source, "config_sha256": shape_sha256, "made_by": made_by},
         field=args.text_field if args.prompt_tokens else args.chat_field,
         seed=args.seed,
         keep_unfinished=(args.unfinished or ("keep" if args.prompt_tokens else "drop")) == "keep",

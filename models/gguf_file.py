@@ -60,7 +60,10 @@ class GGUFFile:
         self.path = path
         self._reader = _open(path)
         self.architecture: str = self._value("general.architecture")
-        scaling = self._value(f"{self.architecture}.rope.scaling.type", "none")
+        # llama.cpp takes a factor without a type for linear scaling; files of 2023 call it `scale_linear`.
+        factors = [self._value(f"{self.architecture}.rope.{key}") for key in ("scaling.factor", "scale_linear")]
+        otherwise = "linear" if any(factor not in (None, 0.0, 1.0) for factor in factors) else "none"
+        scaling = self._value(f"{self.architecture}.rope.scaling.type", otherwise)
         if self.architecture not in ARCHITECTURES or scaling != "none":
             raise ValueError(
                 f"{path}: GGUF architecture {self.architecture!r} with RoPE scaling {scaling!r} is not supported; "

@@ -21,7 +21,7 @@ from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import check_device
 from longdraft.models.files import damage_named
-from longdraft.models.fingerprint import fingerprint
+from longdraft.models.fingerprint import fingerprint, json_hash, shape_hash
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.hf_config import SUPPORTED, decoder_config
 from longdraft.models.hf_weights import canonical, fill, folder_tensors, places
@@ -177,6 +177,17 @@ def read_target_config(path: str | Path, max_positions: int | None = None) -> De
     return decoder_config(_open(_locate(path, weights=False)[1])[0], max_positions)
 
 
+def read_limits(path: str | Path, max_positions: int | None = None, loader: str = "longdraft") -> tuple[int, int, str]:
+    """A target's positions, the size of its vocabulary and a hash of its shape, without weights, also of a family that
+    only transformers computes."""
+    hf_config = _open(_locate(path, weights=False)[1])[0]
+    text = hf_config.get_text_config()
+    if loader == "longdraft" or hf_config.model_type in SUPPORTED:
+        shape = decoder_config(hf_config, max_positions)
+        return shape.max_positions, shape.vocab_size, shape_hash(shape)
+    return max_positions or text.max_position_embeddings, text.vocab_size, json_hash(text.to_dict())
+
+
 def load_tokenizer(path: str | Path) -> Any:
     """A target's tokenizer, without its weights; `path` as for `load_target`. Raises ValueError if it has none."""
     _, location = _locate(path, weights=False)
@@ -268,7 +279,7 @@ def _tokenizer(location: Path) -> Any:
     if not files:
         return None
     with damage_named(*files, remedy=NO_CODE):
-        return AutoTokenizer.from_pretrained(location, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(location, trust_remote_code=False, mistral_format=False)
 
 
 def _hf_config(folder: Path) -> PretrainedConfig:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
@@ -230,4 +231,5 @@ def file_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     yield name, opened.get_tensor(name)
         else:
-            yield from torch.load(file, map_location="cpu", weights_only=True).items()
+            # Mapped like safetensors; the form before PyTorch 1.6 cannot be.
+            yield from torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file)).items()

@@ -29,6 +29,6 @@ def hub_folder(
             folder = Path(snapshot_download(name, allow_patterns=[*files, *group], **options))
             if any(any(folder.glob(pattern)) for pattern in group):
                 break
-    except (OSError, ValueError) as error:  # the hub's own errors are of these two kinds
+    except Exception as error:  # those of a connection that breaks have no class in common with the hub's own
         raise ValueError(f"{refusal}, and could not be had from the hub: {error}") from error
     return folder

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 
+from longdraft.kernels.rotate import rotate
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.fingerprint import json_hash, shape_hash, weights_hash
@@ -110,7 +111,7 @@ class TransformersModel(Decoder):
 
     Attributes:
         hf_model: the model. hf_attention: the attention function that transformers chose for it.
-        rotates: whether, by its configuration, the last layer's keys are rotated as models/rope.py does it.
+        rotates: whether the last layer's keys are rotated as models/rope.py does it.
 
     Raises ValueError, which names the reason, for a model whose layers, attention, positions or logits are not served.
     """
@@ -145,11 +146,11 @@ class TransformersModel(Decoder):
         self.norm.register_forward_pre_hook(_keep_pre_norm)
         probed = self._probe()
         rope = _known_rope(model.config.get_text_config())
-        self.rotates = known is not None or rope is not None
         self.config = known or _foreign_config(model, probed, rope, max_positions)
         if max_positions is not None:
             self.config = replace(self.config, max_positions=max_positions)
         self.rope = Rope(self.config.rope)
+        self.rotates = known is not None or (rope is not None and self._turns_keys())
 
     @torch.no_grad()
     def forward(self, inputs: Pass) -> TargetOutput:
@@ -218,6 +219,17 @@ class TransformersModel(Decoder):
             self.lm_head = copy.deepcopy(self.lm_head)  # the embedding may share its weights
             self.lm_head.weight.mul_(factor)
         return running
+
+    def _turns_keys(self) -> bool:
+        """Whether the last layer's keys are rotated as models/rope.py does it: some families rotate none, or neighbours
+        instead of halves. A token that reads only itself has the same key everywhere, but for its rotation."""
+        tokens_12 = self.probe_pass().tokens_BT[:, :1].repeat(1, 2)
+        positions_12 = torch.tensor([[0, PROBE_JUMP]], device=tokens_12.device)
+        inputs = Pass(tokens_12, positions_BT=positions_12, borders=[0, 1, 2], needs=frozenset({"last_kv"}))
+        k_12Kd, _ = cast(Any, self(inputs).last_kv)
+        cos, sin = self.rope(positions_12[:, 1:], None, k_12Kd.dtype)
+        turned = rotate(k_12Kd[:, :1], cos, sin) / self.rope.scaling  # which the first key has already
+        return distance(turned, k_12Kd[:, 1:]) < TOLERANCES[k_12Kd.dtype] * len(self.layers) ** 0.5
 
 
 @torch.no_grad()

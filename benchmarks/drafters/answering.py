@@ -120,8 +120,9 @@ def converse(target: Target, answerer: Answerer, question: Question, params: Sam
         prompt = question.prompt(target, texts)
         if turns and len(prompt) + params.max_new_tokens > target.model.config.max_positions:
             break
-        turns.append(answerer(prompt, params))
-        if len(turns) < len(question.turns):
-            text = turns[-1].text
-            texts.append(target.tokenizer.decode(turns[-1].tokens, skip_special_tokens=True) if text is None else text)
+        found = answerer(prompt, params)
+        if found.text is None and target.tokenizer is not None:  # transformers'
+            found = replace(found, text=target.tokenizer.decode(found.tokens, skip_special_tokens=True))
+        turns.append(found)
+        texts.append(found.text or "")
     return turns

@@ -79,6 +79,8 @@ def bench(
             f"prompt {1 + lengths.index(max(lengths))} has {max(lengths)} tokens: with {settings.new_tokens} new ones "
             f"it does not fit the target's {positions} positions; ask for fewer"
         )
+    if (longest := max(settings.contexts or (0,))) > positions:
+        raise ValueError(f"contexts: {longest}, but the target has {positions} positions; stay within them")
     if record.proof is None:
         params = SamplingParams(seed=settings.seed, ignore_eos=True)
         with in_fp32(target.model) if settings.proof == "fp32" else nullcontext():

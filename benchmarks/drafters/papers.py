@@ -102,10 +102,11 @@ _LONGSPEC = {
     "Llama-3-8B": [(3.25, 1.59), (2.99, 1.48), (3.36, 1.60), (3.28, 1.57), (3.39, 91.28 / 54.08)],
 }
 _LENGTHS = (20480, 40960, 61440, 81920, 102400)
-# Tables 3 (prefix 4096) and 4: alpha and speedup after 20K, 40K, ... generated tokens.
+# Prefix 4096, alpha and speedup after 20K, 40K, ... generated tokens: table 3, whose pairs are those of prefixes 2048,
+# 4096 and 8192; for Llama-3.1 tables 12 and 15 (min-p 0.1, window 1024); table 4.
 _TOKENSWIFT = {
-    "YaRN-Llama-2-7B": [(0.73, 2.11), (0.82, 2.60), (0.87, 2.92), (0.89, 3.13), (0.90, 3.25)],
-    "Llama-3.1-8B": [(0.68, 2.02), (0.79, 2.56), (0.85, 2.89), (0.88, 3.10), (0.90, 3.23)],
+    "YaRN-Llama-2-7B": [(0.68, 2.02), (0.79, 2.56), (0.85, 2.89), (0.88, 3.10), (0.90, 3.23)],
+    "Llama-3.1-8B": [(0.66, 2.01), (0.75, 2.58), (0.79, 2.94), (0.81, 3.15), (0.82, 3.26)],
     "Qwen2.5-1.5B": [(0.69, 1.69), (0.80, 2.31), (0.85, 2.69), (0.87, 2.95), (0.89, 3.13)],
     "Qwen2.5-7B": [(0.64, 2.00), (0.77, 2.64), (0.78, 2.86), (0.80, 3.07), (0.82, 3.23)],
     "Qwen2.5-14B": [(0.67, 2.12), (0.78, 2.68), (0.82, 3.01), (0.83, 3.20), (0.84, 3.34)],
@@ -224,5 +225,5 @@ def _first(answer: Answer, count: int) -> Answer:
     """An answer cut after the step that reaches `count` tokens; its seconds end with that step."""
     steps = next(i for i, total in enumerate(accumulate(answer.accept_lengths), start=1) if total >= count)
     kept = answer.accept_lengths[:steps]
-    seconds = answer.arrivals[steps - 1] - answer.prefill_seconds
+    seconds = answer.decode_seconds - (answer.arrivals[-1] - answer.arrivals[steps - 1])
     return replace(answer, tokens=answer.tokens[: sum(kept)], accept_lengths=kept, decode_seconds=seconds)

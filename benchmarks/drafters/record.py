@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from longdraft.data_prep.tasks import failures_described
 from longdraft.models.files import WorkFolder, read_plan, write_atomically
 from longdraft.models.schema import validate
 
@@ -113,7 +114,7 @@ def recorded(folder: Path | None, settings: Mapping[str, Any]) -> Iterator[Recor
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out: {folder} is no folder; give another")
     work = WorkFolder(folder, {"format": FORMAT, "settings": settings})
-    with work.opened():
+    with failures_described(folder), work.opened():
         yield Record(settings, work)
 
 
@@ -150,7 +151,7 @@ def _spec_bench(entry: Entry, model: str) -> dict[str, Any]:
         "turns": [turn.text or "" for turn in entry.turns],
         "decoding_steps": [turn.steps for turn in entry.turns],
         "new_tokens": [len(turn.tokens) for turn in entry.turns],
-        "wall_time": [turn.prefill_seconds + turn.decode_seconds for turn in entry.turns],
+        "wall_time": [_wall_seconds(turn) for turn in entry.turns],
         "accept_lengths": [length for turn in entry.turns for length in turn.accept_lengths],
     }
     return {
@@ -161,6 +162,13 @@ def _spec_bench(entry: Entry, model: str) -> dict[str, Any]:
         "choices": [choice],
         "tstamp": time.time(),
     }
+
+
+def _wall_seconds(turn: Answer) -> float:
+    """From the start of the prefill to the last token. On a GPU `prefill_seconds` only has the time to queue it."""
+    if not turn.arrivals:  # transformers'
+        return turn.prefill_seconds + turn.decode_seconds
+    return turn.first_token_seconds + turn.arrivals[-1] - turn.arrivals[0]
 
 
 def checkpoint_digest(path: str | Path) -> str | None:

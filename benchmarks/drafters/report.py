@@ -3,6 +3,7 @@ that matplotlib draws."""
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def _speed(one: Figures, part: str, group: str) -> str:
+    """A run's speed over plain in one of its groups; a dash if it has none of that name."""
+    return f"{one[part][group]['speedup']:.2f}" if group in one[part] else "-"
+
+
 def rows(title: str, drafters: Mapping[str, Figures], on_gpu: bool) -> list[list[str]]:
     """The rows of a table: a name, and a cell for each drafter. The first one has the drafters' names."""
     found = [[f"{title}  ", *drafters]]
@@ -78,9 +84,9 @@ def rows(title: str, drafters: Mapping[str, Figures], on_gpu: bool) -> list[list
         row("speed over plain", lambda one: f"{one['speedup']:.2f}")
         row("  95 % of it", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["speedup"]))
         for part in ("tasks", "contexts"):
-            groups = next(iter(drafters.values()))[part]
+            groups = dict.fromkeys(group for one in drafters.values() for group in one[part])  # runs may have others
             for group in groups if len(groups) > 1 else ():
-                row(f"  {group}", lambda one, part=part, group=group: f"{one[part][group]['speedup']:.2f}")
+                row(f"  {group}", partial(_speed, part=part, group=group))
         row("  slowest prompt", lambda one: f"{min(one['prompt_speedups']):.2f}")
         row("plain decoding's tokens", lambda one: "{} of {}".format(*one["same_tokens"]))
     return found
@@ -188,14 +194,17 @@ def bars(title: str, groups: Mapping[str, Sequence[tuple[str, float, float, floa
     from matplotlib.figure import Figure  # matplotlib takes a second to import
 
     count = sum(map(len, groups.values()))
+    names = list(dict.fromkeys(name for of in groups.values() for name, *_ in of))
     figure = Figure(figsize=(6, 0.8 + 0.22 * count + 0.2 * len(groups)), layout="constrained")
     axes, at, ticks = figure.subplots(), 0.0, []
     shown: dict[str, Any] = {}
     for group, of in groups.items():
         ticks.append((at + (len(of) - 1) / 2, group))
-        for number, (name, value, low, high) in enumerate(of):
+        for name, value, low, high in of:
             sides = [[max(value - low, 0)], [max(high - value, 0)]]
-            shown[name] = axes.barh(at, value, 0.85, xerr=sides, color=f"C{number % 10}", error_kw={"lw": 0.8})
+            shown[name] = axes.barh(
+                at, value, 0.85, xerr=sides, color=f"C{names.index(name) % 10}", error_kw={"lw": 0.8}
+            )
             axes.text(max(value, high), at, f" {value:.2f} ({low:.2f}-{high:.2f})", va="center", fontsize=7)
             at += 1
         at += 0.8

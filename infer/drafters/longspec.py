@@ -115,6 +115,14 @@ class LongSpecDrafter(DeviceDrafter):
         return self._passes.take_missing(state) if widths else 0, *widths
 
     def grow(self, state: SlotState, budget: Budget, plan: tuple[int, ...]) -> TokenTree:
+        if self._kind is not _CPasses:
+            return self._grow(state, budget, plan)
+        # A CPU's pass costs by its rows, so free slots at the end stay out of it.
+        working = 1 + max((slot for slot, tokens in enumerate(state.committed) if tokens), default=0)
+        return self._grow(state.of_slots(slice(0, working)), budget, plan).with_roots(state.roots)
+
+    def _grow(self, state: SlotState, budget: Budget, plan: tuple[int, ...]) -> TokenTree:
+        """The tree of these slots, the first ones."""
         n_missing, *widths = plan
         assert self._passes is not None
         self._passes.catch_up(state, n_missing)
@@ -218,7 +226,7 @@ class DraftPasses:
             positions_BC = (state.positions[:, None] + last_C).clamp(min=0)  # position 0 again where there are fewer
             embeddings_BCD = self._embed(state.history.read(state.positions - n_missing, n_missing))
             tables = self.draft.tables(positions_BC, state.history.prompt_lengths)
-            places = self._slots_B1, positions_BC % self._n_positions
+            places = self._slots_B1[: len(state.roots)], positions_BC % self._n_positions
             self.kept[0][places], self.kept[1][places] = self.draft.self_kv(embeddings_BCD, tables)
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
@@ -301,14 +309,14 @@ class _CPasses(DraftPasses):
         return capacity
 
     def catch_up(self, state: SlotState, n_missing: int) -> None:
-        if self.cache.batch * n_missing <= rows.MOST_LINEAR_ROWS:
+        if len(state.roots) * n_missing <= rows.MOST_LINEAR_ROWS:
             self._n_missing = n_missing  # they go along with the first level
         else:
             super().catch_up(state, n_missing)
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
         n_missing, self._n_missing = self._n_missing, 0
-        lengths_B, tokens_BS = self.cache.lengths, state.history.tokens
+        lengths_B, tokens_BS = self.cache.lengths[: len(nodes_BT)], state.history.tokens
         return self._block.run(nodes_BT, state.positions, level - 1, ancestors_BTN, lengths_B, tokens_BS, n_missing)
 
 

@@ -122,6 +122,14 @@ def test_a_drafter_that_learns_from_its_answers_is_asked_all_of_them_again(tiny,
     ask(target, {name: Mock()}, asked, SamplingParams(), record)  # nothing is missing
 
 
+def test_answers_without_a_text_are_given_one(tiny):
+    """Those of transformers: Spec-Bench's program counts the tokens of its baseline's texts."""
+    target, record = load_target(tiny), Record({})
+    answer = Mock(return_value=Answer(1, [5, 6], None, "length", [1, 1], []))
+    ask(target, {"transformers": answer}, [Question(1, "t", ([3],))], SamplingParams(), record)
+    assert record.entries[1, "transformers", 0.0].turns[0].text == target.tokenizer.decode([5, 6])
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "progress").glob("*.json")}
 

@@ -17,5 +17,9 @@ def test_bench_says_what_was_asked_for(tiny, tmp_path, capsys):
     assert result["exact"] is None and result["proof"]["form"] == "off" and result["dtype"] == "float16"
     assert "exact: not shown (--exactness off)" in shown
     assert "min_p 0.05, contextual_penalty 1.2, stop at end tokens" in shown
+    assert bench.main((asked + "--contexts 9 100000 --exactness off").split()) == 2
+    assert "contexts: 100000, but the target has" in capsys.readouterr().err
+    assert bench.main((asked + f"--out {tmp_path}/a.txt/x").split()) == 2
+    assert f"{tmp_path}/a.txt/x" in capsys.readouterr().err
     assert bench.main((asked + "--transformers --banned-token-ids 3").split()) == 2
     assert "--transformers: " in capsys.readouterr().err

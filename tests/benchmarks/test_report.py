@@ -61,6 +61,21 @@ def test_it_needs_nothing_from_elsewhere_and_escapes_names():
     assert "a &lt;target&gt;" in text and "<two>" not in text and text.count("<section>") == 2
 
 
+def test_runs_of_other_tasks_and_lengths_stand_side_by_side():
+    """Also a run that has not ended. A drafter has one colour in all groups."""
+    one, two = made({"longspec": 4}, 50), made({"longspec": 2}, 50)
+    for key in [key for key, entry in two.entries.items() if entry.task != "4needle"]:
+        del two.entries[key]
+    for runs in ({"one": one, "two": two}, {"two": two, "one": one}):
+        text = page(runs)
+        (table,) = (unescape(box) for box in re.findall("<pre>(.*?)</pre>", text, re.S) if "2needle" in box)
+        rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if "needle" in line}
+        assert sorted(rows["2needle"]) == ["-", "-", "1.00", "4.00"] and "-" not in rows["4needle"]
+    groups = {"t": [("a", 1, 1, 1), ("b", 1, 1, 1)], "u": [("b", 1, 1, 1)]}
+    colours = [patch.get_facecolor() for patch in bars("speeds", groups).axes[0].patches]
+    assert colours[1] == colours[2] != colours[0]
+
+
 def test_runs_and_temperatures_stand_side_by_side():
     found = collect({"one": made({"d": 4}, 50, (0.0, 1.0)), "two": made({"d": 2}, 50)})
     assert list(found)[1::2] == ["d, T 0, one", "d, T 1, one", "d, two"]

@@ -14,7 +14,7 @@ CHOICE = ["index", "turns", "decoding_steps", "new_tokens", "wall_time", "accept
 
 def answer(accept_lengths: list[int], arrivals: list[float], drafted: int = 10) -> Answer:
     tokens = [5] * sum(accept_lengths)
-    seconds = {"decode_seconds": arrivals[-1] - 0.1, "prefill_seconds": 0.1}
+    seconds = {"decode_seconds": arrivals[-1] - 0.1, "prefill_seconds": 0.1, "first_token_seconds": arrivals[0]}
     return Answer(40, tokens, "text", "stop", accept_lengths, arrivals, drafted, **seconds)
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from longdraft.infer.budget import EXPLORE_EVERY, HURDLE, TRYING, Policy, worth_of
+from longdraft.infer.budget import EXPLORE_EVERY, HURDLE, TRYING, Policy, widths_up_to, worth_of
+from longdraft.infer.budget import WIDTHS as WIDTHS_OF_A_PASS
 from longdraft.infer.costs import RECENT, STALE, Seconds
 from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.longspec import LongSpecDrafter
@@ -108,6 +109,12 @@ def test_padding_is_never_kept_before_a_node():
     proposal = TokenTree(torch.tensor([[0, 9, 5, 6]]), torch.tensor([[-1, PAD, 0, 2]]))
     learn(policy, proposal, [5, 6], times=20)
     assert prune(policy, proposal).paths() == [[[5], [5, 6]]]
+
+
+def test_without_choosing_a_pass_is_hardly_wider_than_its_tree():
+    """But where work is recorded: each width would be another recording."""
+    assert widths_up_to(80, automatic=False) == [1, *(width for width in WIDTHS_OF_A_PASS if width <= 80), 81]
+    assert widths_up_to(80, automatic=False, recorded=True) == [1, 81]
 
 
 def test_without_choosing_every_node_is_verified():
@@ -298,6 +305,16 @@ def test_of_a_block_that_is_never_right_nearly_no_level_is_run(memoryless, count
     counted.clear()
     (one,) = engine.generate([PROMPT], params)
     assert one.stats.steps >= 199 and len(counted) <= RECENT + 199 // 10 and max(counted) <= 2
+
+
+def test_many_short_requests_are_no_new_trials(memoryless, counted):
+    """Each begins with the rates of those before, but a drafter that never pays is tried as seldom as in a long one."""
+    target, block = memoryless
+    block.final_norm.weight.data.mul_(-1)
+    engine = timed(Engine(target, LongSpecDrafter(target, block, (1,) * 5), slots=4), counted)
+    answers = engine.generate([PROMPT] * 100, SamplingParams(max_new_tokens=12))
+    n_steps = sum(one.stats.steps for one in answers) // 4
+    assert n_steps >= 290 and len(counted) <= 45 + n_steps // 10
 
 
 @pytest.mark.parametrize("combined", [False, True])

@@ -90,6 +90,21 @@ def test_any_tree_gives_plain_decodings_tokens(target, name, sampling, prompts, 
     assert [generation.tokens for generation in picked] == plain
 
 
+@pytest.mark.parametrize("drafter", ["plain", "token_recycling", "prompt_lookup"])
+def test_calls_in_inference_mode_and_outside_it(target, drafter):
+    """Longer ones in between, which take a new cache."""
+    engine, params = Engine(target, drafter), [SamplingParams(max_new_tokens=4 << i) for i in range(4)]
+    found = []
+    for i, one in enumerate(params):
+        with torch.inference_mode(i % 2 == 0):
+            found.append(engine.generate(PROMPTS, one)[0].tokens)
+    assert found == [Engine(target).generate(PROMPTS, one)[0].tokens for one in params]
+
+
+def test_a_bare_prompt_of_tokens(target):
+    assert Engine(target).generate(PROMPTS[0])[0].tokens == Engine(target).generate(PROMPTS)[0].tokens
+
+
 def test_the_wait_for_a_request_is_no_time_of_its_decoding(target):
     """Also after a step that nobody read, as its only request was cancelled."""
     engine, turns = Engine(target, slots=1, max_length=20), iter(range(4))

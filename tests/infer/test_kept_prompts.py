@@ -50,6 +50,13 @@ def test_rows_have_the_bits_that_they_had(target):
     assert torch.equal(rows(engine, 0, 40), read)
 
 
+def test_the_next_turn_of_a_chat_takes_over_the_one_before(tiny_target):
+    """Though no cache was allocated for it: one has a power of two of positions, or a multiple of 2048."""
+    engine = engine_of(tiny_target(vocab_size=61))
+    chat = [i % 61 for i in range(133, 215)]
+    assert turns(engine, [[chat[:45]], [chat[:55]], [chat[:70]], [chat[:82]]]) == [[0], [40], [0], [64]]
+
+
 def test_prompts_of_one_call_share_a_document(target):
     engine = engine_of(target, slots=3)
     asked = [[*DOCUMENT, own] for own in (50, 51, 52)]

@@ -347,6 +347,23 @@ def test_nothing_of_a_cache_is_left_after_a_release(target):
     assert engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9))[0].tokens == first
 
 
+def test_free_slots_at_the_end_stay_out_of_the_blocks_passes(target, way):
+    """By the C kernels, which take as long as they have rows; and the tree of the others is what it was."""
+    drafter = Watched(target, drafted(target), widths=(3, 4))
+    bench = Bench(target, drafter, [PROMPTS[0], PROMPTS[1], [5], [6]])
+    whole = bench.propose()
+    assert len(drafter.passes[0][0]) == 4
+    for slot in (2, 3):
+        bench.texts[slot].clear()
+        bench.state.active[slot] = False
+    tree = bench.propose()
+    fewer = way == "C" and isinstance(drafter._passes, _CPasses)
+    assert {len(nodes_BT) for nodes_BT, _ in drafter.passes} == {2 if fewer else 4}
+    assert torch.equal(tree.tokens[:2], whole.tokens[:2]) and torch.equal(tree.parents[:2], whole.parents[:2])
+    assert tree.tokens[2:, 0].tolist() == bench.state.roots[2:].tolist()
+    assert tree.parents[2:, 0].tolist() == [-1, -1] and bool((tree.parents[2:, 1:] == -2).all())
+
+
 @pytest.mark.usefixtures("way")
 def test_embeddings_that_a_class_of_its_own_computes_go_their_own_way(target, tiny_target):
     """As a model of transformers may have; a plain table is read as it is."""

@@ -94,7 +94,7 @@ def test_messages_that_are_none(target, message, field):
         (None, "prompts"),
         (b"abc", "prompts"),
         ({"role": "user"}, "prompts"),
-        ([1, 2, 3], "prompt 0 is 1"),
+        ([1, "the"], "prompt 0"),
         (torch.tensor([1, 2]), "prompt"),
         ("", "prompt 0 has no tokens"),
         (["the", ""], "prompt 1 has no tokens"),
@@ -162,7 +162,7 @@ def reference(target, prompt, params, max_length):
         text = target.tokenizer.decode(new, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
         found = [text.index(string) for string in params.stop_strings if string in text]
         if tokens[-1] in ends:
-            return new, target.tokenizer.decode(new, skip_special_tokens=True), "stop"
+            return new, target.tokenizer.decode(new[:-1], skip_special_tokens=True), "stop"
         if found:
             return new, text[: min(found)], "stop"
         if len(new) == params.max_new_tokens or len(tokens) == max_length:

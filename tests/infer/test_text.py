@@ -147,6 +147,18 @@ def test_bytes_that_are_no_character_become_marks(tokenizer, data, text):
     assert streamed + rest == final == text
 
 
+@pytest.mark.parametrize("kind", [name for name in DECODERS if name.startswith(("Llama", "Gemma", "GGUF"))])
+@pytest.mark.parametrize(("rest", "marks"), [(["a"], "�a"), ([b"\xbd"], "��"), ([b"\xbd", "a"], "��a")])
+def test_a_character_before_such_bytes_stays(kind, rest, marks):
+    """Hugging Face's fallback makes marks of it too, in the whole text."""
+    tokenizer = tokenizer_of(kind)
+    shown, streamed = ShownText(tokenizer), ""
+    for token in ids_of(tokenizer, "你".encode(), b"\xe4", *rest):
+        streamed += shown.push(token)
+    final, after = shown.finish()
+    assert streamed + after == final == "你" + marks
+
+
 def byte_letters():
     """The letters of byte-level tokens, and their bytes."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]

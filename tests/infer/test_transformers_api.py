@@ -128,6 +128,14 @@ def test_the_configuration_object_and_the_models_own(model):
     assert config.max_new_tokens == 7 and config.top_k is None, "the caller's object is not changed"
 
 
+def test_compiled_models_and_inference_mode():
+    model, inputs = tiny_model(), left_padded(PROMPTS)
+    with torch.inference_mode():
+        compiled = generate(torch.compile(model), **inputs, max_new_tokens=5)
+    assert compiled.tolist() == generate(model, **inputs, max_new_tokens=5).tolist()
+    equal(model, inputs, max_new_tokens=30)
+
+
 def test_prompts_without_a_mask(model):
     ids = left_padded(PROMPTS)["input_ids"]
     equal(model, {"input_ids": ids}, max_new_tokens=6)  # 0 is padding and no end token: it is masked

@@ -6,6 +6,7 @@ them, with the loss on the answers.
 
 import json
 import random
+import shutil
 import socket
 import threading
 from collections import Counter
@@ -16,7 +17,7 @@ import pytest
 import torch
 import uvicorn
 from tokenizers import Tokenizer, decoders, models, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
 
 from longdraft.data_prep import regenerate as data_prep
 from longdraft.data_prep.regenerate import answer_seed
@@ -24,6 +25,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.server.app import Service, create_app
+from longdraft.launch import cli
 from longdraft.launch.prepare import main as prepare
 from longdraft.launch.regenerate import main
 from longdraft.models.hf import load_target, load_tokenizer
@@ -207,6 +209,26 @@ def test_errors(arguments, tmp_path, capsys, given, named):
     assert named in capsys.readouterr().err and not list(tmp_path.glob("out/part*"))
 
 
+@pytest.mark.parametrize("given", ["abc", "0", "5-x"])
+def test_a_beginning_of_no_length_names_the_option(arguments, capsys, given):
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--out", "never", "--prompt-tokens", given])
+    assert f"--prompt-tokens: {given}; give a number" in capsys.readouterr().err
+
+
+def test_a_family_that_only_transformers_computes(folder, chats, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "olmo2", ignore=shutil.ignore_patterns("*config.json", "*.safetensors"))
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Olmo2Config(vocab_size=160, eos_token_id=0, pad_token_id=0, max_position_embeddings=200, **shape)
+    Olmo2ForCausalLM(config).save_pretrained(tmp_path / "olmo2")
+    shutil.copy(folder / "tokenizer_config.json", tmp_path / "olmo2")
+    given = f"--source {chats} --target {tmp_path}/olmo2 --dtype fp32 --max-new-tokens 4 --unfinished keep".split()
+    assert main([*given, "--out", str(tmp_path / "out")]) == 2
+    assert "model_type 'olmo2' is not supported" in capsys.readouterr().err
+    assert main([*given, "--out", str(tmp_path / "out"), "--loader", "transformers"]) == 0
+    assert records(tmp_path / "out")
+
+
 def test_a_folder_of_other_settings_and_prompts_that_are_too_long(arguments, answered, tmp_path, capsys):
     for given, named in (("--temperature 0.7", "temperature is 0.8"), ("--dtype bf16", "made_by is longdraft, fp32")):
         assert main([*arguments, "--out", str(answered), *given.split()]) == 2
@@ -215,7 +237,7 @@ def test_a_folder_of_other_settings_and_prompts_that_are_too_long(arguments, ans
     assert "prompt_too_long: 24" in capsys.readouterr().out
 
 
-def test_smollm2_answers_and_prepare_learns_its_answers(tmp_path):
+def test_smollm2_answers_and_prepare_learns_its_answers(tmp_path, capsys):
     first, last = "What is the capital of France? Answer in one sentence.", "And of Italy?"
     old = {"role": "assistant", "content": "London."}
     chats = [[{"role": "user", "content": first}, old, {"role": "user", "content": last}]]
@@ -230,6 +252,8 @@ def test_smollm2_answers_and_prepare_learns_its_answers(tmp_path):
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["bad"] == {"unfinished": 1}
     given = ["--source", str(tmp_path / "out"), "--chat-field", "messages", "--target", "smollm2-135m"]
     prepare([*given, "--out", str(tmp_path / "rows"), "--seq-len", "256", "--heldout-share", "0"])
+    assert cli.main(["generate", "--target", "smollm2-135m", "--heldout", str(tmp_path / "rows")]) == 2
+    assert "rows/heldout has no row; prepare with --heldout-share" in capsys.readouterr().err
     tokenizer, rows, learned = load_tokenizer("smollm2-135m"), ShardSet(tmp_path / "rows" / "train"), []
     for i in range(len(rows)):
         row = rows[i]

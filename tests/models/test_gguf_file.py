@@ -105,6 +105,20 @@ def test_other_divisors_are_refused(tmp_path, model, other):
             read(path)
 
 
+@pytest.mark.parametrize("key", ["scaling.factor", "scale_linear"])
+def test_scaling_without_a_type_is_refused_as_linear(tmp_path, model, monkeypatch, key):
+    """llama.cpp takes both for linear scaling."""
+    add = gguf.GGUFWriter.add_rope_freq_base
+
+    def add_both(writer, base):
+        add(writer, base)
+        writer.add_float32(f"llama.rope.{key}", 4.0)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_rope_freq_base", add_both)
+    with pytest.raises(ValueError, match="RoPE scaling 'linear' is not supported"):
+        load_target(write(tmp_path / "a.gguf", model, {}))
+
+
 def test_a_tensor_that_has_no_place_is_named(tmp_path, model):
     path = write(tmp_path / "a.gguf", model, {"blk.0.unknown.weight": np.ones(4, np.float32)})
     for load in (load_target, load_through_transformers):

@@ -37,7 +37,7 @@ def test_the_first_group_of_weights_that_is_there_is_the_last_that_is_asked_for(
     assert repository == [("some/one", "v2", ("*.json",), ())]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("no name")])
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("no name"), EOFError("cut")])
 def test_what_cannot_be_had_is_named(monkeypatch, error):
     def fail(*args, **options):
         raise error

@@ -45,6 +45,8 @@ FAMILIES = {
         "swiglu_limit": 0.5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "cohere": {"logit_scale": 1.0},
     "gpt2": {},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
 }
