@@ -50,7 +50,7 @@ class SamplingParams:
         max_new_tokens: at least 1.
         min_new_tokens: before so many new tokens no end or stop token is chosen, and no stop string looked for; 0 is
             off.
-        stop_token_ids: end the sequence; the stop token is the last one returned.
+        stop_token_ids: end the sequence; the stop token is the last one returned, and has no text.
         ignore_eos: go on after the target's own end tokens.
         eta_cutoff: drop tokens less probable than min(eta_cutoff, sqrt(eta_cutoff) * exp(-entropy)), never the most
             probable one (Hewitt et al. 2022); 0 is off.
