@@ -54,6 +54,13 @@ class SlotState:
             committed=self.committed[slots],
         )
 
+    def leading(self) -> "SlotState":
+        """The state of the slots up to the last one with a request, where passes cost by their rows: on a CPU. Else that
+        of all slots."""
+        if self.roots.device.type != "cpu" or self.graphs.recording:
+            return self
+        return self.of_slots(slice(0, 1 + max((slot for slot, text in enumerate(self.committed) if text), default=0)))
+
     def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Any, widest: int = 1) -> T:
         """Queue `work(state, *inputs)` on the device. On a CPU this is a plain call. Where steps are recorded, the
         second call with this key records the work, and later calls replay it (infer/graphs.py).

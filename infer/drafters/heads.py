@@ -77,8 +77,9 @@ class HeadsDrafter(DeviceDrafter):
 
     def grow(self, state: SlotState, budget: Budget, plan: int) -> TokenTree:
         """The tree of the heads' best tokens."""
-        shape = self.shape.first(plan)
-        return shape.fill(state.roots, self.ranked(state, self.hidden_BD, shape))
+        some, shape = state.leading(), self.shape.first(plan)
+        ranked_BIK = self.ranked(some, self.hidden_BD[: len(some.roots)], shape)
+        return shape.fill(some.roots, ranked_BIK).with_roots(state.roots)
 
     def ranked(self, state: SlotState, hidden_BD: Tensor, shape: TreeShape, first: int = 1) -> Tensor:
         """int64 [B, I, K]: the best tokens of levels `first`, first + 1, ..., which heads 1, 2, ... propose."""

@@ -115,11 +115,8 @@ class LongSpecDrafter(DeviceDrafter):
         return self._passes.take_missing(state) if widths else 0, *widths
 
     def grow(self, state: SlotState, budget: Budget, plan: tuple[int, ...]) -> TokenTree:
-        if self._kind is not _CPasses:
-            return self._grow(state, budget, plan)
-        # A CPU's pass costs by its rows, so free slots at the end stay out of it.
-        working = 1 + max((slot for slot, tokens in enumerate(state.committed) if tokens), default=0)
-        return self._grow(state.of_slots(slice(0, working)), budget, plan).with_roots(state.roots)
+        some = state.leading() if self._kind is _CPasses else state
+        return self._grow(some, budget, plan).with_roots(state.roots)
 
     def _grow(self, state: SlotState, budget: Budget, plan: tuple[int, ...]) -> TokenTree:
         """The tree of these slots, the first ones."""

@@ -145,17 +145,18 @@ class TokenSwiftDrafter(HeadsDrafter):
         proposes."""
         max_nodes, takes_pass = plan
         shape = (self._pass_shape if takes_pass else self.shape).first(max_nodes)
+        some = state if takes_pass else state.leading()
         if takes_pass:
             ranked_BIK = self._ranked_by_pass(state, shape)
         else:
-            ranked_BIK = self.ranked(state, self.hidden_BD, shape)
+            ranked_BIK = self.ranked(some, self.hidden_BD[: len(some.roots)], shape)
         if not self.ngrams:
-            return shape.fill(state.roots, ranked_BIK)
-        first_B = ranked_BIK[:, 0, 0] if takes_pass else state.roots
-        grams_BFG = most_frequent(state.history, state.positions, first_B, self.ngrams)
+            return shape.fill(some.roots, ranked_BIK).with_roots(state.roots)
+        first_B = ranked_BIK[:, 0, 0] if takes_pass else some.roots
+        grams_BFG = most_frequent(some.history, some.positions, first_B, self.ngrams)
         if plan not in self._joined:
             self._joined[plan] = JoinedTree(shape, self.ngrams, int(takes_pass), self._heads_classes, first_B.device)
-        return self._joined[plan].fill(state.roots, ranked_BIK, grams_BFG, max_nodes)
+        return self._joined[plan].fill(some.roots, ranked_BIK, grams_BFG, max_nodes).with_roots(state.roots)
 
     def _ranked_by_pass(self, state: SlotState, shape: TreeShape) -> Tensor:
         """int64 [B, I, K]: the best tokens of each level, the first one's by the draft pass itself."""

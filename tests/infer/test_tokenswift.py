@@ -215,6 +215,16 @@ def test_auto_takes_the_pass_where_it_reads_less_than_half(target, plain_tokens,
     assert {(working, takes_pass) for _, working, takes_pass in taken} == {(2, True), (1, False), (1, True)}
 
 
+@pytest.mark.parametrize("ngrams", [0, 5])
+def test_free_slots_at_the_end_stay_out_of_the_heads(target, plain_tokens, seeded, prompts, ngrams):
+    drafter, rows = drafter_for(target, draft_pass="never", ngrams=ngrams), set()
+    ranked = drafter.ranked
+    drafter.ranked = lambda state, hidden_BD, shape: rows.add(len(hidden_BD)) or ranked(state, hidden_BD, shape)
+    params = seeded(SamplingParams(temperature=0.7), 1, 20)
+    (result,) = Engine(target, drafter, slots=4, nodes=None).generate(prompts(30), params)
+    assert [result.tokens] == plain_tokens(target, prompts(30), params) and rows == {1}
+
+
 def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, seeded, prompts):
     target = tiny_target(vocab_size=VOCAB, sliding_windows=(None, 8))
     with pytest.raises(ValueError, match="draft_pass='always' does not go with this model's sliding windows"):
