@@ -55,8 +55,8 @@ class SlotState:
         )
 
     def leading(self) -> "SlotState":
-        """The state of the slots up to the last one with a request, where passes cost by their rows: on a CPU. Else that
-        of all slots."""
+        """The state of the slots up to the last one with a request, on a CPU, where passes cost by their rows. Elsewhere
+        that of all slots."""
         if self.roots.device.type != "cpu" or self.graphs.recording:
             return self
         return self.of_slots(slice(0, 1 + max((slot for slot, text in enumerate(self.committed) if text), default=0)))
