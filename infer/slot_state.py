@@ -55,7 +55,7 @@ class SlotState:
         )
 
     def leading(self) -> "SlotState":
-        """The state of the slots up to the last one with a request, on a CPU, where passes cost by their rows. Elsewhere
+        """The state of the slots up to the last one with a request on a CPU, where passes cost by their rows; elsewhere
         that of all slots."""
         if self.roots.device.type != "cpu" or self.graphs.recording:
             return self
