@@ -45,7 +45,7 @@ from longdraft.models.schema import validated_dataclass
 
 PART_SIZE = 256  # conversations of a task
 PART = "part-{:05d}"
-ENOUGH = 20  # if so many, all of the task that is finished first, are bad for one reason, the call ends
+FIRST, ENOUGH = PART.format(0), 20  # a first task of so many that all are bad for one reason ends the call
 SHOWN_BAD = 5
 NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what stands for bytes that are no whole character
 CHARACTERS_A_TOKEN = 32  # of a text's beginning that are tokenised: more than tokens of text have
@@ -206,7 +206,8 @@ def _finish(task: _Task, folder: WorkFolder) -> None:
     bad = [(name, end.why, end.detail) for name, end in ends if isinstance(end, Unusable)]
     path, reasons = folder.path / f"{task.name}.jsonl", dict(Counter(why for _, why, _ in bad))
     named = [f"{name}: {why} {detail}".rstrip() for name, why, detail in bad[:SHOWN_BAD]]
-    if len(ends) >= ENOUGH and list(reasons.values()) == [len(ends)] and not folder.tasks():
+    all_bad = len(ends) >= ENOUGH and list(reasons.values()) == [len(ends)]
+    if all_bad and task.name == FIRST and not folder.tasks():
         (folder.path / PLAN).unlink()  # nothing was done, so a call with other settings may begin here
         raise ValueError(
             f"none of the first {len(ends)} conversations can be used ({', '.join(reasons)}), so no more are asked "

@@ -42,6 +42,8 @@ ALL_STAGES = 1000  # more than any drafter has
 HURDLE = 1.05
 # While proposals do not pay, they come so seldom that they take this fraction of plain decoding's time.
 TRYING = 0.01
+# A request that begins fewer steps after the last trial of the drafter does without one.
+TRIAL_EVERY = 32
 # One proposal in so many runs a stage more than pays, so that its seconds and chance stay known.
 EXPLORE_EVERY = 32
 # Before it is measured, each further query token is assumed to cost this fraction of a pass of one token.
@@ -86,7 +88,7 @@ class Policy:
         self._earlier = Rates(zeros, zeros.copy(), EARLIER_FADING)  # of all requests so far
         self._seconds: dict[int, tuple[Seconds, Seconds]] = {}  # by the number of slots
         self._proposals, self._more_stages, self._working = 0, 0, list[int]()
-        self._steps_since_trial = STALE
+        self._steps_since_trial = TRIAL_EVERY
         self.width, self.stages_run = self.widths[-1], self.n_stages
         self._rehearsed: tuple[int, int] | None = None  # width and stages
         self._rates_C: Tensor | None = None  # the rates on the device, where recorded work reads them
@@ -94,9 +96,10 @@ class Policy:
         self.start_request()
 
     def start_request(self) -> None:
-        """Begin a request, with the rates of all earlier ones, and give the drafter a new trial, one in STALE steps."""
+        """Begin a request, with the rates of all earlier ones, and give the drafter a new trial, if the last one began
+        TRIAL_EVERY steps ago."""
         self._rates = self._earlier.passed_on()
-        if self._steps_since_trial < STALE:  # short answers, or many slots: trials alone would cost too much
+        if self._steps_since_trial < TRIAL_EVERY:  # short answers, or many slots: trials alone would cost too much
             return
         self._steps_since_trial = 0
         # Of the last proposals, what was expected and what came, over plain decoding.

@@ -27,7 +27,7 @@ GREEDY = SamplingParams()
 # What a server records before its first request; other kinds are recorded with the first request of each.
 SERVED = (GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 MOST_SLOTS = 8
-POSITIONS = 2048  # where work is recorded, a larger cache has a multiple of them, as far as max_length allows
+POSITIONS = 2048  # a larger cache has a multiple of them, as far as max_length allows
 # Called between two steps; returns the newly arrived requests, or None when no more will arrive. The argument says
 # whether the engine is idle, so that the call may block.
 Arrivals = Callable[[bool], Sequence[Request] | None]
@@ -45,8 +45,7 @@ class Engine:
         slots: sequences decoded together; None is one per prompt, at most 8, and 8 for `serve`. More prompts wait for a
             free slot.
         max_length: positions a sequence may have; None is the target's own limit. The cache is allocated for what a
-            call needs (where work is recorded, for a power of two up to 2,048 and then a multiple of that) and kept for
-            the next call.
+            call needs (a power of two up to 2,048 and then a multiple of that) and kept for the next call.
         prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
         options: keyword arguments of a named drafter.
         graphs: whether work is recorded before the first request and then replayed (infer/graphs.py); None: where it
@@ -59,6 +58,7 @@ class Engine:
     """
 
     @validated
+    @torch.inference_mode(False)  # what is kept for later calls must not be tensors of the caller's inference mode
     def __init__(
         self,
         target: Instance[Target],
@@ -109,6 +109,7 @@ class Engine:
         sequences."""
         return self._decode(*self._prepare(prompts, params))
 
+    @torch.inference_mode(False)
     def reserve(self) -> None:
         """Allocate what `serve` needs and record its work, which it otherwise does at its start. Raises ValueError
         where there is too little memory."""
@@ -138,7 +139,7 @@ class Engine:
         longest = -(-longest // unit) * unit
         return requests, self.slots or min(len(requests), MOST_SLOTS), min(longest, self.max_length)
 
-    @torch.inference_mode(False)  # what is kept for later calls must not be tensors of the caller's inference mode
+    @torch.inference_mode(False)
     def _decode(
         self, requests: Sequence[Request], slots: int, longest: int, arrivals: Arrivals | None = None
     ) -> Generator[Piece]:

@@ -147,7 +147,7 @@ class ActiveSequence:
         sampling, count = self.request.sampling, len(self.result.tokens)
         is_end, stopped = token in self._stop_ids, False
         if self._text is not None and not is_end:  # an end token has no text
-            piece.text += self._text.push(token, searched=not is_end and count >= sampling.min_new_tokens)
+            piece.text += self._text.push(token, searched=count >= sampling.min_new_tokens)
             stopped = self._text.stopped
         if is_end or stopped:
             self.result.finish_reason = "stop"

@@ -153,7 +153,7 @@ def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
     if decoder.config.tie_embeddings and weights.get("lm_head.weight", embedding).data_ptr() != embedding.data_ptr():
         raise ValueError(f"{name}: tie_word_embeddings is True, but lm_head.weight is not the embedding; set it False")
     whole = {place.parameter: weights[key] for key, place in table.items() if place.is_whole}
-    shared = {key: tensor for key, tensor in whole.items() if tensor.is_contiguous()}
+    shared = {key: tensor for key, tensor in whole.items() if tensor.is_contiguous() and not tensor.is_inference()}
     copied = {key: parameter.shape for key, parameter in decoder.named_parameters() if key not in shared}
     unset = {key: torch.empty(shape, dtype=embedding.dtype, device=embedding.device) for key, shape in copied.items()}
     decoder.load_state_dict(shared | unset, strict=False, assign=True)  # not strict: a tied head is not among them
@@ -185,7 +185,8 @@ def read_limits(path: str | Path, max_positions: int | None = None, loader: str 
     if loader == "longdraft" or hf_config.model_type in SUPPORTED:
         shape = decoder_config(hf_config, max_positions)
         return shape.max_positions, shape.vocab_size, shape_hash(shape)
-    return max_positions or text.max_position_embeddings, text.vocab_size, json_hash(text.to_dict())
+    shape = {name: value for name, value in text.to_dict().items() if name != "transformers_version"}
+    return max_positions or text.max_position_embeddings, text.vocab_size, json_hash(shape)
 
 
 def load_tokenizer(path: str | Path) -> Any:

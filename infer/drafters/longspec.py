@@ -115,7 +115,9 @@ class LongSpecDrafter(DeviceDrafter):
         return self._passes.take_missing(state) if widths else 0, *widths
 
     def grow(self, state: SlotState, budget: Budget, plan: tuple[int, ...]) -> TokenTree:
-        some = state.leading() if self._kind is _CPasses else state
+        assert self._passes is not None
+        # A slot whose prompt is being read has no text yet, but is caught up with already.
+        some = state.leading() if self._kind is _CPasses and plan[0] <= self._passes.usual else state
         return self._grow(some, budget, plan).with_roots(state.roots)
 
     def _grow(self, state: SlotState, budget: Budget, plan: tuple[int, ...]) -> TokenTree:
@@ -187,7 +189,7 @@ class DraftPasses:
         self.kept, self._n_positions = (keys, values), keys.shape[1] - tree_rows
         self._slots_B1 = torch.arange(cache.batch, device=head_ED.device)[:, None]
         self._missing = 0  # the most tokens before its root whose keys a slot lacks
-        self._usual = 0  # as many as the last step committed at most
+        self.usual = 0  # as many as the last step committed at most
         self._roots_queried = False  # whether the roots were queries in this step
 
     @classmethod
@@ -206,13 +208,13 @@ class DraftPasses:
 
     def on_step(self, most: int) -> None:
         """A step committed at most `most` tokens to each slot."""
-        self._usual = most
+        self.usual = most
         self._missing = min(self._missing + most - (self._roots_queried and self.keeps_roots), self.window)
         self._roots_queried = False
 
     def take_missing(self, state: SlotState) -> int:
         """The host's part of a proposal: how many tokens it will `catch_up` with."""
-        count = state.rounded(self._missing, min(self._usual, self.window), self.window)
+        count = state.rounded(self._missing, min(self.usual, self.window), self.window)
         self._missing, self._roots_queried = 0, True
         return count
 

@@ -265,6 +265,15 @@ def test_the_next_conversations_do_not_wait_for_a_long_answer(config, run, speak
     assert written == [f"part-{i:05d}" for i in range(1, 9)]
 
 
+def test_a_later_file_of_another_form_costs_itself_alone(config, run, speaker, chats, tmp_path, monkeypatch):
+    """Its conversations are done as soon as they are begun, while the first ones are still being answered."""
+    monkeypatch.setattr(module, "PART_SIZE", 60)
+    (tmp_path / "other.jsonl").write_text('{"text": "no conversation"}\n' * 44)
+    both = replace(config, sources=(*config.sources, str(tmp_path / "other.jsonl")))
+    counts = run(both, speaker)
+    assert counts["success"] == 60 and counts["bad"] == {"missing_field": 44}
+
+
 def test_a_folder_made_with_something_else(config, run, speaker, chats, tmp_path):
     run(config, speaker)
     for other, field in [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from longdraft.infer.budget import EXPLORE_EVERY, HURDLE, TRYING, Policy, widths_up_to, worth_of
+from longdraft.infer.budget import EXPLORE_EVERY, HURDLE, TRIAL_EVERY, TRYING, Policy, widths_up_to, worth_of
 from longdraft.infer.budget import WIDTHS as WIDTHS_OF_A_PASS
 from longdraft.infer.costs import RECENT, STALE, Seconds
 from longdraft.infer.drafters.combine import Combined
@@ -211,6 +211,15 @@ def test_a_drafter_that_does_not_pay_is_asked_so_seldom_that_it_costs_little(dra
     assert proposed[20:].count(False) <= 300 // STALE  # but for a look at plain decoding now and then
 
 
+def test_a_text_that_suits_the_drafter_is_drafted_after_one_that_did_not():
+    policy = policy_with({1: 1.0}, 2, (1, 2))
+    for _ in range(4):
+        steps(policy, TRIAL_EVERY + 1, 0.0, 0.4)
+        policy.start_request()
+        assert steps(policy, TRIAL_EVERY + 1, 1.0, 0.4).count(True) >= TRIAL_EVERY
+        policy.start_request()
+
+
 def test_a_drafter_that_pays_hardly_ever_rests():
     """1.25 times plain decoding's speed, in steps of one or two tokens."""
     policy = policy_with({1: 1.0}, 2, (1, 2))
@@ -308,13 +317,13 @@ def test_of_a_block_that_is_never_right_nearly_no_level_is_run(memoryless, count
 
 
 def test_many_short_requests_are_no_new_trials(memoryless, counted):
-    """Each begins with the rates of those before, but a drafter that never pays is tried as seldom as in a long one."""
+    """Each begins with the rates of those before, but a drafter that never pays is not tried for each."""
     target, block = memoryless
     block.final_norm.weight.data.mul_(-1)
     engine = timed(Engine(target, LongSpecDrafter(target, block, (1,) * 5), slots=4), counted)
     answers = engine.generate([PROMPT] * 100, SamplingParams(max_new_tokens=12))
     n_steps = sum(one.stats.steps for one in answers) // 4
-    assert n_steps >= 290 and len(counted) <= 45 + n_steps // 10
+    assert n_steps >= 290 and len(counted) <= n_steps // 3
 
 
 @pytest.mark.parametrize("combined", [False, True])

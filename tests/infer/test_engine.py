@@ -92,9 +92,10 @@ def test_any_tree_gives_plain_decodings_tokens(target, name, sampling, prompts, 
 
 @pytest.mark.parametrize("drafter", ["plain", "token_recycling", "prompt_lookup"])
 def test_calls_in_inference_mode_and_outside_it(target, drafter):
-    """What a call inside allocates serves the next one outside."""
-    engine, params = Engine(target, drafter), [SamplingParams(max_new_tokens=count) for count in (16, 9, 40, 9)]
-    found = []
+    """What an engine or a call allocates inside serves the next call outside, and inside."""
+    with torch.inference_mode():
+        engine = Engine(target, drafter)
+    params, found = [SamplingParams(max_new_tokens=count) for count in (16, 9, 40, 9)], []
     for i, one in enumerate(params):
         with torch.inference_mode(i % 2 == 0):
             found.append(engine.generate(PROMPTS, one)[0].tokens)

@@ -365,6 +365,19 @@ def test_free_slots_at_the_end_stay_out_of_the_blocks_passes(target, way):
 
 
 @pytest.mark.usefixtures("way")
+def test_a_slot_whose_prompt_is_read_meanwhile_has_its_keys(target):
+    """It has no text yet in the proposal that catches up with it."""
+    drafter = LongSpecDrafter(target, drafted(target), widths=(3, 4))
+    engine = Engine(target, drafter, slots=2, prefill_chunk=8, nodes=None)
+    long = [i % 61 for i in range(40)]
+    for piece in engine.stream([[5, 9, 2], long], SamplingParams(max_new_tokens=20)):
+        if piece.index == 1:
+            break
+    kept = drafter._passes.kept[0][1].flatten(1).float().abs().sum(1)
+    assert int((kept > 0).sum()) >= min(WINDOW, 8)
+
+
+@pytest.mark.usefixtures("way")
 def test_embeddings_that_a_class_of_its_own_computes_go_their_own_way(target, tiny_target):
     """As a model of transformers may have; a plain table is read as it is."""
 

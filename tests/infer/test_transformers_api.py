@@ -1,5 +1,6 @@
 """The drop-in for transformers' generate: its types and shapes, its greedy tokens, and what is refused."""
 
+import copy
 import gc
 import threading
 from dataclasses import replace
@@ -131,6 +132,9 @@ def test_the_configuration_object_and_the_models_own(model):
 def test_compiled_models_and_inference_mode():
     model, inputs = tiny_model(), left_padded(PROMPTS)
     with torch.inference_mode():
+        inside = copy.deepcopy(model)
+        assert inside.lm_head.weight.is_inference()
+        equal(inside, inputs, max_new_tokens=9)
         compiled = generate(torch.compile(model), **inputs, max_new_tokens=5)
     assert compiled.tolist() == generate(model, **inputs, max_new_tokens=5).tolist()
     equal(model, inputs, max_new_tokens=30)
