@@ -7,7 +7,6 @@ With `--prompt-tokens 64-256` texts are continued instead, and then prepared wit
 """
 
 import argparse
-from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -72,8 +71,8 @@ def _token_range(text: str) -> tuple[int, int]:
     least, _, most = text.partition("-")
     try:
         first, last = sorted((at_least(1)(least), at_least(1)(most or least)))
-    except ArgumentTypeError:
-        raise ArgumentTypeError(f"{text}; give a number of at least 1, or two as 64-256") from None
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text}; give a number of at least 1, or two as 64-256") from None
     return first, last
 
 
