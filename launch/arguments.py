@@ -4,8 +4,10 @@
 """
 
 import argparse
+import math
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,14 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return whole_number
+
+
+def positive(text: str) -> float:
+    """The type of an option that takes a number over 0."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}; give a number over 0")
 
 
 def node_budget(text: str) -> str | int:
@@ -244,7 +254,7 @@ def train() -> ArgumentParser:
     add("--stage", help="of a config with stages: start with this one (default: the first unfinished)")
     add("--from-draft", help="draft folder whose weights the training starts from")
     add("--estimate", action="store_true", help="print the memory, operations and hours it takes")
-    add("--tflops", type=float, help="10^12 operations a second of a rank (default: the run's, or an H100's)")
+    add("--tflops", type=positive, help="for --estimate: TFLOP/s of a rank (default: the run's, or an H100's)")
     add("--num-gpus", type=at_least(1), help="ranks on this machine (default: one for each visible GPU; 1 on a CPU)")
     add("--local_rank", type=int, help=SUPPRESS)  # given to each rank by DeepSpeed's launcher, as LOCAL_RANK is
     return parser

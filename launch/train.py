@@ -20,6 +20,8 @@ def run(args: argparse.Namespace) -> int:
     """`longdraft train`: run `main` on all GPUs of this machine, or on --num-gpus ranks. Returns the exit status."""
     options = [f"--stage={args.stage}"] if args.stage is not None else []
     options += [f"--from-draft={args.from_draft}"] if args.from_draft is not None else []
+    if args.tflops is not None and not args.estimate:
+        raise ValueError("--tflops: it is for --estimate, which was not given")
     with signals_noted() as stop:  # already here: looking for GPUs imports torch, which takes seconds
         from longdraft.train.config_file import load_stages
         from longdraft.train.launcher import launch_ranks, rank_devices, settle_device
