@@ -211,8 +211,8 @@ def report(
         n_ranks: the ranks on all machines. None: one for each GPU of this machine, or a single one without GPUs.
         gpu: a rank is a GPU, here or elsewhere, unless train.device says cpu; else it is a process on a CPU. None: as
             on this machine.
-        tflops: operations that a rank makes, in 10^12 a second. None: as the run in the stage's folder measured, if
-            there is one; else as measured on one H100, and for a CPU no hours are given.
+        tflops: operations that a rank makes, in 10^12 a second. None: as the run in the stage's folder measured on
+            such a rank, if there is one; else as measured on one H100, and for a CPU no hours are given.
 
     Raises ValueError where a target cannot be read, is not for our decoder or has too few positions, that number of
     ranks cannot share rows, or rows that are prepared cannot be read.
@@ -251,7 +251,12 @@ def _hours(
     rows, source = Path(config.data.path) / "train", "as given"
     if tflops is None:
         records = read_metrics(config.train.run_dir)
-        measured = [record["tflops_per_rank"] for record in records if "tflops_per_rank" in record]
+        # A run in this folder may have been tried on a CPU, whose lines have no memory of a GPU.
+        measured = [
+            record["tflops_per_rank"]
+            for record in records
+            if "tflops_per_rank" in record and ("peak_memory_gib" in record) == (unit == "GPU")
+        ]
         if not measured and unit != "GPU":
             return None, ""
         tflops = float(median(measured)) if measured else H100_TFLOPS

@@ -305,6 +305,11 @@ def test_hours_are_of_a_rate_that_is_given_or_was_measured(config_file, tmp_path
     records = [{"step": i, "tflops_per_rank": rate} for i, rate in enumerate((1e-9, 1e-6, 2e-6), start=1)]
     (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
     assert of(2, None) == f"{expected}as measured by the run: {hours / 2:,.2f} hours"
+    assert "at 556 TFLOP/s as measured on one H100: " in of(2, None, gpu=True)  # the run was on a CPU
+    on_gpu = json.dumps({"step": 4, "tflops_per_rank": 300.0, "peak_memory_gib": 9.5})
+    (tmp_path / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records) + on_gpu)
+    assert "at 300 TFLOP/s as measured by the run: " in of(2, None, gpu=True)
+    assert of(2, None) == f"{expected}as measured by the run: {hours / 2:,.2f} hours"
     epochs = ["train.steps=null", "train.epochs=3", f"train.run_dir={tmp_path / 'other'}"]
     stages = load_stages(config_file, epochs)
     n_steps = 3 * len(ShardSet(Path(data.path) / "train")) // 8
