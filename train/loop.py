@@ -103,9 +103,10 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
         if not all(ranks.gather(lock.exists())):
             raise ValueError(f"train.run_dir: not all machines see the first one's {run_dir}; give a shared folder")
         found = ranks.from_first(partial(checkpoint.newest, run_dir))
+        undecoded = ranks.from_first(lambda: found is not None and _lacks_decoding(config, found[1]))
         if found is not None:
             checkpoint.check_continues(found[1], config, rows.identity)
-            if found[1]["step"] >= n_steps:
+            if found[1]["step"] >= n_steps and not undecoded:
                 ranks.log(f"Training is done already: {n_steps} steps, checkpoint in {found[0]}")
                 return True
         run = open_run(config, ranks, target, found)
@@ -119,8 +120,8 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
             # What was measured before the first step is measured again.
             run.tracker = Tracker(config, run.method.part_names, run.step or -1, wandb_id, stage)
             run.bar = tqdm(total=n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
-        if run.step == 0 and config.draft.start_from is not None:
-            _evaluate(run, validates=True, decodes=True)  # what the training will be compared with
+        if undecoded or (run.step == 0 and config.draft.start_from is not None):
+            _evaluate(run, validates=True, decodes=True)  # at step 0 what the training will be compared with
         saved = found and found[0]
         while run.step < n_steps and (result := train_step(run)) is not None:
             run.step += 1
@@ -130,13 +131,20 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
         if run.tracker:
             run.tracker.close()
         run.engine.close()
-    if run.step < n_steps:
+    if run.step < n_steps or run.undecoded:
         ranks.log(f"Stopped after {run.step} of {n_steps} steps; the same command goes on from {saved}")
         return False
     if ranks.first and (gained := gains(read_metrics(run_dir))):
         ranks.log(f"From {config.draft.start_from} to step {n_steps}, held out: {gained}")
     ranks.log(f"Trained: {n_steps} steps, checkpoint in {saved}; next: {shlex.join(['longdraft', 'export', run_dir])}")
     return True
+
+
+def _lacks_decoding(config: Config, state: dict[str, Any]) -> bool:
+    """Whether a stop ended the decoding of a checkpoint's weights, and nothing has made up for it."""
+    records = read_metrics(config.train.run_dir)
+    decoded = any(record["step"] == state["step"] and "decode_s" in record for record in records)
+    return bool(config.decoding.every and state["extra"].get("undecoded")) and not decoded
 
 
 def _described(run: Run) -> str:
@@ -182,8 +190,10 @@ def _evaluate(run: Run, validates: bool, decodes: bool) -> None:
         run.heldout = validate(run, run.heldout_rows)
         taken = {"heldout_s": time.perf_counter() - begin}
         _write(run, {f"heldout_{key}": value for key, value in run.heldout.items()} | taken)
+    run.undecoded = False
     if run.decoding is not None and decodes:
         decoded = run.decoding.after_step(run.engine, run.step, run.heldout if validates else {}, run.stop)
+        run.undecoded = decoded is None
         if decoded is not None:
             _write(run, decoded)
             if run.tracker:
@@ -216,6 +226,7 @@ def _save(run: Run) -> Path:
         "heldout": run.heldout,
         "wandb_id": run.tracker and run.tracker.wandb_id,
         "skipped": run.skipped,
+        "undecoded": run.undecoded,
         "data": run.rows.identity,
         "target_weights": run.target_weights,
     }

@@ -47,8 +47,8 @@ class Run:
 
     `target_weights`: the hash of the target's weights (models/fingerprint.py). `decoding`: None where the config does
     not ask for it. `step`: steps done. `skipped`: passes and steps that were skipped because their loss or gradient was
-    not a number. `heldout`: the latest validation. `stop`: the run ends once there is something in it on any rank.
-    `tracker` and a visible `bar` exist on the first rank alone.
+    not a number. `heldout`: the latest validation. `undecoded`: a stop ended the present step's decoding. `stop`: the
+    run ends once there is something in it on any rank. `tracker` and a visible `bar` exist on the first rank alone.
 
     `sums` waits for what the ranks sum at a step's end and returns it (`finish_step_sum` in step.py). `next_input`:
     what the next step reads, prepared while the device was still working; None before the first step.
@@ -68,6 +68,7 @@ class Run:
     sums: Callable[[], list[float]] = field(default=lambda: [0.0, 0.0])
     next_input: StepInput | None = None
     heldout: dict[str, Any] = field(default_factory=dict)
+    undecoded: bool = False
     stop: Sequence[int] = ()
     tracker: Tracker | None = None
     bar: tqdm = field(default_factory=partial(tqdm, disable=True))

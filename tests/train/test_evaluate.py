@@ -1,7 +1,7 @@
 """Decoding while training: its numbers are those of a plain Engine, and the best weights are kept."""
 
 import shutil
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 
 import numpy as np
@@ -246,6 +246,30 @@ def test_a_resumed_run_keeps_the_best_and_rotation_leaves_it(trained, alone, tar
     assert measured(run, 8) == measured(whole, 8)
     weights = [(folder_of(of, 8) / checkpoint.WEIGHTS).read_bytes() for of in (run, whole)]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("decoding", [1, 2])
+def test_a_decoding_that_was_stopped_is_made_up_for(trained, alone, target, tmp_path, monkeypatch, decoding):
+    """The second one is the run's last act."""
+    whole, stop, calls, after_step = trained("tokenswift"), list[int](), count(1), Evaluator.after_step
+
+    def stopped(*arguments):
+        if next(calls) == decoding:
+            stop.append(15)
+        return after_step(*arguments)
+
+    config = load_config(whole / "config.yaml", [f"train.run_dir={tmp_path}"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "after_step", stopped)
+        assert not train(config, alone, target, stop)
+    assert train(config, alone, target)
+    assert [measured(tmp_path, step) for step in (4, 8)] == [measured(whole, step) for step in (4, 8)]
+    kept, expected = (checkpoint.best(run) for run in (tmp_path, whole))
+    assert kept and expected and kept[1]["step"] == expected[1]["step"]
+    assert kept[1]["extra"] == expected[1]["extra"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "after_step", None)  # once is enough
+        assert train(config, alone, target)
 
 
 def test_prompts_are_beginnings_evenly_spread(folder, documents):
