@@ -4,10 +4,10 @@ Shapes: B slots, T query tokens per slot, R of them with logits, L layers, D hid
 K key/value heads, d head width, V vocabulary, P pieces of a packed sequence.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,28 +24,17 @@ Span = tuple[int, int]  # start and stop, in tokens
 ROWS_GPU, ROWS_CPU = 2048, 512
 
 
-class SequenceShard(Protocol):
+class SequenceShard(NamedTuple):
     """One process's share of a pass over a packed sequence that several processes split (train/sequence_parallel.py).
 
-    `tokens` is the range of the pass's tokens that this process computes.
+    Attributes:
+        tokens: the range of the pass's tokens that this process computes.
+        attend: attention of these n tokens over the tokens of all processes, [n, H, d]. Its arguments are those of
+            `segment_attention`, with the pieces of the whole sequence.
     """
 
     tokens: slice
-
-    def attend(
-        self,
-        q_nHd: Tensor,
-        k_nKd: Tensor,
-        v_nKd: Tensor,
-        pieces: list[Segment],
-        window: int | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
-        """Attention of this process's n tokens over the tokens of all processes: [n, H, d].
-
-        The pieces are those of the whole sequence. window: how many keys a query reads; None: all earlier ones.
-        """
-        ...
+    attend: Callable[..., Tensor]
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,8 @@ rank runs it for its own slice of queries.
 Shapes: N tokens end to end, n of them a rank's, D hidden, H query heads, K key/value heads, d head width.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.passes import Pass, TargetOutput
+from longdraft.models.passes import Pass, SequenceShard, TargetOutput
 from longdraft.train.ranks import TIMEOUT  # before DeepSpeed: it names the accelerator
 
 # isort: split
@@ -38,13 +37,6 @@ def sequence_group(degree: int) -> dist.ProcessGroup:
     """This rank's group, where every `degree` consecutive ranks form one; all ranks call it, once."""
     group: Any = dist.new_subgroups(degree, timeout=TIMEOUT)[0]
     return group
-
-
-class _Shard(NamedTuple):
-    """See `SequenceShard` (models/passes.py)."""
-
-    tokens: slice
-    attend: Callable[..., Tensor]
 
 
 class SequenceParallel:
@@ -89,7 +81,7 @@ class SequenceParallel:
         if n_padding:
             tokens_1N, borders = F.pad(tokens_1N, (0, n_padding)), [*borders, n_tokens + n_padding]
             positions_1N = None if positions_1N is None else F.pad(positions_1N, (0, n_padding))
-        shard = _Shard(slice(self.rank * width, (self.rank + 1) * width), self._attend_together)
+        shard = SequenceShard(slice(self.rank * width, (self.rank + 1) * width), self._attend_together)
         output = model(replace(given, tokens_BT=tokens_1N, borders=borders, positions_BT=positions_1N, shard=shard))
         start, stop = self.own_span(n_tokens)
         for name in ("pre_norm", "post_norm", "logits"):
