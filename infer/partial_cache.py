@@ -93,24 +93,15 @@ class SelectedCache(KVCache):
         tail: rows for passes on this cache, committed and pending.
         depth: depth of the longest path that a step usually accepts.
         stride: committed tokens after which a slot is rebuilt although there is room.
-    Raises: ValueError if layers of the model have a sliding window: it counts rows, and these are in no order.
     """
 
-    def __init__(
-        self,
-        full: KVCache,
-        selection: Selection,
-        like: DecoderConfig,
-        tail: int,
-        depth: int = 0,
-        stride: int = sys.maxsize,
-    ):
-        refuse_windows(like, f"budget={selection.budget}: a cache of selected rows")
+    def __init__(self, full: KVCache, selection: Selection, tail: int, depth: int = 0, stride: int = sys.maxsize):
         self.full, self.selection, self._depth, self._stride = full, selection, depth, stride
         self.fixed, self.budget = selection.fixed, selection.rows(full.capacity)
         # The extra last row takes writes that nobody reads, so that slots of unequal counts share one indexed copy.
-        capacity, keys = self.budget + tail + 1, full.keys
-        super().__init__(like.n_layers, full.batch, capacity, like.n_kv_heads, like.head_dim, keys.dtype, keys.device)
+        (n_layers, batch, _, n_kv_heads, head_dim), keys = full.keys.shape, full.keys
+        capacity = self.budget + tail + 1
+        super().__init__(n_layers, batch, capacity, n_kv_heads, head_dim, keys.dtype, keys.device)
         self.held = torch.zeros_like(self.lengths)
         self._written = torch.full_like(self.lengths, -self.fixed)  # ring writes since row `fixed` was the next one
         # Of each slot: how many tokens fit after a build before a row that was picked for its importance is
@@ -216,6 +207,7 @@ class SelectedCache(KVCache):
 
 
 def refuse_windows(like: DecoderConfig, what: str) -> None:
-    """Raise ValueError, about `what`, if a layer has a sliding window."""
+    """Raise ValueError, about `what`, if a layer has a sliding window: it counts rows, and selected ones are in no
+    order."""
     if like.sliding_windows and any(like.sliding_windows):
         raise ValueError(f"{what} does not go with this model's sliding windows; use a drafter that needs none")

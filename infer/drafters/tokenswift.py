@@ -122,8 +122,7 @@ class TokenSwiftDrafter(HeadsDrafter):
             self._selected = None
             return
         if self._selected is None or self._selected.full is not cache:
-            like = self.target.model.config
-            self._selected = SelectedCache(cache, self._selection, like, tail=1, depth=self.max_depth)
+            self._selected = SelectedCache(cache, self._selection, tail=1, depth=self.max_depth)
         self._selected.start(slot)
 
     def buffers(self) -> tuple[object, ...]:

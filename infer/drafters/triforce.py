@@ -84,8 +84,7 @@ class TriForceDrafter(Drafter):
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._cache is None or self._cache.full is not cache:
-            like = self.target.model.config
-            self._cache = SelectedCache(cache, self._selection, like, self._tail, self.chain, STRIDE)
+            self._cache = SelectedCache(cache, self._selection, self._tail, self.chain, STRIDE)
             self._runner.cache = self._cache
             # The inner level has its own history, because the outer level must not see what it adds.
             self._history = History(cache.batch, cache.capacity, cache.keys.device)
