@@ -6,8 +6,9 @@ good each drafter is and what their agreement is worth, and prunes by that. The 
 step reads everything that its drafters need there at once. Shapes: B slots, N nodes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Annotated
 
 from pydantic import Field
@@ -63,37 +64,34 @@ class Combined(Drafter):
         return [stage for of_drafter in stages for stage in of_drafter] * 2
 
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
-        max_nodes = budget.max_nodes
-        limits = [min(max_nodes, drafter.max_nodes) for drafter in self.parts]
-        proposals, trees, first_class = dict[int, Lists](), dict[int, TokenTree](), 0
+        limits = [min(budget.max_nodes, drafter.max_nodes) for drafter in self.parts]
+        trees, first_class = dict[int, TokenTree](), 0
         for i, drafter in enumerate(self.parts):
             if not isinstance(drafter, HostDrafter):
                 trees[i] = drafter.propose(state, replace(budget, max_nodes=limits[i], first_class=first_class))
             first_class += drafter.n_classes
-        look_ups = {i: drafter for i, drafter in enumerate(self.parts) if isinstance(drafter, HostDrafter)}
-        # One read of everything: the roots, the look-ups' rows, and the trees.
-        device_rows = [drafter.device_rows(state) for drafter in look_ups.values()]
-        unread = [x for tree in trees.values() for x in tree.unread]
-        roots, *read = read_together(state.roots, *device_rows, *unread)
-        for i, drafter in look_ups.items():
-            proposals[i] = _as_lists(drafter.tries(state, read.pop(0), limits[i]))
-        for i, tree in trees.items():
-            count = len(tree.unread)
-            proposals[i], read = tree.take_lists(read[:count]).lists, read[count:]
-        return TokenTree.from_tries(self._unite(proposals, roots, max_nodes))
+        # One read of everything: the roots, and of each drafter its tree, or the rows that it needs to look up.
+        unread = [
+            (drafter.device_rows(state),) if isinstance(drafter, HostDrafter) else trees[i].unread
+            for i, drafter in enumerate(self.parts)
+        ]
+        roots, *read = read_together(state.roots, *chain.from_iterable(unread))
+        proposals = list[Lists]()
+        for i, drafter in enumerate(self.parts):
+            found, read = read[: len(unread[i])], read[len(unread[i]) :]
+            if isinstance(drafter, HostDrafter):
+                proposals.append(_as_lists(drafter.tries(state, found[0], limits[i])))
+            else:
+                proposals.append(trees[i].take_lists(found).lists)
+        return TokenTree.from_tries(self._unite(proposals, roots, budget.max_nodes))
 
-    def _unite(self, proposals: Mapping[int, Lists], roots: list[int], max_nodes: int) -> list[Trie]:
-        """One trie a slot of the proposed nodes, at most `max_nodes`. proposals: by index of the drafter."""
+    def _unite(self, proposals: Sequence[Lists], roots: list[int], max_nodes: int) -> list[Trie]:
+        """One trie a slot of the proposed nodes, at most `max_nodes`. proposals: one of each drafter."""
         tries = []
         for slot, root in enumerate(roots):
-            trie, first_class = Trie(root), 0
-            turns = []
-            for i, drafter in enumerate(self.parts):
-                if i in proposals:
-                    tokens, parents, classes = proposals[i]
-                    node_classes = range(len(tokens[slot])) if classes is None else classes[slot]
-                    proposal = tokens[slot], parents[slot], node_classes
-                    turns.append(_add_nodes(trie, *proposal, first_class, self.n_classes // 2))
+            trie, first_class, turns = Trie(root), 0, []
+            for drafter, proposal in zip(self.parts, proposals, strict=True):
+                turns.append(_add_nodes(trie, proposal, slot, first_class, self.n_classes // 2))
                 first_class += drafter.n_classes
             _take_turns(trie, turns, max_nodes)
             tries.append(trie)
@@ -109,13 +107,12 @@ def _as_lists(tries: Sequence[Trie]) -> Lists:
     return Lists(*map(list, zip(*((one.tokens, one.parents, one.classes) for one in tries), strict=True)))
 
 
-def _add_nodes(
-    trie: Trie, tokens: Sequence[int], parents: Sequence[int], classes: Sequence[int], first_class: int, shared: int
-) -> Iterator[None]:
-    """Add a drafter's nodes to `trie`, and yield after each new one. Nodes that it has already cost no turn.
+def _add_nodes(trie: Trie, proposal: Lists, slot: int, first_class: int, shared: int) -> Iterator[None]:
+    """Add a drafter's nodes of a slot to `trie`, and yield after each new one. Nodes that it has already cost no turn.
 
     first_class: of this drafter. shared: what is added to the class of a node that several drafters propose.
     """
+    tokens, parents, classes = proposal.tokens[slot], proposal.parents[slot], proposal.classes_of(slot)
     places = {0: 0}
     for node in range(1, len(tokens)):
         if parents[node] == PAD:
