@@ -149,21 +149,22 @@ class Runner:
         with on_device(self.device), library.decoding(self.on_cpu), torch.no_grad():
             begin, draft_begin = time.perf_counter(), Moment(self.device, self.work_clock)
             self._began, self._queued = self._began or (begin, self.work_clock()), self._queued + 1
-            working = self._working_slots()
-            self.policy.start_step(working.stop - working.start if working else cache.batch)
+            working = state.working
+            n_working = working.stop - working.start
+            self.policy.start_step(n_working)
             proposed = self._propose()
             tree, expected = self.policy.prune(proposed, state)
             self._passed = drafted = time.perf_counter()
             drafting, needs = (draft_begin, Moment(self.device, self.work_clock)), self.drafter.needs
             tree = tree.to(self.device)
             inputs = tree.tokens, tree.parents, *(tree.relations if tree.width > 1 else ())
-            if working is None:
+            if n_working == cache.batch:
                 key = "verify", needs, self.drafter.max_depth, state.logprobs
                 verify = partial(self._verify, cache, needs)
                 verified = state.run(key, (self.model, cache), verify, *inputs, widest=tree.width)
                 accepted, output, results = verified
             else:
-                some_cache = cache.slot(working.start, working.stop - working.start)
+                some_cache = cache.slot(working.start, n_working)
                 some_inputs = (x[working] for x in inputs)
                 accepted, output, results = self._verify(some_cache, needs, state.of_slots(working), *some_inputs)
                 accepted, output = accepted.among(working, cache.batch), output.among(working, cache.batch)
@@ -218,16 +219,6 @@ class Runner:
         logprobs = path_logprobs(output.logits, accepted.nodes, accepted.tokens) if state.logprobs else ()
         # Recorded work keeps what it returns, so logits that nobody needs are omitted.
         return accepted, output if "logits" in needs else replace(output, logits=None), (results_BR, *logprobs)
-
-    def _working_slots(self) -> slice | None:
-        """The slots from the first to the last one with a request; None for all of them, and where the host would have
-        to wait to know. A CPU's pass costs by its rows, so free slots at the ends stay out of it."""
-        state = self.state
-        if not self.on_cpu or state.graphs.recording or bool(state.active.all()):
-            return None
-        active = [slot for slot, is_active in enumerate(state.active.tolist()) if is_active]
-        working = slice(active[0], active[-1] + 1) if active else slice(0, 0)
-        return working if 0 < working.stop - working.start < len(state.roots) else None
 
     def _propose(self) -> TokenTree:
         """The drafter's tree, or the roots alone while it rests."""

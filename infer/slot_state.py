@@ -13,6 +13,7 @@ from torch import Tensor
 from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.graphs import Graphs
 from longdraft.infer.history import History
+from longdraft.kernels.backend import is_host
 
 T = TypeVar("T")
 
@@ -54,12 +55,16 @@ class SlotState:
             committed=self.committed[slots],
         )
 
+    @property
+    def working(self) -> slice:
+        """The slots from the first to the last one with a request on a CPU, where a pass costs by its rows, so that
+        free slots at the ends stay out of it; elsewhere, where the host would have to wait to know, all of them."""
+        active = [] if self.graphs.recording or not is_host(self.active.device) else self.active.nonzero().tolist()
+        return slice(active[0][0], active[-1][0] + 1) if active else slice(0, len(self.roots))
+
     def leading(self) -> "SlotState":
-        """The state of the slots up to the last one with a request on a CPU, where passes cost by their rows; elsewhere
-        that of all slots."""
-        if self.roots.device.type != "cpu" or self.graphs.recording:
-            return self
-        return self.of_slots(slice(0, 1 + max((slot for slot, text in enumerate(self.committed) if text), default=0)))
+        """The state of the slots up to the last one of those `working`."""
+        return self.of_slots(slice(0, self.working.stop)) if self.working.stop < len(self.roots) else self
 
     def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Any, widest: int = 1) -> T:
         """Queue `work(state, *inputs)` on the device. On a CPU this is a plain call. Where steps are recorded, the

@@ -11,6 +11,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.kept_prompts import KeptPrompts
 from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.slot_state import SlotState
 from longdraft.models.hf import refresh, target_from_transformers
 from longdraft.models.kv_cache import KVCache
 
@@ -38,10 +39,10 @@ def turns(engine, calls):
     return [[one.stats.taken_over for one in engine.generate(prompts, NEW)] for prompts in calls]
 
 
-def test_rows_have_the_bits_that_they_had(target):
+def test_rows_have_the_bits_that_they_had(target, monkeypatch):
     """A conversation goes on while another one, of one pass, is decoded on the slot beside it."""
     engine, first = engine_of(target, slots=2), [*DOCUMENT, 1]
-    engine.runner._working_slots = lambda: None  # as on a GPU, where passes write to idle slots too
+    monkeypatch.setattr(SlotState, "working", slice(0, 2))  # as on a GPU, where passes write to idle slots too
     engine.generate([[1]], replace(NEW, max_new_tokens=POSITIONS))  # allocates the cache for all calls
     answer = engine.generate([first], NEW)[0].tokens
     read = rows(engine, 0, 40)
