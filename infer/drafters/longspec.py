@@ -91,11 +91,11 @@ class LongSpecDrafter(DeviceDrafter):
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._passes is None or self._passes.cache is not cache:
             self._passes = self._kind(self.draft, self._embed, self._head_ED, cache, self._tree_rows)
-        self._passes.on_start(len(request.prompt))
+        self._passes.note_prompt(len(request.prompt))
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._passes is not None
-        self._passes.on_step(accepted.nodes.shape[1])
+        self._passes.note_step(accepted.nodes.shape[1])
 
     def buffers(self) -> tuple[object, ...]:
         return (self._passes,)
@@ -112,18 +112,15 @@ class LongSpecDrafter(DeviceDrafter):
         assert self._passes is not None
         widths = _fit(self.widths, budget.max_nodes)[: budget.stages]
         self.num_query_tokens = min(max(widths, default=1), self.extended)
-        return self._passes.take_missing(state) if widths else 0, *widths
+        return self._passes.begin(state) if widths else 0, *widths
 
     def grow(self, state: SlotState, budget: Budget, plan: tuple[int, ...]) -> TokenTree:
-        assert self._passes is not None
-        # A slot whose prompt is being read has no text yet, but is caught up with already.
-        some = state.leading() if self._kind is _CPasses and plan[0] <= self._passes.usual else state
-        return self._grow(some, budget, plan).with_roots(state.roots)
-
-    def _grow(self, state: SlotState, budget: Budget, plan: tuple[int, ...]) -> TokenTree:
-        """The tree of these slots, the first ones."""
         n_missing, *widths = plan
         assert self._passes is not None
+        roots_B = state.roots
+        # A slot whose prompt is being read has no text yet, but is caught up with already.
+        if self._kind is _CPasses and n_missing <= self._passes.usual:
+            state = state.leading()
         self._passes.catch_up(state, n_missing)
         level = self._root_level(state)
         nodes_3BN, first = level.nodes_3BW, 0  # of the tree so far; index in it of the first node that is extended
@@ -144,7 +141,7 @@ class LongSpecDrafter(DeviceDrafter):
             tree = TokenTree(*nodes_3BN)
             if stage < len(widths) and not budget.goes_on(tree):
                 break
-        return tree
+        return tree.with_roots(roots_B)
 
     def _root_level(self, state: SlotState) -> Level:
         """The roots as level 0. The score of an inactive slot's root is -inf, which makes its nodes padding."""
@@ -199,21 +196,21 @@ class DraftPasses:
 
     @staticmethod
     def n_positions(config: LongSpecConfig, capacity: int) -> int:
-        """P: of how many positions keys and values are kept."""
-        raise NotImplementedError
+        """P: of how many positions keys and values are kept, at least the `window`."""
+        return min(config.window, config.max_positions)
 
-    def on_start(self, length: int) -> None:
+    def note_prompt(self, length: int) -> None:
         """Another sequence starts on a slot. length: tokens of its prompt."""
         self._missing = min(max(self._missing, length), self.window)
 
-    def on_step(self, most: int) -> None:
+    def note_step(self, most: int) -> None:
         """A step committed at most `most` tokens to each slot."""
         self.usual = most
         self._missing = min(self._missing + most - (self._roots_queried and self.keeps_roots), self.window)
         self._roots_queried = False
 
-    def take_missing(self, state: SlotState) -> int:
-        """The host's part of a proposal: how many tokens it will `catch_up` with."""
+    def begin(self, state: SlotState) -> int:
+        """The host's part of a proposal: how many tokens it has to `catch_up` with, which then lack nothing."""
         count = state.rounded(self._missing, min(self.usual, self.window), self.window)
         self._missing, self._roots_queried = 0, True
         return count
@@ -239,10 +236,6 @@ class DraftPasses:
 class _TorchPasses(DraftPasses):
     """Passes by PyTorch's operations. Keys and values are kept of the last W positions before the root, and a proposal
     catches up with these. The tree's rows follow, so that a pass attends to one piece of memory under one mask."""
-
-    @staticmethod
-    def n_positions(config: LongSpecConfig, capacity: int) -> int:
-        return min(config.window, config.max_positions)
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
         cache, n_rows, n_nodes = self.cache, *ancestors_BTN.shape[1:]
