@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from longdraft.data_prep.recipe import STDLIB, STDLIB_CHAT, Source
 from longdraft.data_prep.shards import MANIFEST
-from longdraft.models.files import PLAN, PROGRESS
+from longdraft.models.files import PLAN, PROGRESS, damage_named
 
 # How a file is read, by its suffix, which may be followed by one of COMPRESSED.
 KINDS = {
@@ -29,6 +29,7 @@ STDLIB_SKIPPED = ("site-packages", "dist-packages", "__pycache__", "test", "test
 CACHES = "cache-*.arrow"  # what `map` and `filter` of `datasets` leave beside a saved data set
 REMOTE = "hf://"
 BUFFER_BYTES = 1 << 20
+REMEDY = "if it was not fetched whole, fetch it again"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def open_plain(path: str) -> Iterator[BinaryIO]:
     An uncompressed file is seekable. Raises ValueError if the file cannot be opened, or, inside the block, if what is
     read in it is damaged or ends early.
     """
-    with damage_described(path), _open(path) as raw:
+    with damage_named(path, remedy=REMEDY), _open(path) as raw:
         if not is_compressed(path):
             yield raw
             return
@@ -100,15 +101,6 @@ def _open(path: str) -> BinaryIO:
 
     # Buffered, because the remote file would read a block of megabytes for every line.
     return io.BufferedReader(cast(io.RawIOBase, HfFileSystem().open(path, "rb")), BUFFER_BYTES)
-
-
-@contextmanager
-def damage_described(path: str) -> Iterator[None]:
-    """Turn what goes wrong while this file is read into a ValueError that names it."""
-    try:
-        yield
-    except Exception as error:  # the readers' errors have no base of their own
-        raise ValueError(f"{path} cannot be read ({error}); if it was not fetched whole, fetch it again") from error
 
 
 def _files_of(source: Source, number: int) -> list[SourceFile]:

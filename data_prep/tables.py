@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from longdraft.data_prep.sources import SourceFile, damage_described, is_compressed, open_plain
+from longdraft.data_prep.sources import REMEDY, SourceFile, is_compressed, open_plain
+from longdraft.models.files import damage_named
 
 ROWS_AT_ONCE = 64  # a row can be a book of PG-19 with half a megabyte
 SIZE = np.dtype("<u4")  # of MDS
@@ -100,7 +101,7 @@ TABLES = {"parquet": Parquet, "arrow": Arrow, "mds": Mds}
 def open_table(file: SourceFile) -> Iterator[Parquet | Arrow | Mds]:
     """Open a file of a kind in TABLES. Raises ValueError, also inside the block, if it is damaged."""
     if file.kind == "arrow" and file.is_cheap_to_seek:
-        with damage_described(file.path), pa.memory_map(file.path) as source:
+        with damage_named(file.path, remedy=REMEDY), pa.memory_map(file.path) as source:
             yield Arrow(source)
         return
     with open_plain(file.path) as stream:

@@ -56,7 +56,9 @@ def write_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[st
 
 
 @contextmanager
-def damage_named(*files: Path, remedy: str = "fetch it again (a pointer of Git LFS: git lfs pull)") -> Iterator[None]:
+def damage_named(
+    *files: Path | str, remedy: str = "fetch it again (a pointer of Git LFS: git lfs pull)"
+) -> Iterator[None]:
     """Wrap the reading of these files: an error becomes a ValueError of one sentence that names them, with the reason
     of whoever reads them and the remedy.
 

@@ -51,7 +51,7 @@ def test_every_column_comes_back(kind):
 def test_only_what_is_asked_for_is_decoded():
     (file,) = list_files([Source(path=str(WRITTEN / "pickled"))])
     assert list(table_rows(file, fields=("text", "none"))) == [{"text": b"a"}]
-    with pytest.raises(ValueError, match=r"shard\.00000\.mds cannot be read .*'pkl'"):
+    with pytest.raises(ValueError, match=r"shard\.00000\.mds: cannot be read .*'pkl'"):
         list(table_rows(file, fields=("x",)))
 
 
@@ -82,5 +82,5 @@ def test_texts_and_damage(tmp_path):
     overlapping = np.array([1, 12, 4], dtype=np.uint32).tobytes()
     for content in (*(whole[:cut] for cut in (2, 30, 1000, len(whole) - 3)), b"text, no shard" * 50, overlapping):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"cut\.mds cannot be read"):
+        with pytest.raises(ValueError, match=r"cut\.mds: cannot be read"):
             list(table_rows(*list_files([Source(path=str(path))]), fields=("text",)))

@@ -46,7 +46,7 @@ def test_a_full_disk_is_an_error_that_loses_nothing(
 
 def test_a_damaged_file_is_named_before_anything_is_made(config, tmp_path, tiny_tokenizer):
     (tmp_path / "corpus" / "html.parquet").write_bytes(b"<html>not found</html>" * 9)
-    with pytest.raises(ValueError, match=r"html\.parquet cannot be read"):
+    with pytest.raises(ValueError, match=r"html\.parquet: cannot be read"):
         prepare(config, tiny_tokenizer, "hash")
     assert not config.out.exists()
 

@@ -131,7 +131,7 @@ def test_truncated_files_are_refused_by_name(tmp_path, name):
     write_as(tmp_path / name, [{"text": os.urandom(30).hex()} for _ in range(200)])
     whole = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole[: len(whole) // 2 + 700])
-    with pytest.raises(ValueError, match=rf"{name} cannot be read"):
+    with pytest.raises(ValueError, match=rf"{name}: cannot be read"):
         documents(tmp_path / name)
 
 
@@ -149,7 +149,7 @@ def test_broken_files_are_refused_by_name(tmp_path, name, content):
 def test_too_large_an_array_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "ARRAY_BYTES", 1000)
     write_as(tmp_path / "a.json.gz", [{"text": "x" * 1000}])
-    with pytest.raises(ValueError, match=r"a\.json\.gz .*JSONL"):
+    with pytest.raises(ValueError, match=r"a\.json\.gz: .*JSONL"):
         documents(tmp_path / "a.json.gz")
     lines = [b"", *(json.dumps({"text": "x" * i}).encode() for i in range(1, 200))]  # as C4's and Dolma's files
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(b"\n".join(lines)))
