@@ -19,15 +19,6 @@ from longdraft.models.schema import Float, validated_dataclass
 from longdraft.models.stream import RMSNorm
 
 
-class HeadsConfig:
-    """The fields that every method's config has; each method's dataclass has its own order of them."""
-
-    hidden_size: int
-    n_heads: int
-    init_std: float
-    draft_vocab_size: int | None
-
-
 class Heads(DraftModule):
     """Parameters: `proj.{i}.weight` [D, D], a matrix W for each head. `reads`: the field of TargetOutput that is the
     heads' input.
@@ -38,11 +29,14 @@ class Heads(DraftModule):
         token_ids_E: int64, the target's ids of a restricted draft vocabulary; None: the first `draft_vocab_size`.
     """
 
-    config: HeadsConfig
+    config: "TokenSwiftConfig | MedusaConfig"
     reads: Literal["pre_norm", "post_norm"] = "post_norm"
 
     def __init__(
-        self, config: HeadsConfig, generator: torch.Generator | None = None, token_ids_E: Tensor | None = None
+        self,
+        config: "TokenSwiftConfig | MedusaConfig",
+        generator: torch.Generator | None = None,
+        token_ids_E: Tensor | None = None,
     ):
         super().__init__()
         self.restrict(config.draft_vocab_size, token_ids_E)
@@ -72,7 +66,7 @@ class Heads(DraftModule):
 
 
 @validated_dataclass
-class TokenSwiftConfig(HeadsConfig):
+class TokenSwiftConfig:
     """Shape and initialisation of TokenSwift's heads.
 
     Attributes:
@@ -137,7 +131,7 @@ class TokenSwift(Heads):
 
 
 @validated_dataclass
-class MedusaConfig(HeadsConfig):
+class MedusaConfig:
     """Shape and initialisation of Medusa's heads; `hidden_size` is the target's.
 
     `init_std` is the standard deviation of W; 0, the paper's, starts every head at the target's next-token prediction.
