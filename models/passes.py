@@ -137,20 +137,18 @@ class TargetOutput:
 
     def first(self, count: int) -> "TargetOutput":
         """The output of each slot's first `count` tokens. The queries stay."""
-        parts = (self.logits, self.pre_norm, self.post_norm, *(self.last_kv or (None, None)))
-        logits, pre_norm, post_norm, k, v = (None if x is None else x[:, :count] for x in parts)
-        return TargetOutput(logits, pre_norm, post_norm, None if k is None or v is None else (k, v), self.queries)
+        return self._with(lambda x_BTX: x_BTX[:, :count], self.queries)
 
     def among(self, slots: slice, batch: int) -> "TargetOutput":
         """The output of `batch` slots, of which `slots` have this output and the others zeros."""
-
-        def wide(x_BTX: Tensor | None) -> Tensor | None:
-            return None if x_BTX is None else spread(x_BTX, slots, batch)
-
-        k_BTKd, v_BTKd = map(wide, self.last_kv or (None, None))
-        last_kv = None if k_BTKd is None or v_BTKd is None else (k_BTKd, v_BTKd)
         queries = None if self.queries is None else spread(self.queries.transpose(0, 1), slots, batch).transpose(0, 1)
-        return TargetOutput(wide(self.logits), wide(self.pre_norm), wide(self.post_norm), last_kv, queries)
+        return self._with(lambda x_BTX: spread(x_BTX, slots, batch), queries)
+
+    def _with(self, change: Callable[[Tensor], Tensor], queries: Tensor | None) -> "TargetOutput":
+        """The output with every field changed but the queries, which are given."""
+        parts = (self.logits, self.pre_norm, self.post_norm, *(self.last_kv or (None, None)))
+        logits, pre_norm, post_norm, k, v = (None if x is None else change(x) for x in parts)
+        return TargetOutput(logits, pre_norm, post_norm, None if k is None or v is None else (k, v), queries)
 
 
 def take_at(x_BTD: Tensor, at_BR: Tensor | None) -> Tensor:
