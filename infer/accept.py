@@ -73,7 +73,7 @@ def accept(
         logits_BV = logits_BNV[:, here[0]] if len(here) == 1 else logits_BNV[torch.arange(len(here)), here]
         chosen_B = state.sampling.choose(logits_BV, state.history, state.positions + depth)
         # For a path that has ended already, this comes after the new root and is void.
-        state.history.write(state.positions + depth + 1, chosen_B)
+        state.history.write((state.positions + depth + 1)[:, None], chosen_B[:, None])
         nodes.append(list(here))
         tokens.append(chosen_B)
         for slot, choice in enumerate(chosen_B.tolist()):

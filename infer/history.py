@@ -37,8 +37,7 @@ class History:
         self.prompt_lengths[slot].fill_(len(prompt))
 
     def write(self, positions_BP: Tensor, tokens_BP: Tensor) -> None:
-        """Write tokens at these positions (both int64, [B] or [B, P]); those beyond the capacity are dropped."""
-        positions_BP, tokens_BP = (x if x.dim() == 2 else x[:, None] for x in (positions_BP, tokens_BP))
+        """Write tokens at these positions, both int64; those beyond the capacity are dropped."""
         self._with_dropped.scatter_(1, positions_BP.clamp(max=self.tokens.shape[1]), tokens_BP)
 
     def read(self, first_B: Tensor, count: int) -> Tensor:

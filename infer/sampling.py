@@ -24,14 +24,13 @@ def _warm_or_greedy(temperature: float) -> float:
 
 
 Number = Annotated[float, Strict()]
-Integer = Int
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Penalty = Annotated[Number, Field(ge=1e-30, le=1e30)]
 Shift = Annotated[Number, Field(ge=-1e30, le=1e30)]
-AtLeast0 = Annotated[Integer, Field(ge=0, lt=2**62)]
-AtLeast1 = Annotated[Integer, Field(ge=1, lt=2**62)]
+AtLeast0 = Annotated[Int, Field(ge=0, lt=2**62)]
+AtLeast1 = Annotated[Int, Field(ge=1, lt=2**62)]
 TokenIds = tuple[AtLeast0, ...]
-Logprobs = Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)]
+Logprobs = Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)]
 Text = Annotated[Str, Field(min_length=1)]
 
 
@@ -73,7 +72,7 @@ class SamplingParams:
     top_k: AtLeast0 = 0
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     min_p: Fraction = 0.0
-    seed: Annotated[Integer, Field(ge=-(2**63), lt=2**64)] | None = None
+    seed: Annotated[Int, Field(ge=-(2**63), lt=2**64)] | None = None
     max_new_tokens: AtLeast1 = 256
     stop_token_ids: TokenIds = ()
     ignore_eos: Bool = False
@@ -110,11 +109,10 @@ PRESETS: dict[str, Mapping[str, Any]] = {
 }
 
 
-def preset_for(target: str, family: str = "tokenswift") -> str | None:
-    """The family's preset for a target's name, such as "meta-llama/Llama-3.1-8B"; None if there is none."""
+def preset_for(target: str) -> str | None:
+    """The published preset for a target's name, such as "meta-llama/Llama-3.1-8B"; None if there is none."""
 
     def plain(text: str) -> str:
         return re.sub(r"[^a-z0-9.]", "", text.lower())
 
-    models = {name: plain(name.removeprefix(f"{family}-")) for name in PRESETS if name.startswith(f"{family}-")}
-    return next((name for name, model in models.items() if model in plain(target)), None)
+    return next((name for name in PRESETS if plain(name.removeprefix("tokenswift-")) in plain(target)), None)

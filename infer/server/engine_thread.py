@@ -70,11 +70,6 @@ class EngineThread:
         """Whether it accepts requests."""
         return not (self.failed or self._closed)
 
-    @property
-    def in_flight(self) -> int:
-        """The number of requests that are being decoded or wait for a slot."""
-        return len(self._jobs)
-
     def submit(self, requests: Sequence[Request]) -> Job:
         """Submit all of these requests, or none; they get new indices. Raises ApiError: a full queue, a server that is
         ending, or more requests than an empty queue holds."""
@@ -83,7 +78,7 @@ class EngineThread:
         count = len(requests)
         if count > self._capacity:
             raise ApiError(400, f"n: {count} answers in one request, and this server holds {self._capacity}", "n")
-        if self.in_flight + count > self._capacity:
+        if len(self._jobs) + count > self._capacity:
             raise ApiError(429, "all slots and the queue are full; try again", code="queue_full")
         job = Job([replace(one, index=next(self._indices)) for one in requests])
         for request in job.requests:

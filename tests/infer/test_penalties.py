@@ -177,7 +177,7 @@ def test_history_writes_stay_inside():
     history = History(2, 5)
     history.start(0, [1, 2, 3, 4, 5])
     history.start(1, [6])
-    history.write(torch.tensor([5, 1]), torch.tensor([9, 7]))
+    history.write(torch.tensor([[5], [1]]), torch.tensor([[9], [7]]))
     assert history.tokens.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
     assert history.read(torch.tensor([3, -1]), 3).tolist() == [[4, 5, 5], [6, 6, 7]]
     assert history.prompt_lengths.tolist() == [5, 1]
