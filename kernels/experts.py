@@ -17,9 +17,6 @@ from longdraft.kernels.gate import clamped_gate, clamped_gate_reference, gate, g
 from longdraft.kernels.linear import linear
 from longdraft.kernels.tree import MOST_ROWS
 
-# The second name is the one before PyTorch 2.10.
-_grouped_mm = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
-
 
 class ExpertWeights(NamedTuple):
     """Weights of a router and E experts, where an expert is down(gate(gate_up(x))).
@@ -77,7 +74,7 @@ def choose_experts(x_BTD: Tensor, weights: ExpertWeights, n_chosen: int, normali
 def _grouped(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """PyTorch's grouped product. Where it has no kernel for it, it loops over the experts, which waits for the host
     (`waits_for_host`)."""
-    return _grouped_mm(rows_NI, weight_EOI.mT, offs=ends_E)
+    return F.grouped_mm(rows_NI, weight_EOI.mT, offs=ends_E)
 
 
 def grouped(

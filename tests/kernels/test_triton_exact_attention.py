@@ -144,7 +144,7 @@ def test_so_are_the_products_of_a_linear_layers_splits(monkeypatch, exact_on_any
 def test_a_models_logits_have_plain_decodings_bits(monkeypatch, exact_on_any_device, shared, tiny_target, fields):
     """Through linear layers, attention and LM head: 8 rows of a chain and of a tree, and each path token by token."""
     monkeypatch.setattr("longdraft.kernels.tree.pack_tree", None)  # nobody reads the bits of ancestors
-    monkeypatch.setattr("longdraft.kernels.experts._grouped_mm", None)  # nor is PyTorch's product used
+    monkeypatch.setattr("torch.nn.functional.grouped_mm", None)  # nor is PyTorch's product used
     model = tiny_target(vocab_size=61, n_layers=1, dtype=DTYPE, **fields).model.to(DEVICE)
     mask = shared("kernels/test_tree_attention.py").random_tree(9, 3)[:8, :8]
     tokens = torch.randint(61, (1, 26), generator=torch.Generator().manual_seed(0)).to(DEVICE)
