@@ -24,8 +24,8 @@ from longdraft.kernels.tree import MOST_ROWS
 from longdraft.models.decoder import Decoder
 
 T = TypeVar("T")
-# Records work without running it. Returns what the work returned, and a function that runs it on the same memory.
-Recorder = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
+# Records work without running it. Returns a function that runs it on the same memory.
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Graphs:
             fill(known.inputs, inputs)
         if known.replay is None:
             # What the work caches in its inputs must not stay there, so it is given a twin.
-            _, known.replay = self._recorder(lambda: fill(known.outputs, work(*_twin(known.inputs))))
+            known.replay = self._recorder(lambda: fill(known.outputs, work(*_twin(known.inputs))))
             self.fresh = True
         if not self.rehearsing:
             known.replay()
@@ -166,7 +166,7 @@ def cuda_graphs(device: torch.device) -> Graphs:
     stream, alive = _capture_stream(device), WeakSet[torch.cuda.CUDAGraph]()
     pool = torch.cuda.graph_pool_handle()
 
-    def record(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def record(work: Callable[[], None]) -> Callable[[], None]:
         # As torch.cuda.graph, but that also collects garbage and empties the memory cache every time, which takes long.
         # Garbage must not be collected meanwhile: freeing memory ends a recording.
         nonlocal pool
@@ -177,7 +177,7 @@ def cuda_graphs(device: torch.device) -> Graphs:
         gc.disable()
         try:
             with torch.cuda.device(device), torch.cuda.stream(stream):
-                outputs = _captured(graph, pool, work)
+                _capture(graph, pool, work)
         except Exception as error:
             # PyTorch's allocator goes on recording to the pool of a recording that failed, and refuses another there.
             with suppress(RuntimeError):
@@ -188,21 +188,20 @@ def cuda_graphs(device: torch.device) -> Graphs:
             if collects:
                 gc.enable()
         alive.add(graph)
-        return outputs, graph.replay
+        return graph.replay
 
     return Graphs(record)
 
 
-def _captured(graph: torch.cuda.CUDAGraph, pool: Any, work: Callable[[], Any]) -> Any:
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any, work: Callable[[], None]) -> None:
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
-        outputs = work()
+        work()
     except BaseException:
         with suppress(RuntimeError):  # the first error is the one to report
             graph.capture_end()
         raise
     graph.capture_end()
-    return outputs
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:

@@ -213,7 +213,7 @@ class PretendedCuda:
         finally:
             self._counting = before
 
-    def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """As CUDA's recorder (`Graphs`): what it is given is done at every replay and not before."""
 
         def replay() -> None:
@@ -221,7 +221,7 @@ class PretendedCuda:
             with self.no_waits("in recorded work"):
                 work()
 
-        return None, replay
+        return replay
 
     # What is seen.
 
