@@ -161,7 +161,7 @@ class Experts(nn.Module):
     def _sum(
         self, x_BTD: Tensor, _: RMSNorm | None = None, /, residual: Tensor | None = None, **_options: Any
     ) -> Tensor:
-        """The experts' sum as a `FusedLinear` of the stream (models/stream.py); x has been normed already."""
+        """The experts' sum as a `Product` of the stream (models/stream.py); x has been normed already."""
         weights = ExpertWeights(
             self.router, self.gate_up_proj, self.down_proj,
             self.router_bias, self.gate_up_bias, self.down_bias, self.config.clamped_gate,

@@ -5,12 +5,16 @@ On a CPU each linear layer is one C call, together with the norm before it and t
 (kernels/rms_norm.py). Shapes: B slots, T tokens, D hidden width.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longdraft.kernels.rms_norm import add_rms_norm, adds_with_norm, rms_norm
+
+# A linear layer (models/layer.py), called with its input, a norm to apply to that if there is one, and options.
+Product = Callable[..., Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -26,12 +30,6 @@ class RMSNorm(nn.Module):
         if added is None:
             return rms_norm(x, self.weight, self.eps)
         return add_rms_norm(x, added, self.weight, self.eps)
-
-
-class FusedLinear(Protocol):
-    """A linear layer (models/layer.py) that can apply a norm to its input and add a residual to its output."""
-
-    def __call__(self, input: Tensor, norm: RMSNorm | None = None, /, **options: Any) -> Tensor: ...
 
 
 class Stream:
@@ -57,13 +55,13 @@ class Stream:
         self._pending = None
         return normed_BTD
 
-    def read(self, product: FusedLinear, norm: RMSNorm, **options: Any) -> Tensor:
+    def read(self, product: Product, norm: RMSNorm, **options: Any) -> Tensor:
         """product(norm(stream)); `options` are passed to the product."""
         if self._pending is None or not adds_with_norm(self._rows):
             return product(self.rows, norm, **options)
         return product(self.normed(norm), **options)
 
-    def add(self, product: FusedLinear, x: Tensor, post_norm: RMSNorm | None = None) -> None:
+    def add(self, product: Product, x: Tensor, post_norm: RMSNorm | None = None) -> None:
         """stream += product(x), or post_norm(product(x))."""
         if post_norm is not None or adds_with_norm(self._rows):
             added = product(x)
