@@ -67,11 +67,6 @@ class SlotSampling:
             self._of_slots[key]._noise_rows = self._noise_rows[slots]
         return self._of_slots[key]
 
-    @property
-    def unfiltered(self) -> bool:
-        """Whether logits, temperature and noise alone decide: no slot has a filter, penalty or ban."""
-        return not self.penalties.any and not self.filters.any
-
     def follow(self, other: "SlotSampling") -> bool:
         """Copy another's parameters into the tensors of this one, so that recorded work (infer/graphs.py) goes on with
         them. Returns False, and copies nothing, if they need other work."""
@@ -168,7 +163,7 @@ class SlotSampling:
             tokens_BN, positions_BN: int64, of the nodes, the root first.
             ancestors_BNN: bool, [b, i, j]: j is i itself or above it; None where there is the root alone.
         """
-        if self.unfiltered:
+        if not self.penalties.any and not self.filters.any:
             return choose(logits_BNV, self.seeds, positions_BN + 1, self.temperatures)
         chosen = []
         n_slots, _, vocab = logits_BNV.shape
