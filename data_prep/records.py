@@ -158,11 +158,6 @@ def numbered_records(segment: Segment, fields: Collection[str] | None = None) ->
             yield from enumerate(_json_records(stream), start=1)
 
 
-def all_records(file: SourceFile) -> Iterator[tuple[int, Any]]:
-    """All records of a file of records, as `numbered_records` gives them."""
-    return numbered_records(Segment(file))
-
-
 def _json_records(stream: BinaryIO) -> Iterator[Any]:
     """The elements of a JSON array, or the values in the lines of a file that is no array. Raises ValueError for an
     array of more than ARRAY_BYTES."""

@@ -14,7 +14,7 @@ from pydantic import Field, Json, Strict
 from typing_extensions import TypedDict
 
 from longdraft.data_prep.recipe import Source
-from longdraft.data_prep.records import all_records
+from longdraft.data_prep.records import Segment, numbered_records
 from longdraft.data_prep.sources import list_files
 from longdraft.infer.requests import prompt_tokens
 from longdraft.models.schema import Str, validate
@@ -165,7 +165,7 @@ class Suite:
         except ValueError as error:
             reason = str(error).removesuffix("; name other files by --files")
             raise ValueError(f"--data: {reason}; the files come from {self.source}") from error
-        for row in (Row(file.name, *numbered) for file in files for numbered in all_records(file)):
+        for row in (Row(file.name, *numbered) for file in files for numbered in numbered_records(Segment(file))):
             if not isinstance(row.fields, dict):
                 raise ValueError(f"--data: {row.file}, record {row.number} is no JSON object of fields")
             if (question := self.read(row)) is not None:
