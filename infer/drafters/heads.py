@@ -47,7 +47,9 @@ class HeadsDrafter(DeviceDrafter):
         check_draft(target, draft, {"hidden_size": target.model.config.hidden_size})
         self.draft, self._head_ED = draft, draft.head(target.model.lm_head.weight)
         n_heads = draft.config.n_heads
-        self.shape = shape if isinstance(shape, TreeShape) else TreeShape.cartesian(shape or (3,) * n_heads)
+        shape = shape if isinstance(shape, TreeShape) else TreeShape.cartesian(shape or (3,) * n_heads)
+        # Without ranks that a small vocabulary does not have.
+        self.shape = TreeShape(tuple(node for node in shape.nodes if max(node) < len(self._head_ED)))
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
         if self.max_depth > n_heads:
             raise ValueError(f"shape: {self.max_depth} levels, but this draft has {n_heads} heads, one a level")

@@ -56,3 +56,11 @@ def test_levels_are_the_heads_top_ranks(target, temperature, nodes):
     params = [SamplingParams(temperature=temperature, seed=seed, max_new_tokens=15) for seed in range(3)]
     Engine(target, drafter, slots=2, nodes=nodes, prefill_chunk=4).generate(PROMPTS, params)
     assert drafter.compared > 20 and drafter.max_nodes == 39 and drafter.max_depth == 3
+
+
+def test_a_tree_has_no_more_ranks_than_the_vocabulary_has_tokens(tiny_target, plain_tokens, seeded):
+    target, prompts = tiny_target(vocab_size=2), [[1], [0, 1, 1, 0]]
+    drafter, params = HeadsDrafter(target, heads(target)), seeded(SamplingParams(temperature=0.8), 2, 15)
+    found = Engine(target, drafter, nodes=None).generate(prompts, params)
+    assert [one.tokens for one in found] == plain_tokens(target, prompts, params)
+    assert drafter.max_nodes == 2 + 4 + 8
