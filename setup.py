@@ -42,7 +42,7 @@ setup(
         "transformers>=5.19,<6",
         "huggingface_hub>=1",
         "httpx>=0.27",
-        "pyarrow>=17",
+        "pyarrow>=19",
         "tokenizers>=0.21",
         # transformers needs these for targets that only have a tokenizer.model, such as Vicuna and LongChat. From 0.2.3
         # on, sentencepiece accepts no protobuf older than its own, and vLLM's and wandb's may be older.

@@ -38,7 +38,7 @@ class Parquet:
 
     def rows(self, chunks: range, fields: list[str]) -> Iterator[dict[str, Any]]:
         for batch in self._file.iter_batches(ROWS_AT_ONCE, list(chunks), fields):
-            yield from batch.to_pylist()
+            yield from _rows(batch)
 
 
 class Arrow:
@@ -57,7 +57,7 @@ class Arrow:
 
     def rows(self, chunks: range, fields: list[str]) -> Iterator[dict[str, Any]]:
         for chunk in chunks:
-            yield from self._batches[chunk].select(fields).to_pylist()
+            yield from _rows(self._batches[chunk].select(fields))
 
 
 class Mds:
@@ -120,6 +120,26 @@ def table_rows(
     with open_table(file) as table:
         present = [name for name in table.fields if fields is None or name in fields]
         yield from table.rows(range(len(table.chunks))[start:stop], present or table.fields)
+
+
+def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows of a batch. Texts of Arrow's JSON type are parsed: so `datasets` keeps what has no other type, such as
+    messages of which some call tools, or content that is a text here and parts there."""
+    rows = batch.to_pylist()
+    for field in batch.schema:
+        if "arrow.json" in str(field.type):
+            for row in rows:
+                row[field.name] = _parsed(row[field.name], field.type)
+    return rows
+
+
+def _parsed(value: Any, kind: pa.DataType) -> Any:
+    """A value of this type, in which every text of Arrow's JSON type is parsed."""
+    if isinstance(kind, pa.JsonType) and value is not None:
+        return json.loads(value)
+    if isinstance(value, list):
+        return [_parsed(one, kind.value_type) for one in value]
+    return {field.name: _parsed(value[field.name], field.type) for field in kind} if isinstance(value, dict) else value
 
 
 def _mds_cell(encoding: str, raw: bytes) -> Any:

@@ -26,11 +26,13 @@ LINES_AS_JSON = "lines.json"
 
 def write_as(path, rows):
     """In the layout that the file's name says."""
+    if path.name in TABLES:
+        table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
     if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=70)
+        pq.write_table(table, path, row_group_size=70)
     elif path.suffix == ".arrow":
         opened = pa.ipc.new_stream if path.name == "stream.arrow" else pa.ipc.new_file
-        with opened(path, (table := pa.Table.from_pylist(rows)).schema) as writer:
+        with opened(path, table.schema) as writer:
             writer.write_table(table, max_chunksize=70)
     else:
         if path.name in ARRAYS:
@@ -108,6 +110,21 @@ def test_bad_rows_of_tables(tmp_path, name):
     assert [why for _, why in whys(tmp_path / name)] == ["good", "field_not_text", "empty", "x"]
     assert [why for _, why in whys(tmp_path / name, TextFormat("body"))] == ["abc", "é", "bad_utf8", "empty"]
     assert whys(tmp_path / name, TextFormat("content")) == [(str(i), "missing_field") for i in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("of_message", [True, False])
+def test_what_datasets_keeps_as_json_is_read_as_its_value(tmp_path, name, of_message):
+    """It does so where messages have different fields, or contents different types."""
+    import datasets
+
+    content = {"role": datasets.Value("string"), "content": datasets.Json()}
+    features = datasets.Features({"messages": datasets.List(datasets.Json() if of_message else content)})
+    rows = [{"messages": TURNS}, {"messages": [TURNS[0], {"role": "assistant", "content": None}]}, {"messages": None}]
+    write_as(tmp_path / name, datasets.Dataset.from_list(rows, features=features).data.table)
+    good, *bad = documents(tmp_path / name, ChatFormat("messages"))
+    assert good.messages == (("user", "a?"), ("assistant", "b"))
+    assert [one.why for one in bad] == ["content_not_text", "not_a_list"]
 
 
 def test_bad_elements_of_arrays(tmp_path):
