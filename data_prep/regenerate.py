@@ -251,7 +251,7 @@ def open_answers(messages: Sequence[tuple[str, str]]) -> list[tuple[str, str | N
     """The messages with None as the content of every answer, also of one due after a last question; a greeting before
     the first question stays. Raises Unusable if there is nothing to answer."""
     opened = [(role, None if role == "assistant" and i > 0 else content) for i, (role, content) in enumerate(messages)]
-    if messages[-1][0] == "user":
+    if messages and messages[-1][0] == "user":
         opened.append(("assistant", None))
     if all(content is not None for _, content in opened):
         raise Unusable("no_user_turn")

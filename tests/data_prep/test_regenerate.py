@@ -167,7 +167,7 @@ U, A, S, DUE = ("user", "u"), ("assistant", "a"), ("system", "s"), ("assistant",
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [([U], [U, DUE]), ([S, U, U], [S, U, U, DUE]), ([U, A, U], [U, DUE, U, DUE]), ([U, S, A, S], [U, S, DUE, S]),
-     ([A, U, A], [A, U, DUE]), ([S], "no_user_turn"), ([A], "no_user_turn")],
+     ([A, U, A], [A, U, DUE]), ([S], "no_user_turn"), ([A], "no_user_turn"), ([], "no_user_turn")],
 )  # fmt: skip
 def test_which_turns_are_answered(messages, expected):
     if isinstance(expected, list):
