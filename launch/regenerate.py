@@ -103,12 +103,13 @@ def _regenerate(args: argparse.Namespace) -> None:
     for name in OF_ENGINE if args.endpoint else OF_SERVERS:
         if getattr(args, name) != defaults(name):
             raise ValueError(f"{flag(name)}: {'not with' if args.endpoint else 'only with'} --endpoint; omit it")
-    made_by = "servers" if args.endpoint else f"{drafting.loader}, {args.dtype}"
+    made_by = {"made_by": "servers" if args.endpoint else f"{drafting.loader}, {args.dtype}"}
+    made_by |= {"model": args.model} if args.model else {}
     config = RegenerateConfig(
         sources=tuple(args.source),
         out=args.out,
         max_prompt=positions - 1,
-        answering=settings | {"target": drafting.source, "config_sha256": shape_sha256, "made_by": made_by},
+        answering=settings | {"target": drafting.source, "config_sha256": shape_sha256} | made_by,
         field=args.text_field if args.prompt_tokens else args.chat_field,
         seed=args.seed,
         keep_unfinished=(args.unfinished or ("keep" if args.prompt_tokens else "drop")) == "keep",

@@ -224,6 +224,8 @@ def test_control_tokens_are_asked_for_and_make_an_answer_bad(serve, tmp_path, ca
     given = ["--source", str(source), "--target", "smollm2-135m", "--model", "m", "--endpoint"]
     assert main([*given, server.url, "--out", str(tmp_path / "out")]) == 0
     assert "special_token_in_answer: 1" in capsys.readouterr().out
+    assert main([*given, server.url, "--out", str(tmp_path / "out"), "--model", "another"]) == 2
+    assert "model is m there" in capsys.readouterr().err
     # Also what is off is sent: servers may have other defaults, of the model.
     off = {"temperature": 0.0, "top_k": 49152, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     off |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "skip_special_tokens": False, "model": "m"}
