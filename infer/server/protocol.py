@@ -144,6 +144,8 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
     names |= {value: name for name, value in SAMPLING.items()}
     if isinstance(body, Chat):
         names["prompt"], variables = "messages", body.chat_template_kwargs
+        if body.max_completion_tokens is not None:
+            names["max_new_tokens"] = "max_completion_tokens"
         if wrong := sorted(variables.keys() & own.keys()):
             text = f"chat_template_kwargs.{wrong[0]}: this is no variable of a template; omit it"
             raise ApiError(400, text, "chat_template_kwargs")
@@ -151,7 +153,7 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
     for i, prompt in enumerate(body.prompts):
         try:
             tokens = prompt_tokens(target, prompt, f"prompt {i}", variables)
-            new_tokens = _new_tokens(body, len(tokens), max_length, names["prompt"])
+            new_tokens = _new_tokens(body, len(tokens), max_length, names)
             params = _sampling(body, new_tokens, target.model.config.vocab_size)
             seed = draw_seed() if params.seed is None else params.seed
             many = [replace(params, seed=seed + j) for j in range(body.n)]
@@ -172,13 +174,11 @@ def _refused(error: ValueError, names: Mapping[str, str]) -> ApiError:
     return ApiError(400, text if found is None else f"{name}{text[found.end() :]}", name)
 
 
-def _new_tokens(body: Chat | Completion, prompt_tokens: int, max_length: int, prompt_field: str) -> int:
+def _new_tokens(body: Chat | Completion, prompt_tokens: int, max_length: int, names: Mapping[str, str]) -> int:
     """The most new tokens after a prompt of this length. Raises ApiError if they do not fit."""
-    room, asked = max_length - prompt_tokens, body.max_tokens
-    if isinstance(body, Chat) and body.max_completion_tokens is not None:
-        asked = body.max_completion_tokens
+    room, asked = max_length - prompt_tokens, getattr(body, names["max_new_tokens"])
     if room < 1 or (asked is not None and asked > room):
-        field = prompt_field if room < 1 else "max_tokens"
+        field = names["prompt" if room < 1 else "max_new_tokens"]
         text = (
             f"{field}: the prompt has {prompt_tokens} tokens, and with the new ones there may be {max_length}; "
             "shorten the prompt, or ask for less"
