@@ -65,8 +65,9 @@ class Body(Schema):
 
     @model_validator(mode="after")
     def _is_served(self) -> Self:
+        nothing = NOT_SERVED | {"best_of": self.n}
         for name, value in (self.model_extra or {}).items():
-            if name in NOT_SERVED and value and value not in ("none", NOT_SERVED[name]):
+            if name in NOT_SERVED and value and value not in ("none", NOT_SERVED[name], nothing[name]):
                 raise ValueError(f"{name}: {short_repr(value)}; this is not served: omit it")
         return self
 

@@ -278,6 +278,10 @@ ASKED = {
         },
         {"messages": CHAT, "max_tokens": 9, "ignore_eos": True},
     ),
+    "langchain, completions": (
+        {"prompt": TEXT, "n": 2, "best_of": 2, "max_tokens": 1, "stream": True},
+        {"prompt": TEXT, "n": 2, "max_tokens": 1, "stream": True},
+    ),
     "vLLM's values for off": ({"prompt": TEXT, "top_k": -1, "bad_words": []}, {"prompt": TEXT}),
     "the whole vocabulary": ({"prompt": TEXT, "top_k": 290}, {"prompt": TEXT}),
     "lm-eval, generation from text": (
