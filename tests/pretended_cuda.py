@@ -15,16 +15,17 @@ What it can show:
   event that is waited for before anything is queued after it.
 - `late`: events waited for later than that, as `HostCopy` does. `queued`: copies that nobody waits for.
 - Tensors of two devices in one operation raise, as in PyTorch.
-- Recorded work (infer/graphs.py) runs under a ban of all waits and copies, at each replay.
+- Recorded work (infer/graphs.py) runs under a ban of all waits and copies, at its first replay. Later ones are what a
+  CUDA graph does: the same operations on the same memory, whatever the host holds by then.
 - `calls`: which operations are called how often, views among them; kernels by their function, as "triton: choose".
 - `launches`: what the host launches outside of recorded work, replays among it, by operation and place.
 
 What it cannot show: anything of speed; a kernel's arithmetic, memory or launch, for Triton's kernels and Liger's are
 replaced by their references, as is flash-attention (segment_attention.py); what CUDA's libraries would choose.
-A replay calls the work again, so nobody notices memory that has moved, or a number of the host that a recording would
-keep as it was (tests/infer/test_graphs.py does). There is one device and one stream: nothing of races. A tensor of the
-host without dimensions goes into every operation, which is wrong for some (`cat`). What PyTorch makes in C++ by another
-tensor's options lies on the host.
+Memory that recorded work has made stays its own, so nobody notices who reads it after other work
+(tests/infer/test_graphs.py does). There is one device and one stream: nothing of races. A tensor of the host without
+dimensions goes into every operation, which is wrong for some (`cat`). What PyTorch makes in C++ by another tensor's
+options lies on the host.
 
 The fixture `pretended_cuda` is this module.
 """
@@ -41,7 +42,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -83,9 +83,7 @@ class Pretended(Tensor):
     @staticmethod
     def __new__(cls, value: Tensor) -> "Pretended":
         # PyTorch itself takes it for the CPU's: of a device that is not there it refuses even views.
-        made = Tensor._make_wrapper_subclass(
-            cls, value.shape, strides=value.stride(), storage_offset=value.storage_offset(), dtype=value.dtype
-        )
+        made = value.as_subclass(cls)  # in less than half the time of `_make_wrapper_subclass`
         made.value = value
         return made
 
@@ -119,16 +117,15 @@ def value_of(x: Any) -> Any:
     return x.value if isinstance(x, Pretended) else x
 
 
-def _taken(x: Any, mine: list[Tensor], hosts: list[Tensor]) -> Any:
-    """The arguments of an operation with the values of the device's tensors in their places. `mine` gets these tensors,
-    and `hosts` all others."""
+def _taken(x: Any, hosts: list[Tensor]) -> Any:
+    """The arguments of an operation with the values of the device's tensors in their places. `hosts` gets all other
+    tensors."""
+    if isinstance(x, Pretended):
+        return x.value
     if isinstance(x, Tensor):
-        if isinstance(x, Pretended):
-            mine.append(x)
-            return x.value
         hosts.append(x)
     elif isinstance(x, (list, tuple)):
-        return type(x)([_taken(one, mine, hosts) for one in x])
+        return type(x)([_taken(one, hosts) for one in x])
     return x
 
 
@@ -161,6 +158,7 @@ class PretendedCuda:
         self.launches = Counter[str]()
         self._stack, self._pinned = ExitStack(), dict[int, torch.UntypedStorage]()
         self._banned, self._counting = "", True
+        self._tape: list[tuple[Callable[..., Any], Any, dict, list[tuple[int, Tensor]]]] | None = None
 
     def __enter__(self) -> "PretendedCuda":
         torch._C._ensureCUDADeviceGuardSet()
@@ -171,7 +169,8 @@ class PretendedCuda:
         enter(patch(backend, "liger_layers", self.liger_layers))
         enter(patch(backend, "varlen_attention", lambda: self.varlen_attention))
         enter(patch(graphs, "cuda_graphs", lambda _: graphs.Graphs(self.record)))
-        enter(_Functions(self))
+        for (owner, name), stand_in in FUNCTIONS.items():
+            enter(patch(owner, name, _instead(self, getattr(owner, name), stand_in)))
         enter(_Operations(self))
         return self
 
@@ -195,6 +194,16 @@ class PretendedCuda:
         for counted in (self.waits, self.late, self.queued, self.calls, self.launches):
             counted.clear()
 
+    def count(self, owner: type, name: str) -> None:
+        """From now on `calls` has this method of the project too; those in recorded work count at each replay."""
+        function = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return function(*args, **kwargs)
+
+        self._stack.enter_context(mock.patch.object(owner, name, call))
+
     @contextmanager
     def no_waits(self, why: str) -> Iterator[None]:
         """Waits and copies between host and device raise here; `why` says where that is."""
@@ -215,13 +224,40 @@ class PretendedCuda:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """As CUDA's recorder (`Graphs`): what it is given is done at every replay and not before."""
+        tape, calls = [], Counter[str]()
 
         def replay() -> None:
             self._launch("replay")
-            with self.no_waits("in recorded work"):
-                work()
+            assert self._tape is None, "a replay in recorded work"
+            if calls:
+                self.calls.update(calls)
+                with _disable_current_modes():
+                    for function, args, kwargs, own in tape:
+                        made = function(*args, **kwargs)
+                        if own:
+                            made = tree_leaves(made)
+                            for place, still in own:
+                                still.copy_(made[place])
+                return
+            tape.clear()  # of a first replay that failed
+            before, self._tape = self.calls.copy(), tape
+            try:
+                with self.no_waits("in recorded work"):
+                    work()
+            finally:
+                self._tape = None
+            calls.update(self.calls - before)
 
         return replay
+
+    def _done(self, function: Callable[..., Any], args: Any, kwargs: dict, made: Any) -> Any:
+        """What a function made of values, which a replay makes again in the same memory."""
+        if self._tape is not None:
+            given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            found = [x if isinstance(x, Tensor) else None for x in tree_leaves(made)]
+            own = [(n, x) for n, x in enumerate(found) if x is not None and x.untyped_storage().data_ptr() not in given]
+            self._tape.append((function, args, kwargs, own))
+        return made
 
     # What is seen.
 
@@ -331,41 +367,44 @@ class PretendedCuda:
                 if isinstance(x, Tensor) and not isinstance(x, Pretended):
                     raise RuntimeError(f"triton: {name} is given a tensor of the host, {tuple(x.shape)}, at {place()}")
             self._launch(f"triton: {name}")
-            # Within, nothing is watched, which would take longer than all the rest.
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                found = reference(*tree_map(value_of, args), **tree_map(value_of, kwargs))
-            return tree_map(_on_device, found)
+            return self._unwatched(reference, args, kwargs)
 
         return launch
+
+    def _unwatched(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """What the function makes of values. To watch what it does would take longer than all the rest."""
+        args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
+        with _disable_current_modes():
+            return tree_map(_on_device, self._done(function, args, kwargs, function(*args, **kwargs)))
 
     def varlen_attention(
         self, q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse: bool = False
     ) -> Any:
         """In the place of flash-attention's (see `backend.varlen_attention`), with gradients."""
         self._launch("varlen attention")
+        args = q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse
+        if not torch.is_grad_enabled():
+            return self._unwatched(_varlen, args, {})
         with self.uncounted():
-            borders = zip(pairwise(value_of(q_borders).tolist()), pairwise(value_of(k_borders).tolist()), strict=True)
-            segments = [(*queries, *keys) for queries, keys in borders]
-            assert most_queries == max(s[1] - s[0] for s in segments)
-            assert most_keys >= max(s[3] - s[2] for s in segments)  # of a cache's rows all that there may be
-            out, lse_NH = segment_attention.segment_attention_reference(q, k, v, segments, window)
-            return (out, lse_NH.detach().T) if with_lse else out
+            return _varlen(*args)
 
     # What is done with an operation.
 
-    def operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An operation of PyTorch, as it comes to a device."""
-        name, mine, hosts = func.overloadpacket.__name__, list[Tensor](), list[Tensor]()
-        values = [_taken(x, mine, hosts) for x in args]
-        device, pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
-        kwargs = {key: x for key, x in kwargs.items() if key not in ("device", "pin_memory")}
-        named = {key: _taken(x, mine, hosts) for key, x in kwargs.items()}
+    def operation(self, func: Any, mine: bool, args: tuple, kwargs: dict) -> Any:
+        """An operation of PyTorch, as it comes to a device. mine: an argument is, or has, a tensor of the device."""
+        call, name, free = KNOWN.get(func) or _known(func)
+        hosts, device, pinned, named = list[Tensor](), None, False, kwargs
+        values = [x.value if type(x) is Pretended else _taken(x, hosts) for x in args]
+        if kwargs:
+            device, pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
+            kwargs = {key: x for key, x in kwargs.items() if key not in ("device", "pin_memory")}
+            named = {key: _taken(x, hosts) for key, x in kwargs.items()}
         if name == "_to_copy" and hosts:
             return self._move(func(*args, **kwargs), _is_cuda(device), bool(kwargs.get("non_blocking")))
         if not mine and not _is_cuda(device):
-            made = func(*args, **kwargs) if device is None else func(*args, **kwargs, device=device)
+            made = call(*args, **kwargs) if device is None else call(*args, **kwargs, device=device)
             return _map(self._pin, made) if pinned else made
-        if func.is_view or name in NO_LAUNCHES:
+        if free:
             self.calls[name] += 1
         else:
             self._launch(name)
@@ -375,7 +414,10 @@ class PretendedCuda:
             self._watch_index(name, args)
         else:
             self._watch(name, args, kwargs, hosts)
-        return _map(Pretended, func(*values, **named))
+        made = call(*values, **named)
+        if self._tape is not None and not free:
+            self._done(call, values, named, made)
+        return Pretended(made) if type(made) is Tensor else _map(Pretended, made)
 
     def _watch(self, name: str, args: tuple, kwargs: dict, hosts: list[Tensor]) -> None:
         if name in READS:
@@ -424,16 +466,6 @@ class PretendedCuda:
         return made
 
 
-class _Functions(TorchFunctionMode):
-    def __init__(self, gpu: PretendedCuda):
-        super().__init__()
-        self._gpu = gpu
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        return FUNCTIONS[func](self._gpu, func, *args, **kwargs) if func in FUNCTIONS else func(*args, **kwargs)
-
-
 class _Operations(TorchDispatchMode):
     def __init__(self, gpu: PretendedCuda):
         super().__init__()
@@ -444,7 +476,16 @@ class _Operations(TorchDispatchMode):
         return False  # nothing is compiled here, and to say so at each operation takes as long as it
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return self._gpu.operation(func, args, kwargs or {})
+        return self._gpu.operation(func, Pretended in types, args, kwargs or {})
+
+
+KNOWN: dict[Any, tuple[Callable[..., Any], str, bool]] = {}
+
+
+def _known(func: Any) -> tuple[Callable[..., Any], str, bool]:
+    """Of an operation of PyTorch what calls it, its name, and whether it launches nothing."""
+    name = func.overloadpacket.__name__
+    return KNOWN.setdefault(func, (func._op, name, func.is_view or name in NO_LAUNCHES))
 
 
 def place(frames: int = 3) -> str:
@@ -486,7 +527,7 @@ def _tensor(gpu: PretendedCuda, func: Callable, data: Any, *args: Any, **kwargs:
 def _tolist(gpu: PretendedCuda, func: Callable, x: Tensor) -> Any:
     if isinstance(x, Pretended):
         gpu.wait("values")
-    return value_of(x).tolist()
+    return func(value_of(x))
 
 
 def _numpy(gpu: PretendedCuda, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -500,16 +541,20 @@ def _pin_memory(gpu: PretendedCuda, func: Callable, x: Tensor, *_: Any) -> Tenso
     return gpu._pin(x.clone())
 
 
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    Tensor.to: _to,
-    Tensor.cpu: lambda gpu, func, x, **_: gpu._move(x, False, False),
-    Tensor.cuda: lambda gpu, func, x, *_, non_blocking=False: gpu._move(x, True, non_blocking),
-    Tensor.tolist: _tolist,
-    Tensor.numpy: _numpy,
-    Tensor.pin_memory: _pin_memory,
-    torch.tensor: _tensor,
-    torch.as_tensor: _tensor,
-    torch.asarray: _tensor,
+def _instead(gpu: PretendedCuda, func: Callable, stand_in: Callable) -> Callable:
+    return lambda *args, **kwargs: stand_in(gpu, func, *args, **kwargs)
+
+
+FUNCTIONS: dict[tuple[Any, str], Callable[..., Any]] = {
+    (Tensor, "to"): _to,
+    (Tensor, "cpu"): lambda gpu, func, x, **_: gpu._move(x, False, False),
+    (Tensor, "cuda"): lambda gpu, func, x, *_, non_blocking=False: gpu._move(x, True, non_blocking),
+    (Tensor, "tolist"): _tolist,
+    (Tensor, "numpy"): _numpy,
+    (Tensor, "pin_memory"): _pin_memory,
+    (torch, "tensor"): _tensor,
+    (torch, "as_tensor"): _tensor,
+    (torch, "asarray"): _tensor,
 }
 
 
@@ -524,6 +569,15 @@ def _dense(q, keys, values, lengths, bits, depths, is_tree=True, window=None, n_
 
 def _cross(q, keys, values, lengths, n_splits=None) -> tuple[Tensor, Tensor]:
     return tree_attention.cross_attention_reference(q, keys, values, lengths)
+
+
+def _varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse) -> Any:
+    borders = zip(pairwise(value_of(q_borders).tolist()), pairwise(value_of(k_borders).tolist()), strict=True)
+    segments = [(*queries, *keys) for queries, keys in borders]
+    assert most_queries == max(s[1] - s[0] for s in segments)
+    assert most_keys >= max(s[3] - s[2] for s in segments)  # of a cache's rows all that there may be
+    out, lse_NH = segment_attention.segment_attention_reference(q, k, v, segments, window)
+    return (out, lse_NH.detach().T) if with_lse else out
 
 
 OTHERWISE: dict[str, dict[str, Callable[..., Any]]] = {

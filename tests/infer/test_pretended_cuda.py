@@ -144,27 +144,25 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
         del calls["greedy"], calls["T1"]
     elif name not in ("plain", "triforce"):  # with top_p there is more to do, and two show what sampling alone does
         del calls["T1"]
-    stepped, sorts, builds = (
-        counted(owner, name) for owner, name in ((Runner, "step"), (Filters, "apply"), (SelectedCache, "build"))
-    )
     with pretended_cuda.PretendedCuda() as gpu:
+        for owner, method in ((Runner, "step"), (Filters, "apply"), (SelectedCache, "build")):
+            gpu.count(owner, method)
         target, drafter = made(name, gpu.put, others)
         engine = Engine(target, drafter, slots=2, nodes=None, graphs=None if recorded else False)
         steps = counted(engine.runner, "step")
         for kind, params in calls.items():
             engine.generate([prompts[0]], replace(params[0], max_new_tokens=NEW))  # what is made once
             gpu.forget()
-            for events in (stepped, sorts, builds, steps):
-                events.clear()
+            steps.clear()
             found = engine.generate(prompts, params)
             assert [one.tokens for one in found] == want[kind], kind
             assert kind not in on_cpu or accepted(found) == on_cpu[kind], kind
-            passes = stepped[len(steps) :]  # those of runners inside a drafter
-            allowed = BUDGETS[name] * len(steps) + len(builds)
-            assert gpu.waits.total() <= allowed, (kind, len(steps), len(passes), gpu.waits)
+            passes, builds = gpu.calls["step"], gpu.calls["build"]  # passes of runners inside a drafter among them
+            allowed = BUDGETS[name] * len(steps) + builds
+            assert gpu.waits.total() <= allowed, (kind, len(steps), passes, gpu.waits)
             assert builds or name != "draft_pass_alone"
             # Once a step and an inner pass, not once a level.
-            assert len(sorts) == (len(steps) + len(passes) if calls[kind][0].top_p < 1 else 0), kind
+            assert gpu.calls["apply"] == (passes if calls[kind][0].top_p < 1 else 0), kind
             # A step's tokens, and what a drafter counts.
             assert gpu.late.total() <= 2 * len(steps)
 
