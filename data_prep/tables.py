@@ -11,7 +11,7 @@ type are not read, nor pickled columns, because unpickling runs any code that th
 
 import io
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from longdraft.data_prep.documents import Unusable
 from longdraft.data_prep.sources import REMEDY, SourceFile, is_compressed, open_plain
 from longdraft.models.files import damage_named
 
@@ -36,7 +37,7 @@ class Parquet:
         groups = [self._file.metadata.row_group(i) for i in range(self._file.num_row_groups)]
         self.chunks = [(group.num_rows, group.total_byte_size) for group in groups]
 
-    def rows(self, chunks: range, fields: list[str]) -> Iterator[dict[str, Any]]:
+    def rows(self, chunks: range, fields: list[str]) -> Iterator[dict[str, Any] | Unusable]:
         for batch in self._file.iter_batches(ROWS_AT_ONCE, list(chunks), fields):
             yield from _rows(batch)
 
@@ -55,7 +56,7 @@ class Arrow:
         self._batches = table.to_batches()
         self.chunks = [(batch.num_rows, batch.nbytes) for batch in self._batches]
 
-    def rows(self, chunks: range, fields: list[str]) -> Iterator[dict[str, Any]]:
+    def rows(self, chunks: range, fields: list[str]) -> Iterator[dict[str, Any] | Unusable]:
         for chunk in chunks:
             yield from _rows(self._batches[chunk].select(fields))
 
@@ -112,8 +113,9 @@ def open_table(file: SourceFile) -> Iterator[Parquet | Arrow | Mds]:
 
 def table_rows(
     file: SourceFile, start: int = 0, stop: int | None = None, fields: Collection[str] | None = None
-) -> Iterator[dict[str, Any]]:
-    """The rows of chunks [start, stop). fields: the ones to read; None, or if the table has none of them: all.
+) -> Iterator[dict[str, Any] | Unusable]:
+    """The rows of chunks [start, stop), or why one cannot be used. fields: the ones to read; None, or if the table has
+    none of them: all.
 
     Raises ValueError for a damaged file.
     """
@@ -122,22 +124,26 @@ def table_rows(
         yield from table.rows(range(len(table.chunks))[start:stop], present or table.fields)
 
 
-def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | Unusable]:
     """The rows of a batch. Texts of Arrow's JSON type are parsed: so `datasets` keeps what has no other type, such as
     messages of which some call tools, or content that is a text here and parts there."""
-    rows = batch.to_pylist()
-    for field in batch.schema:
-        if "arrow.json" in str(field.type):
-            for row in rows:
-                row[field.name] = _parsed(row[field.name], field.type)
-    return rows
+    kinds = {field.name: field.type for field in batch.schema if "arrow.json" in str(field.type)}
+    return [_with_json(row, kinds) for row in batch.to_pylist()] if kinds else batch.to_pylist()
+
+
+def _with_json(row: dict[str, Any], kinds: Mapping[str, pa.DataType]) -> dict[str, Any] | Unusable:
+    """The row with these fields, of these types, parsed, or why it cannot be used: pyarrow writes any text there."""
+    try:
+        return row | {name: _parsed(row[name], kind) for name, kind in kinds.items()}
+    except (ValueError, RecursionError) as error:
+        return Unusable("bad_json", f"({error})")
 
 
 def _parsed(value: Any, kind: pa.DataType) -> Any:
-    """A value of this type, in which every text of Arrow's JSON type is parsed."""
+    """A value of this type, in which every text of Arrow's JSON type is parsed, but in maps."""
     if isinstance(kind, pa.JsonType) and value is not None:
         return json.loads(value)
-    if isinstance(value, list):
+    if isinstance(value, list) and not isinstance(kind, pa.MapType):
         return [_parsed(one, kind.value_type) for one in value]
     return {field.name: _parsed(value[field.name], field.type) for field in kind} if isinstance(value, dict) else value
 

@@ -110,6 +110,11 @@ def test_bad_rows_of_tables(tmp_path, name):
     assert [why for _, why in whys(tmp_path / name)] == ["good", "field_not_text", "empty", "x"]
     assert [why for _, why in whys(tmp_path / name, TextFormat("body"))] == ["abc", "é", "bad_utf8", "empty"]
     assert whys(tmp_path / name, TextFormat("content")) == [(str(i), "missing_field") for i in (1, 2, 3, 4)]
+    texts = pa.ExtensionArray.from_storage(pa.json_(), pa.array(['"good"', "{broken", "[" * 100_000, "9" * 5000]))
+    maps = pa.MapArray.from_arrays(pa.array(range(5), pa.int32()), pa.array(["key"] * 4), texts)
+    write_as(tmp_path / name, pa.table({"text": texts, "map": maps}))
+    assert [why for _, why in whys(tmp_path / name)] == ["good", "bad_json", "bad_json", "bad_json"]
+    assert [why for _, why in whys(tmp_path / name, TextFormat("map"))] == ["field_not_text"] * 4
 
 
 @pytest.mark.parametrize("name", TABLES)
