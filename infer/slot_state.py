@@ -64,7 +64,8 @@ class SlotState:
 
     def leading(self) -> "SlotState":
         """The state of the slots up to the last one of those `working`."""
-        return self.of_slots(slice(0, self.working.stop)) if self.working.stop < len(self.roots) else self
+        stop = self.working.stop
+        return self.of_slots(slice(0, stop)) if stop < len(self.roots) else self
 
     def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Any, widest: int = 1) -> T:
         """Queue `work(state, *inputs)` on the device. On a CPU this is a plain call. Where steps are recorded, the
