@@ -121,7 +121,8 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
             run.tracker = Tracker(config, run.method.part_names, run.step or -1, wandb_id, stage)
             run.bar = tqdm(total=n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
         if undecoded or (run.step == 0 and config.draft.start_from is not None):
-            _evaluate(run, validates=True, decodes=True)  # at step 0 what the training will be compared with
+            validates = run.step == n_steps or run.step % config.heldout.every == 0  # as if unbroken
+            _evaluate(run, validates, decodes=True)  # at step 0 what the training will be compared with
         saved = found and found[0]
         while run.step < n_steps and (result := train_step(run)) is not None:
             run.step += 1

@@ -264,6 +264,8 @@ def test_a_decoding_that_was_stopped_is_made_up_for(trained, alone, target, tmp_
         assert not train(config, alone, target, stop)
     assert train(config, alone, target)
     assert [measured(tmp_path, step) for step in (4, 8)] == [measured(whole, step) for step in (4, 8)]
+    validated, expected = ({r["step"] for r in read_metrics(run) if "heldout_loss" in r} for run in (tmp_path, whole))
+    assert validated == expected
     kept, expected = (checkpoint.best(run) for run in (tmp_path, whole))
     assert kept and expected and kept[1]["step"] == expected[1]["step"]
     assert kept[1]["extra"] == expected[1]["extra"]
