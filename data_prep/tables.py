@@ -67,10 +67,13 @@ class Mds:
     def __init__(self, stream: BinaryIO):
         self._stream = stream
         n = int(np.frombuffer(stream.read(SIZE.itemsize), SIZE)[0])
-        # Where each sample begins in the file, and the end.
-        self._offsets = np.frombuffer(stream.read((n + 1) * SIZE.itemsize), SIZE, n + 1).astype(np.int64)
+        end = stream.seek(0, io.SEEK_END)
+        stream.seek(SIZE.itemsize)
+        # Where each sample begins in the file, and the end. Of a file that is no shard, n can be gigabytes.
+        offsets = stream.read(min((n + 1) * SIZE.itemsize, end))
+        self._offsets = np.frombuffer(offsets, SIZE, n + 1).astype(np.int64)
         begin, sizes = (n + 2) * SIZE.itemsize, np.diff(self._offsets)
-        if self._offsets[0] < begin or (sizes < 0).any() or self._offsets[-1] > stream.seek(0, io.SEEK_END):
+        if self._offsets[0] < begin or (sizes < 0).any() or self._offsets[-1] > end:
             raise ValueError("no MDS shard, or one that ends early")
         stream.seek(begin)
         header = json.loads(stream.read(int(self._offsets[0]) - begin))

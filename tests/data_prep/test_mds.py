@@ -1,5 +1,6 @@
 """MDS shards, as mosaicml-streaming 0.13.0 wrote those in `mds/`: plain, under zstd, and with a pickled column."""
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from longdraft.data_prep.formats import TextFormat, TokenIdsFormat
 from longdraft.data_prep.recipe import Source
 from longdraft.data_prep.records import read_documents, scan
 from longdraft.data_prep.sources import list_files
-from longdraft.data_prep.tables import open_table, table_rows
+from longdraft.data_prep.tables import Mds, open_table, table_rows
 
 WRITTEN = Path(__file__).parent / "mds"
 ENDING = {"plain": "", "zstd": ".zstd"}
@@ -84,3 +85,17 @@ def test_texts_and_damage(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"cut\.mds: cannot be read"):
             list(table_rows(*list_files([Source(path=str(path))]), fields=("text",)))
+
+
+class Small(io.BytesIO):
+    """A file on a machine with little memory."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > 1 << 20:
+            raise MemoryError
+        return super().read(size)
+
+
+def test_what_is_no_shard_takes_no_memory():
+    with pytest.raises(ValueError):
+        Mds(Small(b"version https://git-lfs.github.com/spec/v1"))
