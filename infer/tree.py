@@ -120,26 +120,26 @@ class TokenTree:
     @staticmethod
     def from_paths(roots: Sequence[int], paths: Sequence[Sequence[Sequence[int]]]) -> "TokenTree":
         """Build each sequence's trie from its candidate paths: token lists below the root, whose shared prefixes become
-        one node. A node's class is its index."""
+        one node."""
         tries = [Trie(int(root)) for root in roots]
         for trie, sequence_paths in zip(tries, paths, strict=True):
             for path in sequence_paths:
                 node = 0
                 for token in map(int, path):
                     child = trie.child(node, token)
-                    node = trie.add(node, token, len(trie)) if child is None else child
-        return TokenTree.from_tries(tries)
+                    node = trie.add(node, token, 0) if child is None else child
+        return TokenTree.from_tries(tries, with_classes=False)
 
     @staticmethod
-    def from_tries(tries: Sequence[Trie]) -> "TokenTree":
+    def from_tries(tries: Sequence[Trie], with_classes: bool = True) -> "TokenTree":
         """Build the tree of one trie a sequence, padded to the widest. It is the host's, and its lists are kept."""
         width = max(map(len, tries))
         lists = Lists(
             [trie.tokens + [0] * (width - len(trie)) for trie in tries],
             [trie.parents + [PAD] * (width - len(trie)) for trie in tries],
-            [trie.classes + [0] * (width - len(trie)) for trie in tries],
+            [trie.classes + [0] * (width - len(trie)) for trie in tries] if with_classes else None,
         )
-        tree = TokenTree(*torch.tensor(lists).unbind(0))
+        tree = TokenTree(*torch.tensor([part for part in lists if part is not None]).unbind(0))
         tree.__dict__["lists"] = lists
         return tree
 
