@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from longdraft.launch import arguments
-from longdraft.launch.console import note, run_command, show
+from longdraft.launch.console import flag, note, run_command, show
 from longdraft.models.files import STOP_SIGNALS, signals_noted
 
 
@@ -49,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_rank(args: argparse.Namespace, reports_errors: bool) -> int:
-    if args.estimate:
-        raise ValueError("--estimate: `longdraft train` prints it, before any rank is started")
+    for name in ("estimate", "tflops", "num_gpus"):
+        if getattr(args, name):
+            raise ValueError(f"{flag(name)}: it is for `longdraft train`, which starts the ranks; omit it here")
     with signals_noted() as stop:
         # Imported here so that the signal handler is in place during the seconds that this takes.
         from longdraft.train.config_file import load_stages

@@ -112,6 +112,8 @@ def test_a_file_without_stages_is_a_run_of_its_own(config_file):
 
 
 MISTAKES = {
+    "--num-gpus 2": "--num-gpus: ",  # for `longdraft train`
+    "--tflops 5": "--tflops: ",
     "--stage lung": r"stages\.lung: .*short, long",
     "stages.shirt.train.steps=3": r"stages\.shirt: ",
     "stages.long": r"override: 'stages\.long' ",
