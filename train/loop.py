@@ -121,8 +121,8 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
             run.tracker = Tracker(config, run.method.part_names, run.step or -1, wandb_id, stage)
             run.bar = tqdm(total=n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
         if undecoded or (run.step == 0 and config.draft.start_from is not None):
-            validates = run.step == n_steps or run.step % config.heldout.every == 0  # as if unbroken
-            _evaluate(run, validates, decodes=True)  # at step 0 what the training will be compared with
+            # At step 0 what the training will be compared with; later what an unbroken run would have measured.
+            _evaluate(run, validates=_is_due(run, config.heldout.every), decodes=True)
         saved = found and found[0]
         while run.step < n_steps and (result := train_step(run)) is not None:
             run.step += 1
@@ -162,12 +162,11 @@ def _described(run: Run) -> str:
 
 def _after_step(run: Run, result: StepResult) -> Path | None:
     """Log, validate, decode and save as far as each is due after a step; returns the checkpoint, if one was saved."""
-    config, step = run.config, run.step
-    last = step == config.train.n_steps
-    logs = last or step % config.log.every == 0
-    validates = last or step % config.heldout.every == 0
-    decodes = run.decoding is not None and (last or step % config.decoding.every == 0)
-    saves = last or step % config.train.save_every == 0
+    config = run.config
+    logs, validates, saves = (
+        _is_due(run, every) for every in (config.log.every, config.heldout.every, config.train.save_every)
+    )
+    decodes = run.decoding is not None and _is_due(run, config.decoding.every)
     if logs or validates or decodes or saves:
         finish_step_sum(run)  # before anything is written about these weights
     if logs:
@@ -177,10 +176,15 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
         run.bar.set_postfix(shown, refresh=False)
     _evaluate(run, validates, decodes)
     saved = _save(run) if saves else None
-    if not last and (validates or decodes or saves):  # a wish to stop may have come meanwhile
+    if run.step < config.train.n_steps and (validates or decodes or saves):  # a wish to stop may have come meanwhile
         begin_step_sum(run)
     run.bar.update()
     return saved
+
+
+def _is_due(run: Run, every: int) -> bool:
+    """Whether what is done every so many steps, and after the last one, is done after the present one."""
+    return run.step == run.config.train.n_steps or run.step % every == 0
 
 
 def _evaluate(run: Run, validates: bool, decodes: bool) -> None:
