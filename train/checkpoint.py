@@ -130,9 +130,19 @@ def saved_config(run_dir: str | Path, state: Mapping[str, Any]) -> Config:
     return config_from_dict(values)
 
 
-def _by_field(config: Config) -> dict[str, Any]:
-    """The config's values by `section.field`."""
-    return {f"{section}.{name}": value for section, fields in to_dict(config).items() for name, value in fields.items()}
+def changes(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
+    """By `section.field` what decides a run's result and is another value now than in the saved config: now, before."""
+    pairs = {
+        f"{section}.{name}": (value, saved[section][name])
+        for section, fields in to_dict(config).items()
+        for name, value in fields.items()
+        if name in saved.get(section, {})
+    }
+    return {
+        name: (now, before)
+        for name, (now, before) in pairs.items()
+        if now != before and name not in FREE and name.split(".")[0] not in FREE
+    }
 
 
 def check_continues(state: Mapping[str, Any], config: Config, rows: Mapping[str, Any]) -> None:
@@ -143,10 +153,9 @@ def check_continues(state: Mapping[str, Any], config: Config, rows: Mapping[str,
         state: the checkpoint's. rows: what identifies the training rows (`ShardSet.identity`).
     """
     run_dir = config.train.run_dir
-    saved, now = (_by_field(one) for one in (saved_config(run_dir, state), config))
-    changed = {name: (now[name], saved.get(name)) for name in now if now[name] != saved.get(name)}
-    free = (*FREE, *(["target.path"] if state["extra"].get("target_weights") else []))
-    changed = {name: pair for name, pair in changed.items() if name not in free and name.split(".")[0] not in free}
+    changed = changes(to_dict(saved_config(run_dir, state)), config)
+    if state["extra"].get("target_weights"):
+        changed.pop("target.path", None)
     if state["extra"]["data"] != rows:
         changed["data.path"] = f"{config.data.path} with {rows}", state["extra"]["data"]
     for name, (value, before) in changed.items():

@@ -71,13 +71,24 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
 def _is_done(stage: Stage) -> bool:
     """Whether the draft of the last step of the stage's run is exported: a stopped run and best weights can be exported
     too. A converted draft has no steps, and its stage is done. A kill may have left one file of the two, or an older
-    draft's."""
+    draft's. Raises ValueError where the draft was trained with other settings than the stage has now."""
     weights = stage.draft / WEIGHTS
     if not (stage.draft / CONFIG).is_file() or not weights.is_file():
         return False
     info = read_info(stage.draft)
-    is_whole = info.weights_sha256 in (None, file_digest(weights))
-    return is_whole and info.step == info.train_config.get("train", {}).get("steps")
+    if info.weights_sha256 not in (None, file_digest(weights)):
+        return False
+    if info.step != info.train_config.get("train", {}).get("steps"):
+        return False
+    # None is a default of a former version, or one of two fields that say the same.
+    changed = checkpoint.changes(info.train_config, stage.config) if info.step is not None else {}
+    for name, (now, before) in changed.items():
+        if None not in (now, before) and name != "target.path":  # of which the draft has a part
+            raise ValueError(
+                f"stages.{stage.name}: {name}: {now!r}, but {stage.draft} was trained with {before!r}; set it back, "
+                "or start anew with train.run_dir=another/folder"
+            )
+    return True
 
 
 def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = (), stage: str | None = None) -> bool:

@@ -166,6 +166,11 @@ def test_what_is_done_is_passed_over(unbroken, staged, train_command):
         "Stage short, 1 of 2: done",
         "Stage long, 2 of 2: done",
     ]
+    for name in ("optimizer.weight_decay", "train.steps"):  # these would give another draft
+        status, printed = train_command(staged, f"stages.short.{name}=7")
+        assert status == 2 and f"error: stages.short: {name}: 7" in printed
+    status, printed = train_command(staged, "log.every=7", "stages.long.train.epochs=3")
+    assert status == 0 and "Training" not in printed
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == files
 
 
