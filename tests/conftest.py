@@ -74,6 +74,8 @@ def pytest_collection_finish() -> None:
             return function.rewrite()(*args, **kwargs)
 
         interpreter.InterpretedFunction.__call__ = call
+        # Else nearly half of its time goes into looking for sums that are too large. Their results differ anyway.
+        interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 @pytest.hookimpl(tryfirst=True)
