@@ -12,6 +12,8 @@ from longdraft.kernels.triton.tuning import Choice, blocks, choose_splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LARGE = [Choice(128, 128, 3, 8), Choice(256, 64, 4, 8), Choice(128, 64, 3, 8, ahead=1)]
+# Only half precision has large blocks, and a GPU's compiler takes three times as long for them in fp32.
+DTYPE, ALLOWED = (torch.float16, 4e-3) if DEVICE == "cuda" else (torch.float32, 2e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -163,11 +165,12 @@ def test_large_blocks(trees, merged, choice, n_rows):
     for length, is_tree, window, n_splits in (
         (401, True, None, 4), (401, False, 270, 1), (512, True, 270, 1), (384, False, None, 1), (3, True, None, 2)
     ):  # fmt: skip
-        keys, values = trees.poisoned([length], n_rows, length + n_rows, 1, 16)
-        q, lengths_B = trees.draw(1, n_rows, n_heads, 16, seed=7), torch.tensor([length])
+        keys, values = (x.to(DTYPE) for x in trees.poisoned([length], n_rows, length + n_rows, 1, 16))
+        q, lengths_B = trees.draw(1, n_rows, n_heads, 16, seed=7).to(DTYPE), torch.tensor([length])
         masks = trees.random_tree(n_rows, 0)[None] | torch.eye(n_rows, dtype=torch.bool) if is_tree else None
         out, _ = run(q, keys, values, lengths_B, masks, window, n_splits, choice)
-        assert (out - reference(q, keys, values, lengths_B, masks, window)[0]).abs().max() < 2e-6
+        wanted = reference(q.float(), keys, values, lengths_B, masks, window)[0]
+        assert (out - wanted).abs().max() < ALLOWED
 
 
 def test_a_row_that_may_read_nothing_is_zero(trees):

@@ -20,6 +20,7 @@ DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 H100, RTX = 227 << 10, 99 << 10
 SHAPE = tuning.shape_of(torch.float16, 1, 9, 8, 2, 64, 8192, None)
 SLOW, FAST = 2.0, 1.0
+DTYPE, ALLOWED = (torch.float16, 4e-3) if DEVICE.type == "cuda" else (torch.float32, 2e-6)  # fp32 compiles slowly there
 # The interpreter knows neither stages nor warps.
 UNLIKE = TILES if DEVICE.type == "cuda" else {(*tile[:2], tile.ahead): tile for tile in TILES}.values()
 
@@ -66,14 +67,14 @@ def next_process(monkeypatch) -> None:
 @pytest.mark.parametrize("tile", UNLIKE, ids=str)
 def test_every_variant_gives_the_references_output(trees, merged, tile, programs, window):
     lengths, n_rows = [130, 5], 17
-    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, 16)
-    q, lengths_B = trees.draw(2, n_rows, 8, 16, seed=7), torch.tensor(lengths)
+    keys, values = (x.to(DTYPE) for x in trees.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, 16))
+    q, lengths_B = trees.draw(2, n_rows, 8, 16, seed=7).to(DTYPE), torch.tensor(lengths)
     masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(2)])
     masks[:, -1, -1] = True
-    wanted = reference(q, keys, values, lengths_B, masks, window)[0]
+    wanted = reference(q.float(), keys, values, lengths_B, masks, window)[0]
     given = [x.to(DEVICE) for x in (q, keys, values, lengths_B, *pack_tree(masks, 2, n_rows, lengths_B.device))]
     out, _ = module.tree_attention(*given, True, window, choice=tile._replace(programs=programs))
-    assert (out.cpu() - wanted).abs().max() < 2e-6
+    assert (out.cpu() - wanted).abs().max() < ALLOWED
 
 
 @pytest.mark.parametrize("width", [16, 64, 128])
