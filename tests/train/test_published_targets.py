@@ -1,5 +1,5 @@
-"""Every recipe with its target's published config.json, made small: it is opened and estimated and, for each form of
-target, takes a step, is exported, and decodes beyond the length before scaling.
+"""Recipes with their target's published config.json, made small, one for each form of target: it takes a step, is
+exported, and decodes beyond the length before scaling. What every recipe estimates: test_recipes.py.
 
 The fields in published_targets.json are looked up, each with its source. All but the sizes are kept: RoPE with its
 scaling, positions, ties, biases and the ratio of query heads to key and value heads.
@@ -18,23 +18,17 @@ from longdraft.launch import arguments, cli
 from longdraft.launch.runtime import Drafting
 from longdraft.models.hf import load_transformers, read_target_config
 from longdraft.train.config_file import load_stages
-from longdraft.train.estimate import report
 
 VOCAB, HEAD_DIM, NEW = 97, 8, 6
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PUBLISHED = json.loads(Path(__file__).with_name("published_targets.json").read_text())
-# What a checkpoint's config.json may say, by recipe; of one target two ways are possible.
-CASES = {name: (name, {}) for name in PUBLISHED} | {
-    "longspec/longchat-7b, scaled": ("longspec/longchat-7b", {"max_position_embeddings": 32768})
-}
-# Those that are not only opened and estimated: each form of target once, with one of the methods.
-TRAINED = {
-    "longspec/vicuna-7b", "longspec/longchat-7b, scaled", "longspec/llama3.1-8b", "longspec/qwq-32b",
-    "longspec/qwen3-30b-a3b", "longspec/gemma-3-12b", "tokenswift/yarn-llama2-7b-128k", "tokenswift/qwen2.5-7b",
-    "tokenswift/qwen3-8b", "tokenswift/gpt-oss-20b",
+# By recipe; of one target, whose config.json may say two things, with the other one.
+CASES = {
+    "longspec/vicuna-7b": {}, "longspec/longchat-7b": {"max_position_embeddings": 32768}, "longspec/llama3.1-8b": {},
+    "longspec/qwq-32b": {}, "longspec/qwen3-30b-a3b": {}, "longspec/gemma-3-12b": {},
+    "tokenswift/yarn-llama2-7b-128k": {}, "tokenswift/qwen2.5-7b": {}, "tokenswift/qwen3-8b": {},
+    "tokenswift/gpt-oss-20b": {},
 }  # fmt: skip
-POSITIONS = {"vicuna-7b": 16384, "vicuna-13b": 16384, "longchat-13b": 16384, "longchat-7b": 32768, "qwq-32b": 32768}
-POSITIONS |= {"qwen3-8b": 40960, "qwen3-30b-a3b": 40960}
 # The recipes' own fields, apart from sizes.
 FEW = [
     "data.seq_len=24", "train.steps=1", "train.global_batch=2", "train.micro_batch=1", "optimizer.warmup_steps=0",
@@ -66,10 +60,9 @@ def shrunken(published: dict) -> dict:
 @pytest.fixture
 def target(request, tmp_path) -> Path:
     """A folder with such a config.json, in its published form, and weights."""
-    name, others = CASES[request.param]
     folder = tmp_path / "target"
     folder.mkdir()
-    config = json.dumps(shrunken(PUBLISHED[name]["config"] | others))
+    config = json.dumps(shrunken(PUBLISHED[request.param]["config"] | CASES[request.param]))
     (folder / "config.json").write_text(config)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
@@ -91,15 +84,9 @@ def test_there_is_one_for_every_recipe_of_a_published_target():
 
 @pytest.mark.parametrize(("name", "target"), [(name, name) for name in CASES], indirect=["target"])
 def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, tmp_path, capsys):
-    recipe = CONFIGS / f"{CASES[name][0]}.yaml"
+    recipe = CONFIGS / f"{name}.yaml"
     allowed = load_stages(recipe)[0].config.target.max_positions
     config = read_target_config(target, max_positions=allowed)
-    assert config.max_positions == POSITIONS.get(recipe.stem, 131072)
-
-    # With rows and positions as the recipe says them.
-    assert "r, a step over the target's pass: " in report(load_stages(recipe, [f"target.path={target}"]))
-    if name not in TRAINED:
-        return
 
     places = [f"target.path={target}", f"data.path={data_folder}", f"train.run_dir={tmp_path / 'run'}"]
     block = BLOCK if recipe.parent.name == "longspec" else []
@@ -119,7 +106,7 @@ def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, t
     assert opened.model.config == config
     said = f", with {allowed} positions as its draft was trained" if allowed else ""
     assert f"in fp32 on cpu{said}\n" in capsys.readouterr().err
-    scaling = PUBLISHED[CASES[name][0]]["config"].get("rope_scaling") or {}
+    scaling = PUBLISHED[name]["config"].get("rope_scaling") or {}
     before = scaling.get("original_max_position_embeddings", config.rope.max_positions if scaling else 2048)
     prompt = torch.randint(VOCAB, (min(before, 8192) + 2,), generator=torch.Generator().manual_seed(2)).tolist()
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)

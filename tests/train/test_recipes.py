@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.draft_folder import load_draft
-from longdraft.models.footprint import weight_count
 from longdraft.models.hf import read_target_config
-from longdraft.models.rope import RopeConfig
 from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.estimate import memory, report
 from longdraft.train.methods.build import same_shape
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "longspec"
+PUBLISHED = json.loads(Path(__file__).with_name("published_targets.json").read_text())
 # Longest rows, and how far Anchor-Offset positions go: never beyond the target's own.
 PAPER = {
     "vicuna-7b": (16384, 15000),
@@ -59,68 +57,42 @@ def test_appendix_e(name):
         assert (steps.train.steps, steps.optimizer.warmup_steps) == (200, 20)
 
 
-# As in config.json: vocabulary, hidden size, feed-forward, layers, heads, key/value heads, positions.
-SHAPES = {
-    "vicuna-7b": (32000, 4096, 11008, 32, 32, 32, 16384),
-    "vicuna-13b": (32000, 5120, 13824, 40, 40, 40, 16384),
-    "longchat-7b": (32000, 4096, 11008, 32, 32, 32, 32768),
-    "longchat-13b": (32000, 5120, 13824, 40, 40, 40, 16384),
-    "llama3.1-8b": (128256, 4096, 14336, 32, 32, 8, 131072),
-    "qwq-32b": (152064, 5120, 27648, 64, 40, 8, 32768),
-}
-
-
-def target_of(name: str, folder: Path) -> DecoderConfig:
-    if name in SHAPES:
-        *sizes, positions = SHAPES[name]
-        return DecoderConfig(*sizes, 128, 1e-5, positions, RopeConfig(128, positions))
-    published = json.loads(Path(__file__).with_name("published_targets.json").read_text())
-    (folder / "config.json").write_text(json.dumps(published[f"longspec/{name}"]["config"]))
-    return read_target_config(folder)
-
-
-@pytest.mark.parametrize("name", [*PAPER, *LATER])
-def test_eight_gpus_of_80_gb_are_enough(name, tmp_path):
-    """The recipe's comment says what is counted, and a tenth is left for the allocator's fragmentation."""
-    path, target = CONFIGS / f"{name}.yaml", target_of(name, tmp_path)
-    assert target.max_positions >= max((PAPER | LATER)[name])
-    said = re.search(r"at most (\d+), (\d+) and (\d+) GiB per GPU", path.read_text())
-    assert said is not None
-    for stage, number in zip(load_stages(path), said.groups(), strict=True):
-        peak = memory(stage.config, target, n_ranks=8, gpu=True).peak
-        assert peak / 2**30 == pytest.approx(float(number), abs=0.5)
-        assert peak < 0.9 * 80e9
-        assert stage.config.train.micro_batch * stage.config.data.seq_len == 32768
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_tokenswifts_heads_for_later_targets_fit_too(name, tmp_path):
-    path = CONFIGS.parent / "tokenswift" / f"{name}.yaml"
-    said = re.search(r"at most (\d+) GiB per GPU", path.read_text())
-    assert said is not None
-    peak = memory(load_config(path), target_of(name, tmp_path), n_ranks=8, gpu=True).peak
-    assert peak / 2**30 == pytest.approx(float(said[1]), abs=0.5) and peak < 0.9 * 80e9
-
-
-# Billions of parameters, as the model cards have them: gpt-oss's 20.9, Gemma's 12.2 without the 0.4 that read images.
-@pytest.mark.parametrize(
-    ("name", "billions"), [("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.5), ("gpt-oss-20b", 20.9), ("gemma-3-12b", 11.77)]
-)
-def test_later_targets_have_as_many_parameters_as_published(name, billions, tmp_path):
-    assert weight_count(target_of(name, tmp_path)) == pytest.approx(billions * 1e9, rel=0.003)
-
-
-PUBLISHED = json.loads(Path(__file__).with_name("published_targets.json").read_text())
+# Positions of each target; of any other one 131072.
+POSITIONS = {"vicuna-7b": 16384, "vicuna-13b": 16384, "longchat-13b": 16384, "longchat-7b": 32768, "qwq-32b": 32768}
+POSITIONS |= {"qwen3-8b": 40960, "qwen3-30b-a3b": 40960}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_hours_of_a_recipe_are_those_that_the_command_counts(name, tmp_path):
+def test_a_recipe_says_what_the_command_estimates(name, tmp_path):
+    """GPU-hours; and GiB per GPU where a recipe says them, of which a tenth is left for the allocator's
+    fragmentation."""
+    path, text = CONFIGS.parent / f"{name}.yaml", (CONFIGS.parent / f"{name}.yaml").read_text()
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]["config"]))
-    path = CONFIGS.parent / f"{name}.yaml"
     stages = load_stages(path, [f"target.path={tmp_path}", f"train.run_dir={tmp_path / 'run'}"])
     counted = re.findall(r"\n([\d.]+) GPU-hours for (?:200 steps|a billion tokens)", report(stages, 8, gpu=True))
-    (said,) = re.findall(r"`longdraft train --estimate --num-gpus 8` counts (.*) GPU-hours", path.read_text())
+    (said,) = re.findall(r"`longdraft train --estimate --num-gpus 8` counts (.*) GPU-hours", text)
     assert re.findall(r"[\d.]+", said) == counted and len(counted) == len(stages)
+    target = read_target_config(tmp_path, max_positions=stages[0].config.target.max_positions)
+    assert target.max_positions == POSITIONS.get(path.stem, 131072)
+    said = re.search(r"at most (.*) GiB per GPU", text)
+    assert said is not None or (path.parent != CONFIGS and path.stem not in LATER)
+    for stage, number in zip(stages, re.findall(r"\d+", said[1]), strict=True) if said else ():
+        peak = memory(stage.config, target, n_ranks=8, gpu=True).peak
+        assert peak / 2**30 == pytest.approx(float(number), abs=0.5) and peak < 0.9 * 80e9
+        assert path.parent != CONFIGS or stage.config.train.micro_batch * stage.config.data.seq_len == 32768
+
+
+# Billions of parameters, as the model cards have them: gpt-oss's 20.9, Gemma's 12.2 without the 0.4 that read images.
+@pytest.mark.parametrize(("name", "billions"), [
+    ("vicuna-7b", 6.74), ("llama3.1-8b", 8.03), ("qwq-32b", 32.76), ("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.5),
+    ("gpt-oss-20b", 20.9), ("gemma-3-12b", 11.77),
+])  # fmt: skip
+def test_targets_have_as_many_parameters_as_published(name, billions, tmp_path):
+    """In bf16, two bytes each."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[f"longspec/{name}"]["config"]))
+    config = load_stages(CONFIGS / f"{name}.yaml")[0].config
+    kept = memory(config, read_target_config(tmp_path), 1, gpu=True).kept["target's weights"]
+    assert kept == pytest.approx(2e9 * billions, rel=0.002)
 
 
 def test_smollm2_goes_through_all_stages():
