@@ -1,7 +1,7 @@
 """One rank of a test: performs a list of actions in order. Started by the fixture `start_ranks`.
 
-{"train": [override, ...]} trains, with "until" to the checkpoint of that step. {"copy": [from, to], "without": name}
-copies a run's folder without one checkpoint.
+{"train": [override, ...]} trains, with "until" to the checkpoint of that step, with another "config" where it is given.
+{"copy": [from, to], "without": name} copies a run's folder without one checkpoint.
 """
 
 import gc
@@ -40,7 +40,7 @@ ranks = join_ranks()
 gc.freeze()  # DeepSpeed collects garbage at every start of a run; objects of the imports need not be searched
 for action in json.loads(sys.argv[2]):
     if "train" in action:
-        config = load_config(sys.argv[1], action["train"])
+        config = load_config(action.get("config", sys.argv[1]), action["train"])
         whole = config.target.zero_stage == 0 and config.target.loader == "longdraft"
         frozen = target(config.target.path, config.train.precision) if whole else open_target(config, ranks)
         train(config, ranks, frozen, Until(config.train.run_dir, action["until"]) if "until" in action else ())

@@ -8,31 +8,10 @@ from safetensors.torch import load_file
 from longdraft.train.checkpoint import WEIGHTS
 from longdraft.train.tracking import read_metrics
 
-HEADS = ["draft.out_norm_init=target"]
-BLOCK = [
-    "draft.method=longspec", "draft.window=6", "draft.noise=3", "draft.final_norm=true", "optimizer.eps=1e-5",
-    "heldout.every=10",
-]  # fmt: skip
-ANCHORED = [
-    *BLOCK, "data.seq_len=312", "data.positions=anchor_offset", "data.max_position=2000", "data.sinks=2",
-    "data.query_share=0.5", "draft.draft_vocab_size=80", "train.global_batch=2", "train.micro_batch=1",
-]  # fmt: skip
-# Runs that one rank made (`runs`), by their names.
-ALONE = {
-    "fp32-1-1": HEADS,
-    "mix": [*HEADS, "train.loss=mix", "train.text_weight=0.25"],
-    "longspec": BLOCK,
-    "longspec-fp32-1-1": [*BLOCK, "train.steps=8", "train.global_batch=4", "heldout.every=8"],
-    "longspec-anchored": ANCHORED,
-    "acceptance": [
-        *ANCHORED, "train.loss=acceptance", "train.kl_steps=12", "train.level_weights=[1,0.5,0.25]", "heldout.every=10",
-    ],
-    "poisoned": [*BLOCK, "train.zero_stage=3"],
-}  # fmt: skip
 # The steps that are compared: those of the runs, or up to their first checkpoint where later ones do nothing else.
 N_STEPS = {"acceptance": 20, "longspec-fp32-1-1": 8, "poisoned": 3}
 SHARDED, SHARED, THREES = "target.zero_stage=3", "train.sequence_parallel=2", "train.micro_batch=3"  # 3, 3 and 2 rows
-# By the number of ranks: the run of one rank that each equals, and what is otherwise.
+# By the number of ranks: the run of one rank (`runs`) that each equals, and what is otherwise.
 CASES = {
     2: [
         ("longspec-anchored", [SHARDED, "train.zero_stage=3"]), ("fp32-1-1", [SHARDED]),
@@ -50,14 +29,13 @@ NAMES = [f"{n_ranks}-{number}-{like}" for n_ranks, cases in CASES.items() for nu
 
 
 @pytest.fixture(scope="module")
-def scaled(tmp_path_factory, start_ranks, finish_ranks, runs, long_folder, poisoned):
-    """A folder of the cases' runs, by NAMES. `runs` is a dependency so that no more ranks run at a time."""
-    folder, long = tmp_path_factory.mktemp("scaled"), [f"data.path={long_folder}"]
-    data = {"longspec-anchored": long, "acceptance": long, "poisoned": poisoned}
+def scaled(tmp_path_factory, start_ranks, finish_ranks, runs):
+    """A folder of the cases' runs, by NAMES."""
+    folder = tmp_path_factory.mktemp("scaled")
     for n_ranks, cases in CASES.items():
         actions = [
-            {"train": [f"train.run_dir={folder / f'{n_ranks}-{i}-{like}'}", *ALONE[like], *others, *data.get(like, [])],
-                "until": N_STEPS.get(like, 10)}
+            {"train": [f"train.run_dir={folder / f'{n_ranks}-{i}-{like}'}", *others],
+                "config": str(runs / like / "config.yaml"), "until": N_STEPS.get(like, 10)}
             for i, (like, others) in enumerate(cases)
         ]  # fmt: skip
         finish_ranks(start_ranks(n_ranks, actions))
