@@ -1,5 +1,6 @@
 """kernels/attention.py with every implementation of attention, against a softmax with one more score."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,9 @@ HEADS, KV_HEADS, WIDTH = 6, 2, 16
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 4.0, -30.0, 0.0])
 WINDOWS = (None, 5, 64)
 IMPLEMENTATIONS = ("c", "pytorch", "flash", "triton")
+# Of all combinations every second; any three values meet.
+SHAPES = ((1, False), (9, True), (9, False), (150, False), (150, True))
+OVER_A_CACHE = list(product(IMPLEMENTATIONS, ([0], [1100], [0, 70]), SHAPES, WINDOWS))[::2]
 
 
 def expected(q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor, open_NM: Tensor) -> Tensor:
@@ -58,10 +62,11 @@ def implementation(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("n_rows", "is_tree"), [(1, False), (9, True), (9, False), (150, False), (150, True)])
-@pytest.mark.parametrize("lengths", [[0], [1100], [0, 70]], ids=str)
-def test_over_a_cache(implementation, trees, lengths, n_rows, is_tree, window):
+@pytest.mark.parametrize(
+    ("implementation", "lengths", "shape", "window"), OVER_A_CACHE, ids=str, indirect=["implementation"]
+)
+def test_over_a_cache(implementation, trees, lengths, shape, window):
+    n_rows, is_tree = shape
     keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, KV_HEADS, WIDTH)
     q, lengths_B = trees.draw(len(lengths), n_rows, HEADS, WIDTH, seed=7), torch.tensor(lengths)
     masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))]) if is_tree else None

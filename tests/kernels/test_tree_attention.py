@@ -1,5 +1,7 @@
 """kernels/tree_attention.py and `causal_attention` against the references and against attention row by row."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,7 +65,12 @@ def with_log_sum_exps(q: Tensor, keys: Tensor, values: Tensor, lengths_B: Tensor
     return rows.attention_rows(q, keys, values, lengths_B, mask, window, lse), lse
 
 
+HEADS, BOTH = ((4, 4), (6, 2)), (False, True)  # query heads and key heads
 LENGTHS = ([0], [1], [63], [1100], [0, 7, 100], [1030, 3])
+# Of the products of all values every fifth, in which any three of them meet, and every third, in which any two do.
+ALONE = list(product(HEADS, LENGTHS, (1, 2, 13), BOTH, BOTH, (None, 1, 5, 64)))[::5]
+SUMS = list(product(([0], [0, 7, 300]), (1, 13, 140), BOTH, BOTH, (None, 5)))[::3]
+CROSS = list(product(HEADS, (*LENGTHS, [1030, 3, 0]), (1, 2, 16, 63), BOTH))[::3]
 
 
 @pytest.fixture
@@ -71,12 +78,7 @@ def pytorch_only(monkeypatch):
     monkeypatch.setattr(module.rows, "can_attend", lambda _: False)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 64])
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("n_rows", [1, 2, 13])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize(("heads", "lengths", "n_rows", "tree", "compiled", "window"), ALONE, ids=str)
 def test_against_each_row_alone(request, heads, lengths, n_rows, tree, compiled, window):
     request.getfixturevalue("c_kernels" if compiled else "pytorch_only")
     n_heads, n_kv_heads = heads
@@ -100,11 +102,7 @@ def test_against_each_row_alone(request, heads, lengths, n_rows, tree, compiled,
     assert all(bool(out.isfinite().all()) for out in outputs)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("n_rows", [1, 13, 140])
-@pytest.mark.parametrize("lengths", [[0], [0, 7, 300]], ids=str)
+@pytest.mark.parametrize(("lengths", "n_rows", "tree", "compiled", "window"), SUMS, ids=str)
 def test_log_sum_exps(request, lengths, n_rows, tree, compiled, window):
     request.getfixturevalue("c_kernels" if compiled else "pytorch_only")
     keys, values = poisoned(lengths, n_rows, max(lengths) + n_rows + 5, 2, 16)
@@ -156,10 +154,7 @@ def test_causal_attention(n_rows, window):
     torch.testing.assert_close(causal_attention(q, k, v, window), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("n_rows", [1, 2, 16, 63])
-@pytest.mark.parametrize("lengths", [*LENGTHS, [1030, 3, 0]], ids=str)
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize(("heads", "lengths", "n_rows", "compiled"), CROSS, ids=str)
 def test_cross_attention_reads_its_slots_rows_and_no_other(request, heads, lengths, n_rows, compiled):
     request.getfixturevalue("c_kernels" if compiled else "pytorch_only")
     n_heads, n_kv_heads = heads

@@ -32,18 +32,17 @@ def run(q: Tensor, keys: Tensor, values: Tensor, lengths_B: Tensor, masks: Tenso
     return out.cpu(), lse.cpu()
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize(
-    "heads, width, lengths, n_rows, window",
+    "heads, width, lengths, n_rows, window, tree",
     [
-        ((4, 2), 16, [0], 1, None),
-        ((6, 2), 24, [180, 5], 5, None),
-        ((2, 1), 16, [300], 40, None),  # rows with other tails, and more than one tile of queries
-        ((2, 2), 16, [230, 129], 6, 100),
-        ((2, 1), 16, [300, 191], 2, 128),  # rows whose window lies in the tail, after runs
-        ((1, 1), 16, [1400], 3, 1100),  # a window of several runs
-        ((1, 1), 16, [1354], 5, 1100),  # whose first key is in another block and run for the last row
-        ((1, 1), 16, [3060], 2, None),  # more runs than are added at a time, of three lengths
+        ((4, 2), 16, [0], 1, None, False),
+        ((6, 2), 24, [180, 5], 5, None, True),
+        ((2, 1), 16, [300], 40, None, False),  # rows with other tails, and more than one tile of queries
+        ((2, 2), 16, [230, 129], 6, 100, True),
+        ((2, 1), 16, [300, 191], 2, 128, False),  # rows whose window lies in the tail, after runs
+        ((1, 1), 16, [1400], 3, 1100, True),  # a window of several runs
+        ((1, 1), 16, [1354], 5, 1100, False),  # whose first key is in another block and run for the last row
+        ((1, 1), 16, [3060], 2, None, False),  # more runs than are added at a time, of three lengths
     ],
 )
 def test_a_row_has_plain_decodings_bits(monkeypatch, shared, heads, width, lengths, n_rows, window, tree):

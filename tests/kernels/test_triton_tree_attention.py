@@ -87,9 +87,10 @@ def at_borders(block: int) -> list[int]:
     return [0, block - 1, block, block + 1, 12 * block - 1, 12 * block + 1]
 
 
-@pytest.mark.parametrize("window", [None, 160])
-@pytest.mark.parametrize("tree", [False, True])
-def test_lengths_at_the_borders_of_blocks(trees, small_blocks, tree, window):
+@pytest.mark.parametrize(("tree", "window", "n_splits"), [
+    (False, None, 1), (False, 160, 3), (True, None, 3), (True, 160, 1),
+])  # fmt: skip
+def test_lengths_at_the_borders_of_blocks(trees, small_blocks, tree, window, n_splits):
     """A window of 160 leaves whole blocks between the keys that only some rows read and the pass's own rows."""
     n_rows, width = 7, 32
     lengths = at_borders(blocks(2 * n_rows, width, 4, 99 * 1024)[1])
@@ -98,13 +99,12 @@ def test_lengths_at_the_borders_of_blocks(trees, small_blocks, tree, window):
     masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
     wanted = reference(q, keys, values, lengths_B, masks, window)[0]
     lse = expected_lse(q, keys, lengths_B, masks, window)
-    for n_splits in (1, 3):
-        out, found = run(q, keys, values, lengths_B, masks, window, n_splits)
-        # Padding has no place in a history, so its output under a window is undefined, but finite.
-        read = torch.ones(1, n_rows, dtype=torch.bool) if masks is None or window is None else masks.any(-1)
-        read = read.expand(len(lengths), -1)
-        assert out.isfinite().all() and (out - wanted)[read].abs().max() < 2e-6
-        torch.testing.assert_close(found[read], lse[read], rtol=0, atol=2e-6)
+    out, found = run(q, keys, values, lengths_B, masks, window, n_splits)
+    # Padding has no place in a history, so its output under a window is undefined, but finite.
+    read = torch.ones(1, n_rows, dtype=torch.bool) if masks is None or window is None else masks.any(-1)
+    read = read.expand(len(lengths), -1)
+    assert out.isfinite().all() and (out - wanted)[read].abs().max() < 2e-6
+    torch.testing.assert_close(found[read], lse[read], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("n_rows", [1, 16, 65, 128])
@@ -156,21 +156,27 @@ def test_any_number_of_runs_gives_the_same(trees, window):
         assert (out - wanted).abs().max() < 2e-6
 
 
-@pytest.mark.parametrize("n_rows", [1, 16, 64, 128])
-@pytest.mark.parametrize("choice", LARGE, ids=str)
-def test_large_blocks(trees, merged, choice, n_rows):
+# Length, whether it is a tree, window and runs. A third of all combinations: any two values meet.
+PASSES = [(401, True, None, 4), (401, False, 270, 1), (512, True, 270, 1), (384, False, None, 1), (3, True, None, 2)]
+OF_LARGE = [
+    (choice, n_rows, *PASSES[k])
+    for i, choice in enumerate(LARGE)
+    for j, n_rows in enumerate((1, 16, 64, 128))
+    for k in range(len(PASSES))
+    if (i + j + k) % 3 == 0
+]
+
+
+@pytest.mark.parametrize(("choice", "n_rows", "length", "is_tree", "window", "n_splits"), OF_LARGE, ids=str)
+def test_large_blocks(trees, merged, choice, n_rows, length, is_tree, window, n_splits):
     """Several blocks of 128 keys and a part of one, also under a window that leaves whole blocks between the keys that
     only some rows read and the pass's own rows; runs of which some are empty; a cache that is shorter than a block."""
     n_heads = 4 if n_rows < 64 else 2  # up to 256 queries of a key head
-    for length, is_tree, window, n_splits in (
-        (401, True, None, 4), (401, False, 270, 1), (512, True, 270, 1), (384, False, None, 1), (3, True, None, 2)
-    ):  # fmt: skip
-        keys, values = (x.to(DTYPE) for x in trees.poisoned([length], n_rows, length + n_rows, 1, 16))
-        q, lengths_B = trees.draw(1, n_rows, n_heads, 16, seed=7).to(DTYPE), torch.tensor([length])
-        masks = trees.random_tree(n_rows, 0)[None] | torch.eye(n_rows, dtype=torch.bool) if is_tree else None
-        out, _ = run(q, keys, values, lengths_B, masks, window, n_splits, choice)
-        wanted = reference(q.float(), keys, values, lengths_B, masks, window)[0]
-        assert (out - wanted).abs().max() < ALLOWED
+    keys, values = (x.to(DTYPE) for x in trees.poisoned([length], n_rows, length + n_rows, 1, 16))
+    q, lengths_B = trees.draw(1, n_rows, n_heads, 16, seed=7).to(DTYPE), torch.tensor([length])
+    masks = trees.random_tree(n_rows, 0)[None] | torch.eye(n_rows, dtype=torch.bool) if is_tree else None
+    out, _ = run(q, keys, values, lengths_B, masks, window, n_splits, choice)
+    assert (out - reference(q.float(), keys, values, lengths_B, masks, window)[0]).abs().max() < ALLOWED
 
 
 def test_a_row_that_may_read_nothing_is_zero(trees):
