@@ -102,10 +102,6 @@ def test_calls_in_inference_mode_and_outside_it(target, drafter):
     assert found == [Engine(target).generate(PROMPTS, one)[0].tokens for one in params]
 
 
-def test_a_bare_prompt_of_tokens(target):
-    assert Engine(target).generate(PROMPTS[0])[0].tokens == Engine(target).generate(PROMPTS)[0].tokens
-
-
 def test_the_wait_for_a_request_is_no_time_of_its_decoding(target):
     """Also after a step that nobody read, as its only request was cancelled."""
     engine, turns = Engine(target, slots=1, max_length=20), iter(range(4))

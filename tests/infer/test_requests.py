@@ -58,7 +58,7 @@ def test_prompts_of_every_kind(target, tokenizer, alone):
     written = "<|user|>the cat\n<|assistant|>sat\n>"
     assert found[2].prompt == tokenizer(written).input_ids and tokenizer.decode(found[2].prompt) == written
     engine = Engine(target)
-    for one in ("the cat sat", chat, [chat]):
+    for one in ("the cat sat", ids, chat, [chat]):
         assert len(engine.generate(one, params)) == 1
     assert engine.generate([], params) == [] and list(engine.stream([])) == []
 
