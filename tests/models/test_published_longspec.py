@@ -20,11 +20,22 @@ def loaded(path, target) -> LongSpec:
     return published_block(published_tensors(path), config, str(path))
 
 
-@pytest.mark.parametrize("prefix", ["", "glide.", "draft_model.", "module.draft_model.layers.0."])
-@pytest.mark.parametrize("file", ["draft.safetensors", "draft_model_weights.pth"])
-def test_every_tensor_lands_in_its_place(tmp_path, target, file, prefix, authors):
+@pytest.mark.parametrize(
+    ("file", "prefix", "norms"),
+    [
+        (
+            "draft.safetensors",
+            "",
+            ("input_layernorm", "post_self_attention_layernorm", "post_cross_attention_layernorm"),
+        ),
+        ("draft_model_weights.pth", "glide.", ("input_layernorm", "cross_attn_layernorm", "post_attention_layernorm")),
+        ("d.pth", "draft_model.", ("input_layernorm", "post_attention_layernorm", "post_cross_attn_layernorm")),
+        ("d.safetensors", "module.draft_model.layers.0.", ("norm1", "norm2", "norm3")),
+    ],
+)
+def test_every_tensor_lands_in_its_place(tmp_path, target, file, prefix, norms, authors):
     draft = authors.longspec(target)
-    found = loaded(authors.write(tmp_path / file, authors.longspec_tensors(draft, prefix)), target)
+    found = loaded(authors.write(tmp_path / file, authors.longspec_tensors(draft, prefix, norms)), target)
     assert found.config == draft.config
     for name, weight in draft.state_dict().items():
         assert torch.equal(found.state_dict()[name], weight), name
@@ -36,22 +47,6 @@ def test_other_precisions_and_what_is_not_read(tmp_path, target, authors):
     tensors["glide.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     found = loaded(authors.write(tmp_path / "d.pth", tensors), target)
     assert torch.equal(found.down.weight, draft.down.weight.half())
-
-
-@pytest.mark.parametrize(
-    "norms",
-    [
-        ("input_layernorm", "cross_attn_layernorm", "post_attention_layernorm"),
-        ("input_layernorm", "post_attention_layernorm", "post_cross_attn_layernorm"),
-        ("norm1", "norm2", "norm3"),
-        ("input_layernorm", "post_self_attention_layernorm", "post_cross_attention_layernorm"),
-    ],
-)
-def test_norms_whose_names_tell_their_place(tmp_path, target, norms, authors):
-    draft = authors.longspec(target)
-    found = loaded(authors.write(tmp_path / "d.pth", authors.longspec_tensors(draft, "glide.", norms)), target)
-    for name in ("self_norm", "cross_norm", "mlp_norm"):
-        assert torch.equal(getattr(found, name).weight, getattr(draft, name).weight), name
 
 
 def test_what_does_not_fit_is_named(tmp_path, target, tiny_target, authors):
