@@ -69,7 +69,7 @@ HEADS, BOTH = ((4, 4), (6, 2)), (False, True)  # query heads and key heads
 LENGTHS = ([0], [1], [63], [1100], [0, 7, 100], [1030, 3])
 # Of the products of all values every fifth, in which any three of them meet, and every third, in which any two do.
 ALONE = list(product(HEADS, LENGTHS, (1, 2, 13), BOTH, BOTH, (None, 1, 5, 64)))[::5]
-SUMS = list(product(([0], [0, 7, 300]), (1, 13, 140), BOTH, BOTH, (None, 5)))[::3]
+ALONE += list(product(HEADS[1:], ([0], [0, 7, 300]), (1, 13, 140), BOTH, BOTH, (None, 5)))[::3]
 CROSS = list(product(HEADS, (*LENGTHS, [1030, 3, 0]), (1, 2, 16, 63), BOTH))[::3]
 
 
@@ -86,10 +86,10 @@ def test_against_each_row_alone(request, heads, lengths, n_rows, tree, compiled,
     q = draw(len(lengths), n_rows, n_heads, 16, seed=7)
     masks = torch.stack([random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
     lengths_B = torch.tensor(lengths)
-    outputs = [
-        tree_attention(q, keys, values, lengths_B, masks, window),
-        reference(q, keys, values, lengths_B, masks, window)[0],
-    ]
+    out, lse = with_log_sum_exps(q, keys, values, lengths_B, masks, window)
+    assert (lse.dtype, lse.shape) == (torch.float32, q.shape[:3]) and lse.is_contiguous()
+    assert torch.equal(out, tree_attention(q, keys, values, lengths_B, masks, window))
+    outputs = [out, reference(q, keys, values, lengths_B, masks, window)[0]]
     for slot, length in enumerate(lengths):
         for row in range(n_rows):
             history = history_of(row, length, None if masks is None else masks[slot], window)
@@ -99,26 +99,10 @@ def test_against_each_row_alone(request, heads, lengths, n_rows, tree, compiled,
             for out in outputs:
                 difference = (out[slot, row] - expected).abs().max()
                 assert difference < 1e-5, f"slot {slot}, row {row}: {difference}"
+            seen = keys[slot, history].double().repeat_interleave(n_heads // n_kv_heads, 1)
+            total = (torch.einsum("hd,shd->hs", q[slot, row].double(), seen) / 4).logsumexp(-1)
+            torch.testing.assert_close(lse[slot, row].double(), total, rtol=0, atol=5e-6)
     assert all(bool(out.isfinite().all()) for out in outputs)
-
-
-@pytest.mark.parametrize(("lengths", "n_rows", "tree", "compiled", "window"), SUMS, ids=str)
-def test_log_sum_exps(request, lengths, n_rows, tree, compiled, window):
-    request.getfixturevalue("c_kernels" if compiled else "pytorch_only")
-    keys, values = poisoned(lengths, n_rows, max(lengths) + n_rows + 5, 2, 16)
-    q, lengths_B = draw(len(lengths), n_rows, 6, 16, seed=7), torch.tensor(lengths)
-    masks = torch.stack([random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
-    out, lse = with_log_sum_exps(q, keys, values, lengths_B, masks, window)
-    assert torch.equal(out, tree_attention(q, keys, values, lengths_B, masks, window))
-    assert (lse.dtype, lse.shape) == (torch.float32, q.shape[:3]) and lse.is_contiguous()
-    for slot, length in enumerate(lengths):
-        for row in range(n_rows):
-            history = history_of(row, length, None if masks is None else masks[slot], window)
-            if history is None:
-                continue
-            seen = keys[slot, history].double().repeat_interleave(3, 1)
-            expected = (torch.einsum("hd,shd->hs", q[slot, row].double(), seen) / 4).logsumexp(-1)
-            torch.testing.assert_close(lse[slot, row].double(), expected, rtol=0, atol=5e-6)
 
 
 def test_parts_of_the_keys_merge_by_their_log_sum_exps():
