@@ -18,7 +18,7 @@ import pytest
 import torch
 from deepspeed.comm import destroy_process_group, is_initialized
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from longdraft.data_prep.shards import FORMAT_VERSION, Row, write_shard
 from longdraft.launch.train import main
@@ -63,18 +63,26 @@ log: {{wandb: disabled}}
 
 
 @pytest.fixture(scope="session")
-def target_folder(tmp_path_factory) -> Path:
-    """A Llama of 2 layers without a tokenizer. Its weights come from a seed of our own, so that they do not depend on
-    how transformers draws them."""
-    folder = tmp_path_factory.mktemp("target")
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **sizes))
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
+def saved_model() -> Callable[..., Path]:
+    """(folder, config, seed) -> the folder, with a transformers model of this config. Its weights come from a seed of
+    our own, so that they do not depend on how transformers draws them."""
+
+    def save(folder: Path, config: PretrainedConfig, seed: int = 7) -> Path:
+        model, generator = AutoModelForCausalLM.from_config(config), torch.Generator().manual_seed(seed)
         for name, weight in sorted(model.named_parameters()):
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
-    model.save_pretrained(folder)
-    return folder
+            weight.data.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+        model.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory, saved_model) -> Path:
+    """A Llama of 2 layers without a tokenizer."""
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+    return saved_model(tmp_path_factory.mktemp("target"), config)
 
 
 @pytest.fixture(scope="session")

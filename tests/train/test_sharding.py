@@ -7,14 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-)
+from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from longdraft.models.hf import load_target
 
@@ -39,28 +32,23 @@ OTHERS = {"experts": (Qwen3MoeConfig, EXPERTS), "gemma3": (Gemma3TextConfig, GEM
 SLACK = 4096  # bytes beside the weights: RoPE's tables
 
 
-def model_folder(folder: Path, family=LlamaConfig, **options) -> Path:
+def model_folder(saved_model, folder: Path, family=LlamaConfig, **options) -> Path:
     """A Llama whose weights do not divide by two: norms of 33 values, so that shares are padded."""
     sizes = dict(hidden_size=33, intermediate_size=96, num_attention_heads=3, num_key_value_heads=1, head_dim=8)
     config = family(vocab_size=VOCAB, num_hidden_layers=N_LAYERS, tie_word_embeddings=False, **sizes, **options)
-    model = AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, weight in sorted(model.named_parameters()):
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
-    model.save_pretrained(folder)
+    saved_model(folder, config, 11)
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("sharding") / "target")
+def folder(tmp_path_factory, saved_model) -> Path:
+    return model_folder(saved_model, tmp_path_factory.mktemp("sharding") / "target")
 
 
 @pytest.fixture(scope="module")
-def results(folder, start_ranks, finish_ranks):
+def results(folder, saved_model, start_ranks, finish_ranks):
     """`results(name, n_ranks)`: what each rank saved under that name."""
     out = folder.parent
     started = []
@@ -72,7 +60,7 @@ def results(folder, start_ranks, finish_ranks):
         ]
         if n_ranks == 2:
             for name, (family, fields) in OTHERS.items():
-                other = str(model_folder(out / name, family, **fields))
+                other = str(model_folder(saved_model, out / name, family, **fields))
                 for kind in ("weights", "pass"):
                     to = str(out / f"{kind}-{name}-2")
                     actions.append({kind: other, "dtype": "fp32", "out": to, "rows": ROWS})

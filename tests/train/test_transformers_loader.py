@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, Qwen3Config, StableLmConfig
+from transformers import LlamaConfig, Olmo2Config, Qwen3Config, StableLmConfig
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
@@ -36,27 +36,17 @@ FEW = ["train.steps=8", "heldout.every=8", "heldout.rows=2"]
 PLAIN = {"tokenswift": [], "longspec": ["draft.method=longspec", "draft.window=6", "draft.noise=3"]}
 
 
-def model_folder(folder: Path, family, **options) -> Path:
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    ids = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
-    config = family(vocab_size=VOCAB, tie_word_embeddings=False, **sizes, **ids, **options)
-    model = AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, weight in sorted(model.named_parameters()):
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
-    model.save_pretrained(folder)
-    return folder
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    folder, heads = tmp_path_factory.mktemp("families"), {"num_key_value_heads": 2, "max_position_embeddings": 2048}
-    return {
-        "llama": model_folder(folder / "llama", LlamaConfig, **heads),
-        "qwen3": model_folder(folder / "qwen3", Qwen3Config, head_dim=16, **heads),
-        "olmo2": model_folder(folder / "olmo2", Olmo2Config, **heads),
-    }
+def folders(tmp_path_factory, saved_model) -> dict[str, Path]:
+    folder, sizes = tmp_path_factory.mktemp("families"), SIZES | {"max_position_embeddings": 2048}
+    configs = {"llama": LlamaConfig(**sizes), "qwen3": Qwen3Config(head_dim=16, **sizes), "olmo2": Olmo2Config(**sizes)}
+    return {name: saved_model(folder / name, config) for name, config in configs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +144,8 @@ def test_what_only_our_decoder_gives_is_refused(folders, config_file, alone, ove
         open_run(config, alone, open_target(config, alone))
 
 
-def test_a_block_is_refused_where_keys_are_rotated_otherwise(tmp_path, config_file, alone):
-    folder = model_folder(tmp_path / "stablelm", StableLmConfig, num_key_value_heads=2)
+def test_a_block_is_refused_where_keys_are_rotated_otherwise(tmp_path, saved_model, config_file, alone):
+    folder = saved_model(tmp_path / "stablelm", StableLmConfig(**SIZES))
     config = load_config(config_file, [f"target.path={folder}", LOADER, *PLAIN["longspec"]])
     with pytest.raises(ValueError, match=r"^draft\.method: longspec "):
         open_run(config, alone, open_target(config, alone))
