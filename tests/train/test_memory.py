@@ -193,8 +193,8 @@ def test_shards_of_a_target_divide():
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offload_takes_the_optimizer_to_the_host(stage):
-    trains = ({"zero_stage": stage}, {"zero_stage": stage, "offload_optimizer": True})
     """LongSpec's block has 251.7 M parameters with Llama-3-8B, without the unused projections."""
+    trains = ({"zero_stage": stage}, {"zero_stage": stage, "offload_optimizer": True})
     there, away = (memory(a_config(train=train), LLAMA, 8, gpu=True) for train in trains)
     assert there.kept["draft's weights"] == pytest.approx(2 * 251.7e6 / (8 if stage == 3 else 1), rel=0.001)
     on_a_cpu = memory(a_config(train=trains[1]), LLAMA, 8, gpu=False)
