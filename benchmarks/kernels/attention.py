@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longdraft.benchmarks.kernels.race import OURS, PROFILES, Bench, Build, Profile, Run, Work, check_error, race
+from longdraft.benchmarks.kernels.race import OURS, PROFILES, Bench, Build, Profile, Run, Work, race
 from longdraft.kernels import backend
 from longdraft.kernels import tree_attention as ours
 from longdraft.kernels.tree import PassPlan
@@ -76,18 +76,20 @@ def random_tree(n_nodes: int) -> Tensor:
     return mask
 
 
+def random_rows(bench: Bench, profile: Profile, context: int, n_rows: int, rest: float) -> tuple[Tensor, ...]:
+    """Queries of a pass, and keys and values, with `rest` in the capacity after them."""
+    generator, stop = torch.Generator(bench.device).manual_seed(context + n_rows), context + n_rows
+    sizes = (n_rows, profile.n_heads), *[(stop + SPARE, profile.n_kv_heads)] * 2
+    place = {"generator": generator, "device": bench.device, "dtype": bench.dtype}
+    q, keys, values = (torch.randn(1, *size, profile.head_dim, **place) for size in sizes)
+    keys[:, stop:] = values[:, stop:] = rest
+    return q, keys, values
+
+
 def make_case(bench: Bench, profile: str, context: int, nodes: int) -> Case:
     """Random rows with NaN in the capacity after them."""
-    config, generator = PROFILES[profile], torch.Generator(bench.device).manual_seed(context + nodes)
-
-    def draw(n_tokens: int, heads: int) -> Tensor:
-        shape = 1, n_tokens, heads, config.head_dim
-        return torch.randn(shape, generator=generator, device=bench.device, dtype=bench.dtype)
-
-    stop = context + nodes
-    q, keys, values = draw(nodes, config.n_heads), *(draw(stop + SPARE, config.n_kv_heads) for _ in range(2))
-    keys[:, stop:] = values[:, stop:] = float("nan")
-    tree = random_tree(nodes).to(bench.device)[None]
+    q, keys, values = random_rows(bench, PROFILES[profile], context, nodes, float("nan"))
+    tree, stop = random_tree(nodes).to(bench.device)[None], context + nodes
     exact = reference(q.float(), keys, values, torch.tensor([context], device=bench.device), tree)[0]
     rows = heads_first(q, keys[:, :stop], values[:, :stop])
     plain = scaled_dot_product_attention(*rows, attn_mask=full_mask(tree, context), enable_gqa=True)
@@ -176,34 +178,24 @@ IMPLEMENTATIONS: dict[str, Build] = {
 }
 
 
-def check(name: str, case: Any, out: Tensor) -> None:
-    """Apply the rule of race.py, to the largest error for ours and to the norm for peers: those that round before they
-    merge sometimes double the largest error, but never the norm."""
-    check_error(out, case.exact, case.plain, largest=name.startswith(OURS))
-
-
 def measure(
-    bench: Bench, profile: str, contexts: list[int], nodes: list[int], builds: dict[str, Build] = IMPLEMENTATIONS
+    bench: Bench, profile: str, context: int, nodes: list[int], builds: dict[str, Build] = IMPLEMENTATIONS
 ) -> list[dict]:
-    """Return a row of every implementation for each context and number of rows of a pass.
+    """Return a row of every implementation for each number of rows of a pass.
 
     On a GPU ours is tuned before, and has a second row by the table; `choice` tells how each was launched.
     """
     found, config = [], PROFILES[profile]
     on_gpu = _triton(bench.device) is not None
     builds = {**builds, BY_TABLE: _by_the_table} if on_gpu else builds
-    for context in contexts:
-        for n in nodes:
-            sizes, capacity = (config.n_heads, config.n_kv_heads, config.head_dim), context + n + SPARE
-            ours.tune(*sizes, [None], bench.dtype, bench.device, capacity, 1, nodes, print)
-            work = attention_work(PROFILES[profile], context, n, bench.dtype.itemsize, int(random_tree(n).sum()))
-            shape = {"benchmark": "attention", "profile": profile, "context": context, "nodes": n}
-            case = make_case(bench, profile, context, n)
-            rows = race(bench, shape, builds, [case], check, work)
-            if on_gpu:
-                launched = choices(case)
-                rows = [row | {"choice": str(launched.get(row["implementation"], ""))} for row in rows]
-            found += rows
+    for n in nodes:
+        sizes, capacity = (config.n_heads, config.n_kv_heads, config.head_dim), context + n + SPARE
+        ours.tune(*sizes, [None], bench.dtype, bench.device, capacity, 1, nodes, print)
+        case, shape = make_case(bench, profile, context, n), {"profile": profile, "context": context, "nodes": n}
+        work = attention_work(config, context, n, bench.dtype.itemsize, int(case.tree_1NN.sum()))
+        rows = race(bench, {"benchmark": "attention", **shape}, builds, [case], work)
+        launched = choices(case) if on_gpu else {}
+        found += [row | {"choice": str(launched.get(row["implementation"], ""))} if on_gpu else row for row in rows]
     return found
 
 

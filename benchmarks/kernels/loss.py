@@ -145,7 +145,7 @@ def measure(
     work = loss_work(PROFILES[profile], n_rows, HEADS, bench.dtype.itemsize, of_target)
     rows = (min(SMALL_ROWS, n_rows), True), (n_rows, False)
     cases = [make_case(bench, profile, n, objective, compared) for n, compared in rows]
-    return race(bench, shape, builds or IMPLEMENTATIONS[objective], cases, check, work, memory=True)
+    return race(bench, shape, builds or IMPLEMENTATIONS[objective], cases, work, check, memory=True)
 
 
 def loss_work(profile: Profile, rows: int, heads: int, itemsize: int, of_target: int = 0) -> Work:

@@ -122,13 +122,19 @@ def check_error(out: Tensor, exact: Tensor, plain: Tensor, times: int = 2, large
         raise Wrong(f"{'max' if largest else 'norm of the'} error {error:.3g}, allowed {allowed:.3g}")
 
 
+def check_output(name: str, case: Any, out: Tensor) -> None:
+    """Allow twice plain PyTorch's error: the largest for ours, the norm for peers. Those that round before they merge
+    sometimes double the largest error, but never the norm."""
+    check_error(out, case.exact, case.plain, largest=name.startswith(OURS))
+
+
 def race(
     bench: Bench,
     shape: Mapping[str, Any],
     builds: Mapping[str, Build],
     cases: Sequence[Any],
-    check: Callable[[str, Any, Any], None],
     work: Work,
+    check: Callable[[str, Any, Any], None] = check_output,
     memory: bool = False,
 ) -> list[dict]:
     """Return a row for every candidate, with `shape` in it. Those whose output is right are timed in turns.

@@ -81,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench(device, DTYPES[args.dtype], (QUICK_TURNS if args.quick else TURNS)[device.type])
     result = provenance(bench.dtype, PACKAGES) | {"hardware": hardware(bench.device), "device": args.device}
     measures: dict[str, Callable[[str], Iterable[list[dict]]]] = {
-        "attention": lambda profile: (attention.measure(bench, profile, [one], args.nodes) for one in args.contexts),
-        "prompt": lambda profile: (prompt.measure(bench, profile, [one]) for one in args.contexts),
+        "attention": lambda profile: (attention.measure(bench, profile, one, args.nodes) for one in args.contexts),
+        "prompt": lambda profile: (prompt.measure(bench, profile, one) for one in args.contexts),
         "linear": lambda profile: [product.measure(bench, profile, args.nodes)],
         "loss": lambda profile: (loss.measure(bench, profile, args.rows, one) for one in loss.IMPLEMENTATIONS),
     }
