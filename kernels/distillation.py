@@ -41,6 +41,12 @@ class Distillation(NamedTuple):
     log_totals: Tensor | None = None
     measure: bool = False
 
+    def of_chunk(self, rows_C: Tensor, weight_VD: Tensor, logits_CV: Tensor, overlap_C: Tensor) -> "TargetChunk":
+        """The target's side of a chunk of these states; its logits are written."""
+        torch.mm(self.states[rows_C], weight_VD.T, out=logits_CV)
+        totals_C = None if self.log_totals is None else self.log_totals[rows_C]
+        return TargetChunk(self, logits_CV, totals_C, overlap_C if self.measure else None)
+
 
 def kl(log_p_BV: Tensor, log_q_BV: Tensor, p_BV: Tensor, q_BV: Tensor) -> tuple[Tensor, Tensor]:
     """KL(p || q), the sum of p log(p / q), [B], and its gradient in the draft's logits [B, V]: q - p if p sums to 1."""
@@ -96,26 +102,6 @@ def running_sum(x_BV: Tensor) -> Tensor:
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "kl": kl, "overlap": overlap, "acceptance": acceptance,
 }  # fmt: skip
-
-
-class Teaching:
-    """A distillation over the chunks of all parts' labels, whose logits share one buffer of `n_rows` rows.
-
-    overlap_T: fp32, one for each label, as `like_T`; zeros where they are not measured.
-    """
-
-    def __init__(self, distillation: Distillation, weight_VD: Tensor, n_rows: int, like_T: Tensor):
-        self._distillation, self._weight_VD = distillation, weight_VD
-        self._rows_T, self.overlap_T = torch.cat(list(distillation.rows)), torch.zeros_like(like_T)
-        self._logits_CV = weight_VD.new_empty(n_rows, len(weight_VD))
-
-    def of_chunk(self, chunk: slice) -> "TargetChunk":
-        """The target's logits at the chunk's labels."""
-        distillation, rows_C = self._distillation, self._rows_T[chunk]
-        logits = self._logits_CV[: len(rows_C)]
-        torch.mm(distillation.states[rows_C], self._weight_VD.T, out=logits)
-        totals_C = None if distillation.log_totals is None else distillation.log_totals[rows_C]
-        return TargetChunk(distillation, logits, totals_C, self.overlap_T[chunk] if distillation.measure else None)
 
 
 class TargetChunk(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend
-from longdraft.kernels.distillation import Distillation, TargetChunk, Teaching
+from longdraft.kernels.distillation import Distillation, TargetChunk
 
 IGNORED = -100  # a label that does not count
 # Size of a chunk's logits. On a CPU 64 MiB are 320 rows in fp32 at V = 49,152; on a GPU 256 MiB are 1024 rows in bf16
@@ -108,8 +108,10 @@ class _LinearLoss(torch.autograd.Function):
         # All chunks share these buffers; the states' gradient overwrites the states.
         logits_CV, states_CD = weight_VD.new_empty(n_rows, n_words), weight_VD.new_empty(n_rows, width)
         loss_T = weight_VD.new_empty(n_labels, dtype=torch.float32)
+        overlap_T = torch.zeros_like(loss_T)
         before_T = labels_T.new_empty(n_labels if top_k else 0, dtype=torch.int32)
-        teaching = None if distillation is None else Teaching(distillation, weight_VD, n_rows, loss_T)
+        if distillation is not None:
+            target_rows_T, target_CV = torch.cat(list(distillation.rows)), torch.empty_like(logits_CV)
         kernels = backend.triton_kernels("linear_loss", weight_VD.device.type)
         compute = chunk_losses if kernels is None else kernels.chunk_losses
         sizes = zip(parts, learning, strict=True)
@@ -121,7 +123,10 @@ class _LinearLoss(torch.autograd.Function):
             for part, of_all, of_chunk, _ in shared:
                 torch.index_select(hiddens[part], 0, rows_T[of_all], out=states[of_chunk])
             torch.mm(states, weight_VD.T, out=logits)
-            target = None if teaching is None else teaching.of_chunk(chunk)
+            target = None
+            if distillation is not None:
+                rows_C, target_logits = target_rows_T[chunk], target_CV[: len(labels_C)]
+                target = distillation.of_chunk(rows_C, weight_VD, target_logits, overlap_T[chunk])
             compute(logits, labels_C, loss_T[chunk], before_T[chunk], top_k, learns, target)
             if learns:
                 torch.mm(logits, weight_VD, out=states)
@@ -132,7 +137,6 @@ class _LinearLoss(torch.autograd.Function):
         ctx.grads, ctx.rows, ctx.n_states = grads, [part.rows for part in parts], [len(x) for x in hiddens]
         ranks_K, of_parts = torch.arange(top_k, device=labels_T.device), [slice(*ends) for ends in pairwise(borders)]
         counts_PK = torch.stack([(before_T[part, None] == ranks_K).sum(0) for part in of_parts])
-        overlap_T = torch.zeros_like(loss_T) if teaching is None else teaching.overlap_T
         sums_P, overlaps_P = (torch.stack([x_T[part].sum() for part in of_parts]) for x_T in (loss_T, overlap_T))
         ctx.mark_non_differentiable(counts_PK, overlaps_P)
         return sums_P, counts_PK, overlaps_P
