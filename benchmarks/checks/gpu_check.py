@@ -78,7 +78,6 @@ PACKAGES = (
     "flash_attn_4", "deepspeed", "pytest",
 )  # fmt: skip
 TARGET, DRAFTERS = "smollm2-135m", ("token_recycling", "prompt_lookup", "token_recycling+prompt_lookup")
-TEXTS = (ROOT / "infer" / "engine.py", ROOT / "docs" / "log" / "2026-11.md")
 # Several passes a step, so that the steps after the first checkpoint last longer than a signal takes to arrive.
 STEPS, SAVE_EVERY, PASSES, ROW_TOKENS = 20, 5, {"cpu": 1, "cuda": 8}, {"cpu": 32, "cuda": 512}
 ANCHORED = {"positions": "anchor_offset", "max_position": 4096, "sinks": 4, "query_share": 0.5}
@@ -236,7 +235,8 @@ def _command(name: str, args: argparse.Namespace, methods: Sequence[str]) -> lis
         task = ["bash", str(SMOLLM2), name.split()[-1], *(few or ("4" if name == "drafts" else "100000")).split()]
         exact = int(name == "exact length")
         return ["env", f"PYTHON={python}", f"RUNS={args.out / 'runs'}", f"LONGDRAFT_EXACT={exact}", *task]
-    options = ["--device", device(), "--dtype", "bf16", "--target", TARGET, "--text-file", str(TEXTS[0])]
+    options = ["--device", device(), "--dtype", "bf16", "--target", TARGET]
+    options += ["--text-file", str(ROOT / "infer" / "engine.py")]
     options += (few or "--prompt-tokens 512 --new-tokens 96 --temperature 0 1").split()
     bench = [python, "-m", "longdraft.launch.cli", "bench", *options, "--drafter", *DRAFTERS]
     # The same in kernels with plain decoding's bits: its figures tell what they cost, and how many tokens differ.
@@ -354,6 +354,7 @@ class Run:
     def prove(self, target: "Target") -> None:
         """Export the draft and show in fp32, without TF32, that decoding with it is exact."""
         from longdraft.benchmarks.drafters.exactness import prove
+        from longdraft.benchmarks.drafters.timing import stdlib_prompts
         from longdraft.infer.drafters.build import build_drafter
         from longdraft.infer.sampling import SamplingParams
         from longdraft.train.export import export
@@ -361,7 +362,7 @@ class Run:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         draft, params = str(export(self.run_dir)), SamplingParams(seed=0, ignore_eos=True)
         builders = {self.method: lambda target: build_drafter(self.method, target, draft)}
-        self.found |= prove(target, builders, texts(target, 48), params, "fp32")
+        self.found |= prove(target, builders, stdlib_prompts(target.tokenizer.encode, 48, 2), params, "fp32")
 
     def _records(self) -> list[dict[str, Any]]:
         from longdraft.train.tracking import read_metrics
@@ -386,11 +387,6 @@ def figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Medians over the steps of one launch, but for the first, which compiles."""
     names = ("step_s", "over_target", "tokens_per_s_per_rank", "share_of_peak", "peak_memory_gib")
     return {name: round(median(one[name] for one in records[1:]), 4) for name in names if name in records[-1]}
-
-
-def texts(target: "Target", n_tokens: int) -> list[list[int]]:
-    """The first tokens of two files of ours."""
-    return [target.tokenizer(file.read_text(encoding="utf-8")).input_ids[:n_tokens] for file in TEXTS]
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longdraft.benchmarks.drafters.answering import of_engine, of_transformers
 from longdraft.benchmarks.drafters.forced import Blank, Forced, at_tokens_per_step
+from longdraft.benchmarks.drafters.metrics import totals
 from longdraft.benchmarks.drafters.record import Answer
 from longdraft.benchmarks.drafters.timing import width_curve
 from longdraft.benchmarks.kernels.race import PROFILES
@@ -118,13 +119,11 @@ def measure(
     answers = [(drafter.answering(answer) if isinstance(drafter, Forced) else answer)(one, params) for one in prompts]
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     texts.extend([] if texts else [one.tokens for one in answers])
-    tokens, steps = (sum(len(getattr(one, field)) for one in answers) for field in ("tokens", "accept_lengths"))
-    seconds, drafting, nodes = (
-        sum(getattr(one, field) for one in answers) for field in ("decode_seconds", "draft_seconds", "drafted")
-    )
+    found = totals(answers)
     return {
-        "first_token_s": median(firsts.values()), "tokens_per_s": tokens / seconds, "tokens_per_step": tokens / steps,
-        "ms_per_step": 1e3 * seconds / steps, "draft_ms": 1e3 * drafting / steps, "nodes_per_step": nodes / steps,
+        "first_token_s": median(firsts.values()), "tokens_per_s": found["tokens_per_second"],
+        "ms_per_step": 1e3 * found["tokens_per_step"] / found["tokens_per_second"],
+        **{name: found[name] for name in ("tokens_per_step", "draft_ms", "nodes_per_step")},
         "peak_gib": peak / 2**30, "engine": lines.copy(),
     }  # fmt: skip
 

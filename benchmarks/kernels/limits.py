@@ -141,8 +141,8 @@ class Absent:
         return 0
 
 
-def compile_all(part: int = 0, parts: int = 1) -> Iterator[dict[str, Any]]:
-    """Call the public functions, which then compile the kernels that they would launch, and yield for each kernel its
+def compile_all(part: int, parts: int) -> list[dict[str, Any]]:
+    """Call the public functions, which then compile the kernels that they would launch, and return for each kernel its
     variant, name, warps, bytes of shared memory per program, registers and bytes of stack per thread, and how many of
     sm_90's products (HGMMA) and waits for them its code has. Of every `parts` variants one is compiled."""
     import triton
@@ -153,7 +153,7 @@ def compile_all(part: int = 0, parts: int = 1) -> Iterator[dict[str, Any]]:
     function: Any = triton.JITFunction
     absent: Any = Absent()
     driver.set_active(absent)
-    run, made, seen = function.run, list[tuple[str, Any]](), set()
+    run, made, found = function.run, list[tuple[str, Any]](), dict[tuple[int, str], dict[str, Any]]()
 
     def compile_only(function, *args, grid, warmup, **options):
         made.append((function.__name__, run(function, *args, grid=grid, warmup=True, **options)))
@@ -163,12 +163,11 @@ def compile_all(part: int = 0, parts: int = 1) -> Iterator[dict[str, Any]]:
         Absent.arch = variant.arch
         call(variant, import_module(f"longdraft.kernels.triton.{variant.file}"))
         for name, kernel in made:
-            if (variant.arch, kernel.hash) in seen:
-                continue
-            seen.add((variant.arch, kernel.hash))
-            usage = {"warps": kernel.metadata.num_warps, "shared_memory": kernel.metadata.shared}
-            yield {"variant": asdict(variant), "kernel": name, **usage, **read(tools, kernel.asm)}
+            if (key := (variant.arch, kernel.hash)) not in found:
+                usage = {"warps": kernel.metadata.num_warps, "shared_memory": kernel.metadata.shared}
+                found[key] = {"variant": asdict(variant), "kernel": name, **usage, **read(tools, kernel.asm)}
         made.clear()
+    return list(found.values())
 
 
 def read(tools: Path, asm: Any) -> dict[str, int]:
@@ -196,15 +195,10 @@ def exceeds(usage: dict[str, Any]) -> bool:
     return usage["shared_memory"] > SHARED_MEMORY[arch] or usage["stack"] > most_stack or serial
 
 
-def compiled_part(part: int, parts: int) -> list[dict[str, Any]]:
-    """All of `compile_all`, in a process of its own."""
-    return list(compile_all(part, parts))
-
-
 def main() -> int:
     found, parts = list[dict[str, Any]](), os.cpu_count() or 1
     with ProcessPoolExecutor(parts, mp_context=get_context("spawn")) as pool:
-        for usages in pool.map(compiled_part, range(parts), repeat(parts)):
+        for usages in pool.map(compile_all, range(parts), repeat(parts)):
             found += usages
             for usage in usages:
                 print("EXCEEDS" if exceeds(usage) else "", json.dumps(usage), flush=True)
