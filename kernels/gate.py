@@ -65,12 +65,9 @@ def _few_rows_at_once(gate_up: Tensor, gate: Callable[[Tensor], Tensor]) -> Tens
     Halves of rows make that run a row, and a block has so few elements that PyTorch does not split it among threads.
     """
     rows_MX = gate_up.flatten(0, -2)
-    width = rows_MX.shape[1] // 2
-    block = len(rows_MX) if gate_up.device.type != "cpu" else (_SPLIT_FROM - 1) // (2 * width)
-    out_MF = gate_up.new_empty(len(rows_MX), width)
-    for start in range(0, len(rows_MX), max(1, block)):
-        out_MF[start : start + max(1, block)] = gate(rows_MX[start : start + max(1, block)])
-    return out_MF.view(*gate_up.shape[:-1], width)
+    block = len(rows_MX) if gate_up.device.type != "cpu" else (_SPLIT_FROM - 1) // rows_MX.shape[1]
+    blocks = [gate(rows_PX) for rows_PX in rows_MX.split(max(1, block))]
+    return torch.cat(blocks).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 def gate_reference(gate_up: Tensor) -> Tensor:
