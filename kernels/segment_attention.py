@@ -22,6 +22,9 @@ from longdraft.kernels.transfer import from_host
 # One kernel for all segments needs their keys end to end, so keys that segments share are copied. If that made more
 # than this many rows for each key, segments go one by one.
 MOST_COPIES = 4
+# The rows to lay end to end: a slice if they already are, else int64 indices; int32 [S + 1], where each segment then
+# starts, and the total; and the rows of the longest segment.
+Layout = tuple[slice | Tensor, Tensor, int]
 
 
 class Segment(NamedTuple):
@@ -31,17 +34,6 @@ class Segment(NamedTuple):
     q_stop: int
     k_start: int
     k_stop: int
-
-
-class Layout(NamedTuple):
-    """How segments are laid end to end."""
-
-    q_rows: slice | Tensor  # the rows to lay there: a slice if they already are end to end, else int64 indices
-    k_rows: slice | Tensor
-    q_borders: Tensor  # int32 [S + 1], where each segment starts there, and the total
-    k_borders: Tensor
-    most_queries: int  # of the longest segment
-    most_keys: int
 
 
 def segment_attention(
@@ -107,13 +99,13 @@ def in_one_call(
     window: int | None,
 ) -> Tensor:
     """`segment_attention` by one call of a function like `backend.varlen_attention`; every segment has queries."""
-    layout = lay_end_to_end(segments, q_NHd.device)
-    rows = q_NHd[layout.q_rows], k_MKd[layout.k_rows], v_MKd[layout.k_rows]
-    out_PHd = attention(*rows, layout.q_borders, layout.k_borders, layout.most_queries, layout.most_keys, window)
+    (q_rows, q_borders, most_queries), (k_rows, k_borders, most_keys) = lay_end_to_end(segments, q_NHd.device)
+    rows = q_NHd[q_rows], k_MKd[k_rows], v_MKd[k_rows]
+    out_PHd = attention(*rows, q_borders, k_borders, most_queries, most_keys, window)
     if len(out_PHd) == len(q_NHd):
         return out_PHd
     out_NHd = torch.zeros_like(q_NHd)
-    out_NHd[layout.q_rows] = out_PHd
+    out_NHd[q_rows] = out_PHd
     return out_NHd
 
 
@@ -153,17 +145,14 @@ def _blind(q_NHd: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)  # the layers of a pass share a layout
-def lay_end_to_end(segments: tuple[Segment, ...], device: torch.device) -> Layout:
-    """The layout that kernels for sequences of several lengths need; at least one segment, none without queries.
-
-    It is made on the host, without waiting for work queued on the device.
-    """
-    q_rows, q_borders, most_queries = _end_to_end([(s.q_start, s.q_stop) for s in segments], device)
-    k_rows, k_borders, most_keys = _end_to_end([(s.k_start, s.k_stop) for s in segments], device)
-    return Layout(q_rows, k_rows, q_borders, k_borders, most_queries, most_keys)
+def lay_end_to_end(segments: tuple[Segment, ...], device: torch.device) -> tuple[Layout, Layout]:
+    """The layouts of queries and keys for kernels that take sequences of several lengths; at least one segment, none
+    without queries. They are made on the host, without waiting for work queued on the device."""
+    queries, keys = [one[:2] for one in segments], [one[2:] for one in segments]
+    return _end_to_end(queries, device), _end_to_end(keys, device)
 
 
-def _end_to_end(spans: Sequence[tuple[int, int]], device: torch.device) -> tuple[slice | Tensor, Tensor, int]:
+def _end_to_end(spans: Sequence[tuple[int, int]], device: torch.device) -> Layout:
     sizes = [stop - start for start, stop in spans]
     borders = from_host(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), device)
     if all(one[1] == following[0] for one, following in pairwise(spans)):
