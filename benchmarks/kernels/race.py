@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import TritonError
 
 from longdraft.benchmarks.drafters.timing import SPUN_OUT, peak_bytes, seconds_of, take_turns
 from longdraft.kernels.cpu.library import decoding
@@ -28,7 +29,9 @@ CEILING_SIZES = {"cuda": (2**29, 8192), "cpu": (2**26, 512)}
 FLOOR = 2e-5
 
 # What PyTorch and other libraries raise for what they do not support, and a wrong output.
-UNSUPPORTED = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, AttributeError, LookupError)
+UNSUPPORTED = (
+    RuntimeError, ValueError, TypeError, AssertionError, ImportError, AttributeError, LookupError, TritonError,
+)  # fmt: skip
 
 Run = Callable[[], Any]
 # Prepares a candidate for a case; masks, layouts and whatever else the layers of a pass share are not timed.
