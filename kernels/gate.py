@@ -59,15 +59,18 @@ def clamped_gate(gate_up: Tensor, slope: float, limit: float) -> Tensor:
 
 
 def _few_rows_at_once(gate_up: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `gate`, whose inputs are halves of rows and so not contiguous, to a block of rows at a time.
+    """Apply `gate`, whose inputs are halves of rows and so not contiguous, on a CPU to a block of rows at a time.
 
-    On a CPU an element's last bit depends on its distance from the end of the contiguous run that it is computed in.
+    There an element's last bit depends on its distance from the end of the contiguous run that it is computed in.
     Halves of rows make that run a row, and a block has so few elements that PyTorch does not split it among threads.
     """
-    rows_MX = gate_up.flatten(0, -2)
-    block = len(rows_MX) if gate_up.device.type != "cpu" else (_SPLIT_FROM - 1) // rows_MX.shape[1]
-    blocks = [gate(rows_PX) for rows_PX in rows_MX.split(max(1, block))]
-    return torch.cat(blocks).view(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    if gate_up.device.type != "cpu":
+        return gate(gate_up)
+    rows_MX, width = gate_up.flatten(0, -2), gate_up.shape[-1] // 2
+    out_MF, block = gate_up.new_empty(len(rows_MX), width), max(1, (_SPLIT_FROM - 1) // (2 * width))
+    for start in range(0, len(rows_MX), block):
+        out_MF[start : start + block] = gate(rows_MX[start : start + block])
+    return out_MF.view(*gate_up.shape[:-1], width)
 
 
 def gate_reference(gate_up: Tensor) -> Tensor:

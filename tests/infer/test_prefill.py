@@ -2,6 +2,7 @@
 large, and a pass allocates what is estimated, also at 128K tokens of context."""
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -141,7 +142,7 @@ def counted(config: DecoderConfig, dtype: torch.dtype, chunk: int, context: int,
     return seen.most
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN, replace(LLAMA, activation="gelu_tanh")], ids=["llama", "qwen", "gelu"])
 @pytest.mark.parametrize(("chunk", "context"), [(512, 4096), (2048, 131_072 - 2048)])
 def test_on_a_gpu_a_pass_takes_what_is_estimated(as_on_a_gpu, config, chunk, context):
     """Whatever the context is, it takes no more."""
@@ -152,7 +153,9 @@ def test_on_a_gpu_a_pass_takes_what_is_estimated(as_on_a_gpu, config, chunk, con
 SMALL = DecoderConfig(640, 576, 1536, 2, 9, 3, 64, 1e-5, 8192, RopeConfig(64, 8192))
 
 
-@pytest.mark.parametrize("config", [SMALL, NARROW], ids=["smollm2", "narrow"])
+@pytest.mark.parametrize(
+    "config", [SMALL, NARROW, replace(SMALL, activation="gelu_tanh")], ids=["smollm2", "narrow", "gelu"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("context", [0, 600])
 def test_on_a_cpu_a_pass_takes_no_more_than_is_estimated(monkeypatch, config, dtype, context):
