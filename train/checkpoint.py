@@ -130,18 +130,16 @@ def saved_config(run_dir: str | Path, state: Mapping[str, Any]) -> Config:
     return config_from_dict(values)
 
 
-def changes(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
+def changes(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     """By `section.field` what decides a run's result and is another value now than in the saved config: now, before."""
-    pairs = {
-        f"{section}.{name}": (value, saved[section][name])
-        for section, fields in to_dict(config).items()
-        for name, value in fields.items()
-        if name in saved.get(section, {})
-    }
+    before, now = (
+        {f"{section}.{name}": value for section, fields in to_dict(one).items() for name, value in fields.items()}
+        for one in (saved, config)
+    )
     return {
-        name: (now, before)
-        for name, (now, before) in pairs.items()
-        if now != before and name not in FREE and name.split(".")[0] not in FREE
+        name: (value, before.get(name))
+        for name, value in now.items()
+        if value != before.get(name) and name not in FREE and name.split(".")[0] not in FREE
     }
 
 
@@ -153,7 +151,7 @@ def check_continues(state: Mapping[str, Any], config: Config, rows: Mapping[str,
         state: the checkpoint's. rows: what identifies the training rows (`ShardSet.identity`).
     """
     run_dir = config.train.run_dir
-    changed = changes(to_dict(saved_config(run_dir, state)), config)
+    changed = changes(saved_config(run_dir, state), config)
     if state["extra"].get("target_weights"):
         changed.pop("target.path", None)
     if state["extra"]["data"] != rows:

@@ -80,10 +80,13 @@ def _is_done(stage: Stage) -> bool:
         return False
     if info.step != info.train_config.get("train", {}).get("steps"):
         return False
-    # None is a default of a former version, or one of two fields that say the same.
-    changed = checkpoint.changes(info.train_config, stage.config) if info.step is not None else {}
-    for name, (now, before) in changed.items():
-        if None not in (now, before) and name != "target.path":  # of which the draft has a part
+    if info.step is None:
+        return True
+    config, saved = stage.config, checkpoint.saved_config(stage.config.train.run_dir, {"config": info.train_config})
+    if config.train.steps is None:  # epochs, of rows that need not be there any more
+        config = config.changed(train={"steps": info.step, "epochs": None})
+    for name, (now, before) in checkpoint.changes(saved, config.resolved(0)).items():
+        if name != "target.path":  # of which the draft has a part
             raise ValueError(
                 f"stages.{stage.name}: {name}: {now!r}, but {stage.draft} was trained with {before!r}; set it back, "
                 "or start anew with train.run_dir=another/folder"

@@ -166,9 +166,14 @@ def test_what_is_done_is_passed_over(unbroken, staged, train_command):
         "Stage short, 1 of 2: done",
         "Stage long, 2 of 2: done",
     ]
-    for name in ("optimizer.weight_decay", "train.steps"):  # these would give another draft
-        status, printed = train_command(staged, f"stages.short.{name}=7")
-        assert status == 2 and f"error: stages.short: {name}: 7" in printed
+    for changed, said in {  # these would give another draft
+        "optimizer.weight_decay=7": "optimizer.weight_decay: 7", "train.steps=7": "train.steps: 7",
+        "draft.draft_vocab_size=null": "draft.draft_vocab_size: None",
+        "train.level_weights=[1,1,0]": "train.level_weights: [",
+        "optimizer.warmup_share=0.5": "optimizer.warmup_steps: 3",
+    }.items():  # fmt: skip
+        status, printed = train_command(staged, f"stages.short.{changed}")
+        assert status == 2 and f"error: stages.short: {said}" in printed
     status, printed = train_command(staged, "log.every=7", "stages.long.train.epochs=3")
     assert status == 0 and "Training" not in printed
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == files
