@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import TritonError
 
 from longdraft.benchmarks.drafters.timing import SPUN_OUT, peak_bytes, seconds_of, take_turns
 from longdraft.kernels.cpu.library import decoding
@@ -29,9 +30,9 @@ CEILING_SIZES = {"cuda": (2**29, 8192), "cpu": (2**26, 512)}
 FLOOR = 2e-5
 
 # What PyTorch and other libraries raise for what they do not support, and a wrong output.
-UNSUPPORTED = (
-    RuntimeError, ValueError, TypeError, AssertionError, ImportError, AttributeError, LookupError, TritonError,
-)  # fmt: skip
+UNSUPPORTED = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, AttributeError, LookupError)
+if find_spec("triton") is not None:
+    UNSUPPORTED += (import_module("triton").TritonError,)
 
 Run = Callable[[], Any]
 # Prepares a candidate for a case; masks, layouts and whatever else the layers of a pass share are not timed.
