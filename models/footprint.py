@@ -96,7 +96,7 @@ def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
         6 * heads,  # on a CPU: two parts of the keys, with fp32 copies of their outputs
         heads + feed_forward_numbers(config),  # the heads' outputs stay alive during the feed-forward
     )
-    tables = 2 * config.head_dim
+    tables = (2 if config.window_rope is None else 4) * config.head_dim
     return n_rows * (config.hidden_size + qkv + qk + max(stages) + tables) * dtype.itemsize
 
 
@@ -122,14 +122,21 @@ def exact_bytes(model: Decoder, batch: int, n_rows: int, capacity: int) -> int:
 def feed_forward_numbers(config: DecoderConfig) -> int:
     """How many numbers per token a layer's feed-forward has alive at once.
 
-    They are the normed copy of the stream, gate and up, and the activated gate; with experts also each expert's input
-    and output, and the experts' sum in fp32.
+    They are the normed copy of the stream (GELU's gate comes after it), gate and up, and the activated gate; or that
+    gate with what is added, whose norm on a CPU is in fp32. With experts (kernels/experts.py) they are that copy, the
+    router's order, and the most of: the experts' inputs with gate and up; those with their gate; the experts' outputs
+    in two orders; the outputs with what an fp32 sum takes; on a CPU, the outputs with one expert's.
     """
     width, experts = config.hidden_size, config.experts
-    dense = width + 3 * config.intermediate_size
+    dense = 3 * config.intermediate_size + (width if config.activation == "silu" else 0)
+    if config.post_norms:
+        dense = max(dense, config.intermediate_size + 7 * width)
     if experts is None:
         return dense
-    return max(dense, 5 * width + experts.per_token * (2 * width + 3 * experts.size))
+    per_token, size, gate = experts.per_token, experts.size, 7 if experts.clamped_gate else 3
+    outputs = per_token * width
+    of_experts = per_token * max(width + 2 * size, gate * size), 2 * outputs, outputs + 6 * width
+    return max(dense, width + 6 * experts.number + max(*of_experts, outputs + 2 * width + gate * size))
 
 
 def c_layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> int:

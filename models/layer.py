@@ -137,7 +137,9 @@ class MLP(nn.Module):
 
     def forward(self, stream: Stream, norm: RMSNorm, post_norm: RMSNorm | None = None) -> None:
         gated_BTF = stream.read(self.gate_up_proj, norm, gated=self.silu)
-        stream.add(self.down_proj, gated_BTF if self.silu else gelu_gate(gated_BTF), post_norm)
+        if not self.silu:
+            gated_BTF = gelu_gate(gated_BTF)  # of twice the width, which is freed here
+        stream.add(self.down_proj, gated_BTF, post_norm)
 
 
 class Experts(nn.Module):

@@ -89,7 +89,7 @@ def _is_done(stage: Stage) -> bool:
         if name != "target.path":  # of which the draft has a part
             raise ValueError(
                 f"stages.{stage.name}: {name}: {now!r}, but {stage.draft} was trained with {before!r}; set it back, "
-                "or start anew with train.run_dir=another/folder"
+                f"give it to later stages as stages.NAME.{name}, or start anew with train.run_dir=another/folder"
             )
     return True
 

@@ -16,7 +16,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import SPARE_ROWS, SlotPool
 from longdraft.kernels import backend, chain_attention, linear
 from longdraft.models.decoder import Decoder
-from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 from longdraft.models.footprint import pass_bytes
 from longdraft.models.passes import Pass
 from longdraft.models.rope import RopeConfig
@@ -142,10 +142,27 @@ def counted(config: DecoderConfig, dtype: torch.dtype, chunk: int, context: int,
     return seen.most
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN, replace(LLAMA, activation="gelu_tanh")], ids=["llama", "qwen", "gelu"])
+CONFIGS = {
+    "llama": LLAMA,
+    "qwen": QWEN,
+    "gelu": replace(LLAMA, activation="gelu_tanh"),
+    "gelu, post norms": replace(LLAMA, activation="gelu_tanh", post_norms=True),
+    "mixtral": replace(LLAMA, experts=ExpertsConfig(8, 2, 14336, True)),
+    "qwen3-moe": replace(LLAMA, hidden_size=2048, intermediate_size=6144, experts=ExpertsConfig(128, 8, 768, True)),
+    "gpt-oss": replace(
+        LLAMA,
+        hidden_size=2880,
+        intermediate_size=2880,
+        experts=ExpertsConfig(32, 4, 2880, True, bias=True, clamped_gate=(1.702, 7.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("chunk", "context"), [(512, 4096), (2048, 131_072 - 2048)])
-def test_on_a_gpu_a_pass_takes_what_is_estimated(as_on_a_gpu, config, chunk, context):
+def test_on_a_gpu_a_pass_takes_what_is_estimated(as_on_a_gpu, name, chunk, context):
     """Whatever the context is, it takes no more."""
+    config = CONFIGS[name] if CONFIGS[name].experts is None else replace(CONFIGS[name], n_layers=2)
     found = counted(config, torch.bfloat16, chunk, context, "meta", {"post_norm"})
     assert found <= pass_bytes(config, chunk, torch.bfloat16) <= 1.05 * found
 
@@ -153,8 +170,14 @@ def test_on_a_gpu_a_pass_takes_what_is_estimated(as_on_a_gpu, config, chunk, con
 SMALL = DecoderConfig(640, 576, 1536, 2, 9, 3, 64, 1e-5, 8192, RopeConfig(64, 8192))
 
 
+GELU = replace(SMALL, activation="gelu_tanh")
+FEW_EXPERTS = replace(SMALL, intermediate_size=576, experts=ExpertsConfig(8, 2, 1536, True))
+
+
 @pytest.mark.parametrize(
-    "config", [SMALL, NARROW, replace(SMALL, activation="gelu_tanh")], ids=["smollm2", "narrow", "gelu"]
+    "config",
+    [SMALL, NARROW, GELU, replace(GELU, post_norms=True), FEW_EXPERTS],
+    ids=["smollm2", "narrow", "gelu", "gelu, post norms", "experts"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("context", [0, 600])
