@@ -25,7 +25,7 @@ ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py --ig
 	-k 'not (engine_is_used_again or requests_that_come or take_over or top_ps_border or rows_are_the_references or \
 	on_one_tree or test_choice and triton or test_losses_and_gradients or mha)'
 # Of each folder what starts no processes and loads no real model.
-QUICK := tests/test_architecture.py tests/kernels $(addprefix tests/models/test_,decoder.py kv_cache.py longspec.py loss.py \
+QUICK := tests/test_architecture.py tests/kernels $(addprefix tests/models/test_,decoder.py longspec.py \
 	heads.py draft_folder.py schema.py) $(addprefix tests/data_prep/test_,golden.py pack.py shards.py records.py) \
 	$(addprefix tests/infer/test_,exactness.py sampling.py penalties.py budget.py tree.py requests.py) \
 	$(addprefix tests/train/test_,config.py batches.py) --ignore-glob='*/test_triton_*.py'
