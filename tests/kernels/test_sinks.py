@@ -56,7 +56,8 @@ def implementation(request, monkeypatch):
     if request.param == "c":
         request.getfixturevalue("c_kernels")
     kernels = SimpleNamespace(tree_attention=triton_tree)
-    monkeypatch.setattr(chain_attention.rows, "can_attend", lambda _: request.param == "c")
+    for serves in ("can_attend", "attends_chains"):  # the C kernels serve chains in fp32 too, if they are asked
+        monkeypatch.setattr(chain_attention.rows, serves, lambda _: request.param == "c")
     monkeypatch.setattr(backend, "varlen_attention_for", lambda _: varlen if request.param == "flash" else None)
     monkeypatch.setattr(backend, "triton_kernels", lambda *_: kernels if request.param == "triton" else None)
     return request.param
