@@ -44,13 +44,15 @@ class _Running(AttentionContext):
     """A pass, and what it has shown so far.
 
     queries, windows: of each layer that has run its wanted queries [B, H, d] and its sliding window. heads: H, K and d
-    of the last of these layers; last_kv: its K and V [B, T, K, d]. pre_norm: the final norm's input [B, T, D].
+    of the last of these layers; last_kv: its K and V [B, T, K, d]. norm: the last norm outside of the layers that has
+    run, at the end the final one; pre_norm: its input [B, T, D].
     """
 
     queries: list[Tensor] = field(default_factory=list)
     windows: list[int | None] = field(default_factory=list)
     heads: tuple[int, int, int] = (0, 0, 0)
     last_kv: tuple[Tensor, Tensor] | None = None
+    norm: nn.Module | None = None
     pre_norm: Tensor | None = None
 
 
@@ -85,8 +87,11 @@ def attention(
         no_turn = q_BTHd.new_ones(*q_BTHd.shape[:2], 1, 1, width // 2)  # q and k are rotated already: cos 1, sin 0
         qkv_BTNd = torch.cat([q_BTHd, k_BTKd, v_BTKd], 2)
         inputs.cache.append(layer, qkv_BTNd, no_turn, torch.cat([torch.zeros_like(no_turn)] * 2, 3))
+    heads = q_BTHd.shape[2], k_BTKd.shape[2], width
+    if layer > 0 and heads != running.heads:
+        raise _not_served(module, "heads of another number or width than the layer before")
     running.windows.append(sliding_window)
-    running.heads, running.last_kv = (q_BTHd.shape[2], k_BTKd.shape[2], width), (k_BTKd, v_BTKd)
+    running.heads, running.last_kv = heads, (k_BTKd, v_BTKd)
     if "queries" in inputs.needs:
         running.queries.append(take_one(q_BTHd, inputs.queries_at_B))
     return attend(q_BTHd, k_BTKd, v_BTKd, running, layer, sliding_window, options.get("s_aux")), None
@@ -139,11 +144,9 @@ class TransformersModel(Decoder):
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_hook(self._leave, always_call=True)
         inside = set(self.layers.modules())
-        norms = [one for one in self._body.modules() if one not in inside and "norm" in type(one).__name__.lower()]
-        if not norms:
-            raise _not_served(model, "no final norm")
-        self.norm = norms[-1]
-        self.norm.register_forward_pre_hook(_keep_pre_norm)
+        for module in self._body.modules():
+            if module not in inside and "norm" in type(module).__name__.lower():
+                module.register_forward_pre_hook(_keep_pre_norm)
         probed = self._probe()
         rope = _known_rope(model.config.get_text_config())
         self.config = known or _foreign_config(model, probed, rope, max_positions)
@@ -209,7 +212,9 @@ class TransformersModel(Decoder):
         slides = [kind == "sliding_attention" for kind in kinds] if kinds else [True] * len(self.layers)
         if window and any(a and b is None for a, b in zip(slides, running.windows, strict=True)) and not self.known:
             raise _not_served(model, "a sliding_window in its mask alone, which attention is not told")
-        assert running.pre_norm is not None
+        if running.pre_norm is None or running.norm is None:
+            raise _not_served(model, "no final norm")
+        self.norm = running.norm
         hidden_BTD = self.norm(running.pre_norm)
         ours, theirs = self.lm_head(hidden_BTD).double(), logits_BTV.double()
         factor, tolerance = float((ours * theirs).sum() / (ours * ours).sum()), TOLERANCES[hidden_BTD.dtype]
@@ -265,10 +270,10 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
 
 
-def _keep_pre_norm(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+def _keep_pre_norm(norm: nn.Module, arguments: tuple[Any, ...]) -> None:
     running = _RUNNING.get(None)
     if running is not None:
-        running.pre_norm = arguments[0]
+        running.norm, running.pre_norm = norm, arguments[0]
 
 
 def find_layers(model: Any) -> nn.ModuleList:

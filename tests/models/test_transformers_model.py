@@ -52,8 +52,11 @@ FAMILIES = {
 }
 # Families whose keys a draft's block can read: rotated over whole heads, first half with second.
 ROTATE = {"llama", "qwen3", "mistral", "qwen3_moe", "olmo2", "olmo3", "granite", "gemma", "gemma3_text", "gpt_oss"}
+OF_LAYERS = {"head_dim": 8, "hidden_size_per_layer_input": 8}  # the final norm is not the last module
 REFUSED = {
     "mamba": ({"conv_kernel": 2, "state_size": 4}, "layers of linear_attention"),
+    "gemma3n_text": (OF_LAYERS | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB}, "no multiple of"),
+    "gemma4_text": (OF_LAYERS, "heads of another number or width"),
     "deepseek_v3": ({}, "two widths"),
     "gemma2": ({"head_dim": 8}, "soft cap"),
     "phi": ({}, "no multiple of its LM head"),
