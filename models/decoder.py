@@ -39,8 +39,8 @@ class Embedding(nn.Embedding):
         self.scale = scale
 
     def reset_parameters(self) -> None:
-        """Draw nothing: a target's weights are read. PyTorch would draw even on the meta device, through its compiler,
-        which takes a second to import.
+        """Do nothing: a target's weights are loaded. PyTorch would initialise even on the meta device, through its
+        compiler, which takes a second to import.
         """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Embedding(nn.Embedding):
 
 
 class _CLayers:
-    """The layers' table for the C kernels, valid while all weights stay in place; None where C cannot compute them."""
+    """The layers' `table` for the C kernels, None if C cannot compute them; valid while all weights stay in place."""
 
     def __init__(self, layers: "list[Layer]", config: DecoderConfig):
         modules = [module for layer in layers for module in layer.modules()]
@@ -79,7 +79,7 @@ class Decoder(nn.Module):
     Attributes:
         records: whether its passes can be recorded as CUDA graphs.
         refreshed: how often its weights were replaced (models/hf.py).
-        around_layer: entered around each layer's work. Whoever keeps the weights elsewhere brings them here
+        around_layer: context manager entered around each layer. It brings the weights in if they are kept elsewhere
             (train/sharding.py).
     """
 
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
     @property
     def weights_stay(self) -> bool:
         """Whether all weights stay on the device between passes. If not, `around_layer` brings them for each pass; that
-        takes the host and the other ranks, so no pass can be recorded and replayed.
+        involves the host and the other ranks, so no pass can be recorded and replayed.
         """
         return self.around_layer is nullcontext
 
@@ -166,7 +166,7 @@ class Decoder(nn.Module):
         return stream.rows, torch.stack(queries) if queries else None, qkv[1:]
 
     def _layers_in_c(self, x_BTD: Tensor, context: LayerContext) -> _LayersOutput | None:
-        """The same bits as `_layers` from one C call; None unless C serves this pass: a cache, few tokens, a CPU."""
+        """`_layers` in one C call, with the same bits; None unless the pass has a cache and few tokens, on a CPU."""
         inputs, cache, n_tokens = context.inputs, context.inputs.cache, x_BTD.shape[1]
         table = None if cache is None else self._c_table(len(x_BTD) * n_tokens)
         if cache is None or table is None:
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
         ends_early = inputs.needs <= _BEFORE_LAST_ATTENTION
         kv_cache = cache.keys, cache.values, cache.lengths
         c_output = table.run(x_BTD, *context.ropes[0], kv_cache, inputs.tree_mask_BTT, ends_early)
-        # Copies, so that nothing else of all layers' q, k and v is kept.
+        # Copies, so that all other q, k and v of the layers are freed.
         queries = last_kv = None
         if "queries" in inputs.needs:
             queries = torch.stack([take_one(q_BTHd, inputs.queries_at_B) for q_BTHd in c_output.q_LBTHd])
@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         return c_output.hidden_BTD, queries, last_kv
 
     def _c_table(self, n_tokens: int) -> LayerTable | None:
-        """The table of the weights as they are now, if the C kernels take them and a pass of so few tokens."""
+        """The table of the current weights; None if the C kernels do not support them or this many tokens."""
         weight = self.embed_tokens.weight
         on_cpu = weight.device.type == "cpu" and self.weights_stay and rows.serves(weight.dtype)
         if not on_cpu or n_tokens > MOST_TOKENS:

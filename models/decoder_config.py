@@ -29,7 +29,7 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         if self.per_token > self.number:
-            raise ValueError(f"per_token: {self.per_token} experts a token, of {self.number}")
+            raise ValueError(f"per_token: {self.per_token} experts per token, but there are only {self.number}")
 
 
 @validated_dataclass
@@ -64,7 +64,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads: {self.n_heads} is no multiple of n_kv_heads, {self.n_kv_heads}")
+            raise ValueError(f"n_heads: {self.n_heads} is not a multiple of n_kv_heads, {self.n_kv_heads}")
         if self.sliding_windows is not None and len(self.sliding_windows) != self.n_layers:
             raise ValueError(f"sliding_windows: {len(self.sliding_windows)} for {self.n_layers} layers")
 
@@ -78,7 +78,7 @@ class DecoderConfig:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def feed_forward_size(self, layer: int) -> int:
-        """The feed-forward width that one token goes through: with experts, the sum over those it takes."""
+        """The feed-forward width that one token goes through: with experts, the sum over the token's experts."""
         if self.experts is None or not self.has_experts(layer):
             return self.intermediate_size
         return self.experts.per_token * self.experts.size

@@ -12,14 +12,14 @@ LEAST_CAPABILITY = 8, 0  # the oldest GPU that the kernels compile for
 
 
 def check_device(device: torch.device | str, name: str = "device") -> torch.device:
-    """`device` as a torch.device. Raises ValueError, which begins with `name`, if PyTorch does not see it here."""
+    """`device` as a torch.device. Raises ValueError, which begins with `name`, if PyTorch does not see it."""
     here = ["cpu", *(f"cuda:{i}" for i in range(n_gpus()))]
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         found = None
     if found is None or str(found) not in [*here, *(["cuda"] if here[1:] else [])]:
-        raise ValueError(f"{name}: {str(device)!r} is no device for a target; PyTorch sees {', '.join(here)}")
+        raise ValueError(f"{name}: {str(device)!r} is not a device for a target; PyTorch sees {', '.join(here)}")
     return found
 
 
@@ -27,7 +27,7 @@ def default_device(name: str, otherwise: str) -> torch.device:
     """The first GPU; the CPU if there is none, or if CUDA_VISIBLE_DEVICES hides them all (empty or -1).
 
     Args:
-        otherwise: what a user does to ask for the CPU, for the message.
+        otherwise: how a user asks for the CPU, for the message.
     Raises: ValueError, which begins with `name`, if there is a GPU that PyTorch cannot use: work that was meant for it
         would take days on a CPU.
     """
@@ -48,8 +48,8 @@ def n_gpus() -> int:
 
 
 def start(device: torch.device, name: str) -> None:
-    """Start CUDA on a GPU, which takes some of its memory; nothing for a CPU. Raises ValueError, which begins with
-    `name`, if CUDA does not start, as where another process has the GPU for itself, or if the GPU is too old for the
+    """Start CUDA on a GPU, which takes some of its memory; does nothing for a CPU. Raises ValueError, which begins with
+    `name`, if CUDA does not start (another process may hold the GPU exclusively) or the GPU is too old for the
     kernels."""
     if device.type != "cuda":
         return
@@ -67,13 +67,13 @@ def start(device: torch.device, name: str) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, with what PyTorch's allocator has reserved and does not use."""
+    """Free memory of a GPU, including what PyTorch's allocator has reserved but does not use."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU or of this machine; None where the system does not tell."""
+    """Free memory of a GPU or of this machine; None if the system does not report it."""
     if device.type == "cuda":
         return free_bytes(device)
     lines = MEMORY.read_text().splitlines() if MEMORY.exists() else []

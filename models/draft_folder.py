@@ -56,8 +56,8 @@ class Tree(TypedDict):
 
 
 class TargetEntry(TypedDict):
-    """The target that a draft was trained for. The hashes are those of fingerprint.py; loader, if another than our
-    decoder computed it; quantization: in words, in older folders."""
+    """The target that a draft was trained for. The hashes are those of fingerprint.py. loader: absent if our decoder
+    computed it. quantization: a description, only in older folders."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore
     name: Str
@@ -70,7 +70,7 @@ class TargetEntry(TypedDict):
 
 @validated_dataclass
 class DraftInfo:
-    """What config.json says beside the network's shape.
+    """What config.json says besides the network's shape.
 
     Attributes:
         train_length: tokens of a training row.
@@ -91,7 +91,7 @@ class DraftInfo:
 
 
 def target_entry(target: Target, weights_sha256: str | None = None) -> TargetEntry:
-    """How a draft folder names the target that it was trained for.
+    """A draft folder's entry for the target that it was trained for.
 
     weights_sha256: `weights_hash` of the weights that it was trained with; None: the target's own.
     """
@@ -115,20 +115,20 @@ def check_out(folder: str | Path) -> None:
     wrote. Changes nothing."""
     folder = Path(folder)
     try:
-        is_empty = all(entry.name.startswith(".") for entry in folder.iterdir())  # as a kill may leave them
+        is_empty = all(entry.name.startswith(".") for entry in folder.iterdir())  # a kill may leave such files
         is_free = is_empty or read_config(folder).keys() >= {"format_version", "method"}
     except FileNotFoundError:
         return
     except (OSError, ValueError):
         is_free = False
     if not is_free:
-        raise ValueError(f"out: {folder} is no folder for a draft, or holds other files; give a new or an empty one")
+        raise ValueError(f"out: {folder} is not a folder, or holds other files; give a new or an empty one")
 
 
 def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
     """Write both files, which replace an older pair once both are complete.
 
-    Raises: ValueError as `check_out`, for a weight that is not finite, and if the files cannot be written.
+    Raises: ValueError like `check_out`, for a weight that is not finite, and if the files cannot be written.
     """
     folder = Path(folder)
     check_out(folder)
@@ -179,16 +179,16 @@ def shipped_drafts() -> list[str]:
 
 @cache
 def _download(name: str, revision: str | None) -> Path:
-    return hub_folder(name, [CONFIG, WEIGHTS], revision=revision, refusal=f"draft: {name} is no folder")
+    return hub_folder(name, [CONFIG, WEIGHTS], revision=revision, refusal=f"draft: {name} is not a folder")
 
 
 def read_info(folder: str | Path) -> DraftInfo:
-    """Read config.json only. `folder` and errors as of `load_draft`."""
+    """Read config.json only. `folder` and errors as in `load_draft`."""
     return _read(local_folder(folder))[1]
 
 
 def draft_method(folder: str | Path) -> str:
-    """The method of a draft folder, which is its drafter's name. Errors as of `read_info`."""
+    """The method of a draft folder, which is its drafter's name. Errors as in `read_info`."""
     return _read(local_folder(folder))[0]
 
 
@@ -199,19 +199,19 @@ def load_draft(folder: str | Path, target: Target | None = None) -> Any:
     Heads are accepted for their target with YaRN, too.
 
     Args:
-        folder: a folder or a name, as of `local_folder`.
+        folder: a folder or a name, as in `local_folder`.
         target: what it will draft for; the draft gets its dtype and device. None: as stored, on the CPU.
 
     Raises:
-        ValueError: no draft folder, another format, an unknown method, another target, or a damaged file: a field that
-            is missing, unknown or invalid, weights that do not fit it or are of another folder. The message names the
-            file and what to do.
+        ValueError: not a draft folder, another format, an unknown method, another target, or a damaged file: a field
+            that is missing, unknown or invalid, or weights that do not fit or belong to another folder. The message
+            names the file and the remedy.
     """
     folder = local_folder(folder)
     method, info, shape = _read(folder)
     if target is not None:
         entry = target_entry(target)
-        # Heads read states alone; LongSpec's block reads keys, which YaRN rotates otherwise.
+        # Heads read only hidden states; LongSpec's block reads keys, which YaRN rotates differently.
         if method != "longspec" and info.target["config_sha256"] == shape_hash(without_yarn(target.model.config)):
             entry["config_sha256"] = info.target["config_sha256"]
         _check_target(folder, info.target, entry)
@@ -221,7 +221,7 @@ def load_draft(folder: str | Path, target: Target | None = None) -> Any:
         draft: Draft = network(validate(config_type, shape, "draft"))  # pyright: ignore[reportArgumentType]
     with damage_named(path, remedy=REMEDY):
         weights = load_file(path)
-        if info.weights_sha256 not in (None, file_digest(path)):  # after reading: a replaced file never comes back
+        if info.weights_sha256 not in (None, file_digest(path)):  # after reading, to notice a replaced file
             raise ValueError(f"not the weights that {CONFIG} was written with")
         draft.load_state_dict(weights, assign=True)
     if target is not None:
@@ -231,9 +231,9 @@ def load_draft(folder: str | Path, target: Target | None = None) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. Raises ValueError if it is absent or no JSON object."""
+    """Read config.json. Raises ValueError if it is absent or not a JSON object."""
     path = folder / CONFIG
-    with damage_named(path, remedy="give a draft folder as `longdraft export` wrote it"):
+    with damage_named(path, remedy="give a draft folder that `longdraft export` wrote"):
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -253,7 +253,7 @@ def _read(folder: Path) -> tuple[str, DraftInfo, Any]:
 
 def _check_target(folder: Path, trained_for: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Compare the target that the folder names with the one at hand. Names may differ (a local copy of a hub model),
-    hashes of configuration and tokenizer may not. Other weights are only warned of."""
+    hashes of configuration and tokenizer may not. Other weights only cause a warning."""
     for key in ("config_sha256", "tokenizer_sha256"):
         if trained_for[key] != target[key]:
             raise ValueError(
@@ -264,5 +264,5 @@ def _check_target(folder: Path, trained_for: Mapping[str, Any], target: Mapping[
         warnings.warn(
             f"draft: {folder} was trained with other weights than those of {target['name']} (weights_sha256): the text "
             "is exact, but fewer of the draft's tokens may be accepted",
-            stacklevel=3,  # who called load_draft
+            stacklevel=3,  # the caller of load_draft
         )

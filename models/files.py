@@ -1,7 +1,7 @@
-"""Files that are whole or absent, locks between processes, folders of resumable work, signals that are noted instead of
+"""Atomic writes of files, locks between processes, folders of resumable work, signals that are recorded instead of
 ending the process, and errors that name the file.
 
-Every folder may import this file: it loads neither torch nor anything of ours.
+Every folder may import this file: it imports neither torch nor any other file of longdraft.
 """
 
 import errno
@@ -28,7 +28,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file beside `path`, sync it and rename it to `path`. Whatever fails, `path` is as it was."""
+    """Write a temporary file beside `path`, sync it and rename it to `path`. If anything fails, `path` is unchanged."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
@@ -57,13 +57,13 @@ def write_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[st
 
 @contextmanager
 def damage_named(
-    *files: Path | str, remedy: str = "fetch it again (a pointer of Git LFS: git lfs pull)"
+    *files: Path | str, remedy: str = "fetch it again (a Git LFS pointer: git lfs pull)"
 ) -> Iterator[None]:
-    """Wrap the reading of these files: an error becomes a ValueError of one sentence that names them, with the reason
-    of whoever reads them and the remedy.
+    """Wrap code that reads these files: an error becomes a one-sentence ValueError with their names, the original
+    reason and the remedy.
 
-    A missing package (ImportError) and a lack of memory (MemoryError) are raised as they are, and the remedy is omitted
-    if the system does not let the file be read.
+    ImportError (a missing package) and MemoryError pass through unchanged. The remedy is omitted if the system refuses
+    to read the file.
     """
     try:
         yield
@@ -92,7 +92,7 @@ def file_digest(path: Path) -> str:
 
 
 def from_home(path: str) -> str:
-    """`path` with a leading `~` expanded, which YAML does not do, nor a shell after a `=`."""
+    """`path` with a leading `~` expanded: neither YAML nor a shell after `=` does it."""
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
@@ -103,8 +103,8 @@ def locked(path: Path, field: str, busy: str) -> Iterator[None]:
     The file is made if needed and stays. On a file system without locks the block runs after a printed warning.
 
     Args:
-        field: the setting that named the folder ("train.run_dir"), with which messages begin.
-        busy: what another process does that holds the lock, and what to do ("another process trains in X; stop it").
+        field: the setting that named the folder ("train.run_dir"). Messages begin with it.
+        busy: what a process that holds the lock is doing, and the remedy ("another process trains in X; stop it").
 
     Raises:
         ValueError: another process holds the lock, or the file cannot be written.
@@ -126,9 +126,9 @@ def locked(path: Path, field: str, busy: str) -> Iterator[None]:
 
 @contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """Inside, STOP_SIGNALS are appended to the list instead of ending the process, and so are those that the process
-    that started this one has held back. A SIGHUP that is ignored, as under nohup, stays ignored. Only the main thread
-    may enter."""
+    """Inside the block, STOP_SIGNALS are appended to the list instead of ending the process, including any that the
+    parent process had blocked. A SIGHUP that is ignored, as under nohup, stays ignored. Only the main thread may
+    enter."""
     noted: list[int] = []
     caught = [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda n, _: noted.append(n)) for number in caught}
@@ -149,10 +149,10 @@ class WorkFolder:
 
     plan.json            what was asked for, with `address`, its digest; a later call with another plan is refused
     progress/TASK.json   a task's record, renamed into place after its output files
-    progress/all.lock    held while somebody works in the folder
+    progress/all.lock    held while a process works in the folder
 
-    The plan decides the tasks, and a task its output. So any number of processes writes the same bytes, and a kill
-    loses no more than the tasks that were running.
+    The plan decides the tasks, and a task its output. So any number of processes write the same bytes, and a kill loses
+    only the tasks that were running.
 
         folder = WorkFolder(out, {"settings": settings}, own_files=r"part-.*")
         with folder.opened():
@@ -176,13 +176,13 @@ class WorkFolder:
     def opened(self) -> Iterator[None]:
         """Lock the folder for the block, and write the plan or compare it with the one that is there.
 
-        Raises ValueError if the folder was made by another plan (the message names the differences) or holds files of
-        somebody else, or if another process works in it.
+        Raises ValueError if the folder was made by another plan (the message names the differences) or holds foreign
+        files, or if another process works in it.
         """
         path, progress = self.path / PLAN, self.path / PROGRESS
         foreign = [name for name in self._files() if not re.fullmatch(rf"\.?{PLAN}.*|{PROGRESS}/.*", name)]
         if foreign and not path.exists():
-            raise ValueError(f"{self.path} holds {foreign[0]} and no {PLAN}; choose a new or empty folder")
+            raise ValueError(f"{self.path} holds {foreign[0]} but no {PLAN}; choose a new or empty folder")
         progress.mkdir(parents=True, exist_ok=True)
         busy = f"another process works in {self.path}; wait for it or choose another"
         with locked(progress / "all.lock", "out", busy):
@@ -192,7 +192,7 @@ class WorkFolder:
                 write_json(path, {"address": self.address, **self.plan})
             elif found := _differences(before, json.loads(json.dumps(self.plan))):
                 raise ValueError(
-                    f"{self.path} was begun with other settings: {'; '.join(found[:4])}; choose another folder, or "
+                    f"{self.path} was started with other settings: {'; '.join(found[:4])}; choose another folder, or "
                     "remove it"
                 )
             self._remove(HALF_WRITTEN)
@@ -203,10 +203,10 @@ class WorkFolder:
                     self.remove_progress()
 
     def read(self, task: str) -> dict[str, Any] | None:
-        """The task's record, or None unless it is finished by this plan and its output files have their sizes."""
+        """The task's record; None unless this plan finished it and its output files have the recorded sizes."""
         try:
             record = json.loads(self._record_path(task).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # if it is damaged, the task is done again
+        except (FileNotFoundError, ValueError):  # a task with a damaged record is done again
             return None
         address, outputs = record.pop("address", None), record.pop("outputs", None)
         if address != self.address or outputs is None:
@@ -222,7 +222,7 @@ class WorkFolder:
         return records
 
     def write(self, task: str, record: Mapping[str, Any], outputs: Sequence[Path] = ()) -> None:
-        """Mark the task as finished. Its output files, which lie in the folder, have been written before."""
+        """Mark the task as finished. Its output files must already be in the folder."""
         sizes = {path.relative_to(self.path).as_posix(): path.stat().st_size for path in outputs}
         write_json(self._record_path(task), {"address": self.address, "outputs": sizes, **record})
 
@@ -243,21 +243,21 @@ class WorkFolder:
         return sorted(path.relative_to(self.path).as_posix() for path in found)
 
     def _remove(self, pattern: str) -> None:
-        """Remove the files of this name that this class or its caller wrote, half-written ones too. The plan is the
-        last, so that a kill leaves a folder that can be cleared again."""
+        """Remove the files matching `pattern` that this class or its caller wrote, also half-written ones. The plan
+        goes last, so that a kill leaves a folder that can be cleared again."""
         for name in sorted(self._files(), key=lambda name: name == PLAN):
             if re.search(pattern, name) and re.fullmatch(self._own_files, re.sub(HALF_WRITTEN, r"\1", name)):
                 (self.path / name).unlink()
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
-    """The plan of a work folder, without its address. Raises ValueError if it is damaged or of another program."""
+    """The plan of a work folder, without its address. Raises ValueError if it is damaged or another program's."""
     path = folder / PLAN
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
         del plan["address"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is no plan of ours or damaged ({error!r}); choose another folder") from error
+        raise ValueError(f"{path} is damaged or not longdraft's ({error!r}); choose another folder") from error
     return plan
 
 

@@ -1,7 +1,7 @@
 """Hashes that tell whether a draft, a prepared data set and a target belong together.
 
-Configuration and tokenizer decide what can work together. The hash of the weights tells apart models that share both,
-and so which of them a draft was trained with.
+Drafts and data fit every target with the same configuration and tokenizer. The hash of the weights distinguishes
+targets that share both, so it tells which of them a draft was trained with.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ LATER_FIELDS = (
     "experts", "activation", "embedding_scale", "post_norms", "attention_sinks", "window_rope", "norm_offset",
     "query_factor",
 )  # fmt: skip
-# State of a fast tokenizer that every padded call changes, and that does not affect token ids.
+# State of a fast tokenizer that every padded call changes. It does not affect token ids.
 CALL_STATE = ("truncation", "padding")
-# Not fp16, which cannot hold the small weights of a checkpoint in bf16.
+# fp16 is excluded: it cannot represent the small weights of a bf16 checkpoint.
 SAMPLED_ROWS, SAMPLED_DTYPES = 8, (torch.float32, torch.bfloat16)
 
 
@@ -50,7 +50,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def shape_hash(config: DecoderConfig) -> str:
-    """SHA-256 (hex) of what a target computes. `max_positions` is not part of it, for users may set it."""
+    """SHA-256 (hex) of what a target computes. Excludes `max_positions`, which users may set."""
     shape = asdict(replace(config, max_positions=config.rope.max_positions))
     for field in fields(config):
         if field.name in LATER_FIELDS and shape[field.name] == field.default:
@@ -59,7 +59,7 @@ def shape_hash(config: DecoderConfig) -> str:
 
 
 def without_yarn(config: DecoderConfig) -> DecoderConfig:
-    """The configuration as it was before YaRN was added to its RoPE, as model cards advise for long texts."""
+    """The configuration without YaRN, which model cards advise adding to RoPE for long texts."""
     rope = config.rope
     if rope.type != "yarn" or "rope_theta" not in rope.parameters:
         return config
@@ -69,20 +69,20 @@ def without_yarn(config: DecoderConfig) -> DecoderConfig:
 
 
 def fingerprint(config: DecoderConfig, tokenizer: Any) -> dict[str, str]:
-    """The hashes of its target that a draft folder records."""
+    """The target's hashes, as a draft folder records them."""
     return {"config": shape_hash(config), "tokenizer": "none" if tokenizer is None else tokenizer_hash(tokenizer)}
 
 
 def weights_hash(
     decoder: Decoder, whole: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
 ) -> str | None:
-    """SHA-256 (hex) of a few rows of the weights outside the layers and in the first, middle and last layer.
+    """SHA-256 (hex) of a few rows of each weight outside the layers and in the first, middle and last layer.
 
     Rows are rounded to bf16, so that a checkpoint gives the same hash in bf16 and in fp32, and from safetensors and a
-    GGUF file of the same values. None if a weight has another dtype, or is not here (sharded targets, between passes).
+    GGUF file of the same values. None if a weight has another dtype or holds no data (sharded targets between passes).
 
     Args:
-        whole: entered around the reading of a layer, for weights that are kept elsewhere.
+        whole: context manager entered while a layer is read, for weights that are kept elsewhere.
     """
     last = len(decoder.layers) - 1
     state, layers = hashlib.sha256(), [decoder.layers[i] for i in sorted({0, last // 2, last})]

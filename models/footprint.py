@@ -17,7 +17,7 @@ from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import available_bytes
 
-# A tensor to be allocated: its shape and dtype. Several of them, by what they are for.
+# A tensor to be allocated: its shape and dtype. Lists of them, by purpose.
 Buffer = tuple[Sequence[int], torch.dtype]
 Allocations = Mapping[str, Sequence[Buffer]]
 
@@ -33,7 +33,7 @@ def sizes(allocations: Allocations) -> dict[str, int]:
 
 
 def cache_rows(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> list[Buffer]:
-    """Keys and values of `n_rows` tokens in all layers, those of all slots together."""
+    """Keys and values in all layers of `n_rows` tokens, counted over all slots."""
     return [((2, config.n_layers, n_rows, config.n_kv_heads, config.head_dim), dtype)]
 
 
@@ -47,16 +47,15 @@ def estimate_memory(
     prompt_rows: Sequence[int] = (),
     kinds: int = 1,
 ) -> dict[str, int]:
-    """Bytes by name: the target's weights, which are there already, its cache, and its passes with their outputs.
+    """Bytes by name: the target's weights (already allocated), its cache, and its passes with their outputs.
 
     Args:
         batch: slots.
         capacity: rows of the cache in each slot.
         widths: query tokens that a verification may have in each slot.
-        chunk: query tokens of a prefill pass, those of all slots together.
-        recorded: names of the outputs that are kept for each width where steps are recorded on a GPU; None: nothing is
-            recorded.
-        prompt_rows: query tokens of the passes over prompts that are recorded for each slot.
+        chunk: query tokens of a prefill pass, counted over all slots.
+        recorded: names of the outputs that are kept for each width when a GPU records steps; None: nothing is recorded.
+        prompt_rows: query tokens of each prompt pass that is recorded, once per slot.
         kinds: how often each width is recorded.
     """
     config, weight, width = model.config, model.embed_tokens.weight, max(widths)
@@ -84,15 +83,15 @@ def estimate_memory(
 
 
 def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
-    """The most bytes that a pass allocates for `n_rows` tokens of all slots together, without its logits.
+    """The most bytes that a pass allocates for `n_rows` tokens, counted over all slots, without its logits.
 
     The peak is in a layer's feed-forward, or in its projection or attention where the feed-forward is narrow. No mask
-    is counted, for chains have none (kernels/chain_attention.py).
+    is counted, because chains have none (kernels/chain_attention.py).
     """
     heads, kv = config.n_heads * config.head_dim, 2 * config.n_kv_heads * config.head_dim
     qkv, qk = heads + kv, heads + kv // 2
     stages = (
-        qkv + 3 * qk,  # beside q, k and v of the layer before; rotating them takes two temporaries of the size of q, k
+        qkv + 3 * qk,  # the previous layer's q, k and v are alive too; rotation has two temporaries of the size of q, k
         6 * heads,  # on a CPU: two parts of the keys, with fp32 copies of their outputs
         heads + feed_forward_numbers(config),  # the heads' outputs stay alive during the feed-forward
     )
@@ -101,8 +100,8 @@ def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
 
 
 def exact_bytes(model: Decoder, batch: int, n_rows: int, capacity: int) -> int:
-    """Bytes of the partial results of attention or of a linear layer, whichever are more, in a pass of `n_rows` rows a
-    slot, at most MOST_ROWS, if LONGDRAFT_EXACT=1 has it computed by kernels/triton, else 0."""
+    """Bytes of the partial results of attention or of a linear layer, whichever is larger, in a pass of `n_rows` rows
+    per slot (at most MOST_ROWS). 0 unless LONGDRAFT_EXACT=1 selects kernels/triton."""
     config, weight = model.config, model.embed_tokens.weight
     attention, linear = (backend.exact_kernels(name, weight) for name in ("exact_attention", "linear"))
     if attention is None or linear is None:
@@ -122,10 +121,11 @@ def exact_bytes(model: Decoder, batch: int, n_rows: int, capacity: int) -> int:
 def feed_forward_numbers(config: DecoderConfig) -> int:
     """How many numbers per token a layer's feed-forward has alive at once.
 
-    They are the normed copy of the stream (GELU's gate comes after it), gate and up, and the activated gate; or that
-    gate with what is added, whose norm on a CPU is in fp32. With experts (kernels/experts.py) they are that copy, the
-    router's order, and the most of: the experts' inputs with gate and up; those with their gate; the experts' outputs
-    in two orders; the outputs with what an fp32 sum takes; on a CPU, the outputs with one expert's.
+    Gate and up, the activated gate and the normed copy of the stream (freed before GELU's gate); with post norms, if
+    that is more, the activated gate and the layer's output, which a CPU norms in fp32. With experts
+    (kernels/experts.py): the normed copy, the router's order, and the largest of: the experts' inputs with gate and up;
+    gate and up with the activated gate; the experts' outputs in two orders; the outputs with their fp32 sum; on a CPU,
+    the outputs with one expert's temporaries.
     """
     width, experts = config.hidden_size, config.experts
     dense = 3 * config.intermediate_size + (width if config.activation == "silu" else 0)
@@ -140,7 +140,7 @@ def feed_forward_numbers(config: DecoderConfig) -> int:
 
 
 def c_layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes that the layers allocate as one C call (kernels/cpu/layers.py), for `n_tokens` of all slots."""
+    """Bytes that one C call for all layers (kernels/cpu/layers.py) allocates, for `n_tokens` counted over all slots."""
     heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
     attention_heads = (heads + 2 * kv_heads) + (heads + kv_heads) + heads  # projected, rotated, attended
     per_layer = attention_heads * width + config.intermediate_size + 2 * config.hidden_size
@@ -159,12 +159,12 @@ def text_of(parts: Mapping[str, int]) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes for people."""
+    """Bytes as text with a unit."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def check_memory(parts: Mapping[str, int], batch: int, capacity: int, device: torch.device) -> None:
-    """Raise ValueError if an estimate exceeds what is free. The weights are there already."""
+    """Raise ValueError if an estimate exceeds the free memory. The weights are already allocated."""
     free, needed = available_bytes(device), sum(parts.values()) - parts["weights"]
     if free is not None and needed > free:
         raise ValueError(

@@ -20,18 +20,18 @@ from longdraft.models.hf_config import decoder_config
 from longdraft.models.hf_weights import places
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# The tensor of numbers by which llama.cpp divides RoPE's frequencies; and the parameters that Llama 3.1 to 3.3 share.
+# The tensor of llama.cpp's divisors of RoPE's frequencies. LLAMA3: the RoPE parameters that Llama 3.1 to 3.3 share.
 ROPE_DIVISORS = "rope_freqs.weight"
-LENGTH = struct.Struct("=Q")  # of a word, in bytes, before it
-ROW = 2**15  # numbers that are dequantised as a row
+LENGTH = struct.Struct("=Q")  # the size of a string in bytes, stored before it
+ROW = 2**15  # how many numbers to dequantise as one row
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def _open(path: Path) -> Any:
-    """gguf's reader, but of an array it makes one part, where gguf makes two to five objects of every element, and the
-    words of the vocabulary, which nobody asks for here, are passed over.
+    """Open with gguf's reader, except that a numeric array becomes one part (gguf makes two to five objects per
+    element) and the strings of the vocabulary, which are not needed here, are skipped.
     """
-    from gguf import GGUFReader, GGUFValueType  # here, so that only those who open such a file need the package
+    from gguf import GGUFReader, GGUFValueType  # imported here: only GGUF files need the package
 
     class Reader(GGUFReader):
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
@@ -60,14 +60,14 @@ class GGUFFile:
         self.path = path
         self._reader = _open(path)
         self.architecture: str = self._value("general.architecture")
-        # llama.cpp takes a factor without a type for linear scaling; files of 2023 call it `scale_linear`.
+        # llama.cpp reads a factor without a type as linear scaling; files of 2023 call it `scale_linear`.
         factors = [self._value(f"{self.architecture}.rope.{key}") for key in ("scaling.factor", "scale_linear")]
         otherwise = "linear" if any(factor not in (None, 0.0, 1.0) for factor in factors) else "none"
         scaling = self._value(f"{self.architecture}.rope.scaling.type", otherwise)
         if self.architecture not in ARCHITECTURES or scaling != "none":
             raise ValueError(
                 f"{path}: GGUF architecture {self.architecture!r} with RoPE scaling {scaling!r} is not supported; "
-                f"supported: {', '.join(ARCHITECTURES)} without one; use the Hugging Face folder"
+                f"supported: {', '.join(ARCHITECTURES)} without scaling; use the Hugging Face folder"
             )
 
     def _value(self, key: str, default: Any = None) -> Any:
@@ -75,8 +75,8 @@ class GGUFFile:
         return default if field is None else field.contents()
 
     def config(self) -> PretrainedConfig:
-        """The Hugging Face configuration that the metadata describe, as a plain PretrainedConfig: its family's class
-        takes a second to import, and only transformers' own model needs it (`family_config`).
+        """The Hugging Face configuration that the metadata describe, as a plain PretrainedConfig. The family's own
+        class takes a second to import, and only transformers' own model needs it (`family_config`).
         """
         return type("GGUFConfig", (PretrainedConfig,), {"model_type": self.architecture})(**self._fields())
 
@@ -146,7 +146,7 @@ class GGUFFile:
 
 
 def _dequantised(entry: Any) -> np.ndarray:
-    """A tensor's values in fp32. gguf takes 16 rows at a time, so several short rows are given to it as one."""
+    """A tensor's values in fp32. gguf converts 16 rows at a time, so several short rows are passed to it as one."""
     from gguf import dequantize
 
     data, shape = np.asarray(entry.data), tuple(int(size) for size in reversed(entry.shape))  # not as a memmap: slow

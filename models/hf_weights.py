@@ -29,7 +29,7 @@ OF_IMAGES = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("
 # (llm-compressor), `k_proj.k_scale` (ModelOpt), `k_proj.output_scale` (Quark, older llm-compressor),
 # `prob_output_scale` (Quark), `attn.prob_scale` (vLLM).
 NOT_READ = re.compile(r"\.((input|activation|(prob_)?output|prob|kv|[qkv])_(scale|zero_point)|rotary_emb\.inv_freq)$")
-# A layer's norms: Hugging Face's names to ours. Gemma's post_attention_layernorm is another norm than a Llama's.
+# A layer's norms: Hugging Face's names to ours. Gemma's post_attention_layernorm is not the norm that Llama calls so.
 NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 GEMMA_NORMS = {
     "input_layernorm": "attention_norm", "post_attention_layernorm": "post_attention_norm",
@@ -88,7 +88,7 @@ def canonical(name: str) -> str:
 def places(config: DecoderConfig, loaded: bool = False) -> dict[str, Place]:
     """The place of every tensor that a checkpoint of this configuration must hold, by its Hugging Face name.
 
-    loaded: by the names in a model that transformers has loaded, which stacks a layer's experts in one tensor.
+    loaded: use the names of a model that transformers has loaded, which stacks a layer's experts in one tensor.
     """
     table = {"model.embed_tokens.weight": Place("embed_tokens.weight"), "model.norm.weight": _norm(config, "norm")}
     if not config.tie_embeddings:
@@ -166,14 +166,14 @@ def fill(
 ) -> None:
     """Copy a checkpoint's tensors, by Hugging Face name, into the decoder, cast to its dtype.
 
-    A parameter is written once all tensors that make it have come; `whole` is entered to make all its rows available.
-    The LM head of a tied checkpoint is not read. loaded: as of `places`.
+    A parameter is written once all of its tensors have been read, inside `whole`, which makes all its rows available.
+    The LM head of a tied checkpoint is not read. loaded: as in `places`.
 
     Raises ValueError that names `source` and every missing, unexpected or mis-shaped tensor.
     """
     table, parameters = places(decoder.config, loaded), dict(decoder.named_parameters())
     n_parts = Counter(place.parameter for place in table.values())
-    waiting: dict[str, dict[str, Tensor]] = {}  # parameter -> its tensors that have come
+    waiting: dict[str, dict[str, Tensor]] = {}  # parameter -> its tensors read so far
     missing, problems = set(table), list[str]()
     for name, tensor in tensors:
         is_skipped = name.startswith((TOKENSWIFT_HEADS, *OF_IMAGES)) or NOT_READ.search(name)
@@ -224,12 +224,12 @@ def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def file_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one file of weights. Raises ValueError that names the file if it cannot be read."""
+    """The tensors of one file of weights. Raises ValueError with the file's name if it cannot be read."""
     with damage_named(file):
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     yield name, opened.get_tensor(name)
         else:
-            # Mapped like safetensors; the form before PyTorch 1.6 cannot be.
+            # Memory-mapped like safetensors, except the format before PyTorch 1.6, which cannot be.
             yield from torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file)).items()

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's hub: the one place where models and drafts are downloaded."""
+"""Downloads from Hugging Face's hub: the only place where models and drafts are downloaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +18,9 @@ def hub_folder(
     """Download files of a hub repository, or find them in the hub's cache. Returns the folder that they are in.
 
     Args:
-        files: patterns of the files to download; `ignored`: of those to skip although they match.
+        files: patterns of the files to download; `ignored`: patterns of files to skip even if they match.
         weights: groups of patterns, the preferred one first. The first group that the repository has is downloaded too.
-        refusal: the beginning of the error that then quotes the hub.
+        refusal: the beginning of the error message, which continues with the hub's own.
     Raises: ValueError if there is no such repository or revision, it cannot be reached, or its files cannot be stored.
     """
     options = {"revision": revision, "ignore_patterns": list(ignored)}
@@ -29,6 +29,6 @@ def hub_folder(
             folder = Path(snapshot_download(name, allow_patterns=[*files, *group], **options))
             if any(any(folder.glob(pattern)) for pattern in group):
                 break
-    except Exception as error:  # those of a connection that breaks have no class in common with the hub's own
-        raise ValueError(f"{refusal}, and could not be had from the hub: {error}") from error
+    except Exception as error:  # connection errors and the hub's own have no common class
+        raise ValueError(f"{refusal}, and the hub does not provide it: {error}") from error
     return folder

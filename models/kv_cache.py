@@ -38,7 +38,7 @@ class KVCache:
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         if self.values.is_cuda:
-            self.values.zero_()  # flash kernels multiply the values after a slot's last by 0
+            self.values.zero_()  # flash kernels multiply values beyond a slot's last by 0, which keeps NaN
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.prompt_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._slots_B1 = torch.arange(batch, device=device)[:, None]
@@ -67,7 +67,7 @@ class KVCache:
         """Rotate q and k, write k and v of one layer as pending rows, and return the rotated q and k.
 
         They go to rows lengths[b] .. lengths[b] + T - 1 of each slot; the lengths stay. A pass appends to the layers
-        from 0 on. Whether there is room is only checked at layer 0, and only where that does not wait for a device.
+        from 0 on. Room is only checked at layer 0, and only if the check does not wait for a device.
 
         Args:
             qkv_BTNd: the heads of q, then of k, then of v, before RoPE; N = H + 2 K.
@@ -109,7 +109,7 @@ class KVCache:
         self.lengths.copy_(lengths_B)
 
     def reset(self, slots: Sequence[int] | None = None, prompt_lengths: Sequence[int] | Tensor | None = None) -> None:
-        """Empty slots, and note the lengths of the prompts to come.
+        """Empty slots, and record the lengths of their next prompts.
 
         Args:
             slots: their indices; None: all.

@@ -28,7 +28,7 @@ class Linear(nn.Linear):
     """nn.Linear through kernels/linear.py, which fuses the norm before it, the gate after it and the residual."""
 
     def reset_parameters(self) -> None:
-        """Draw nothing: a target's weights are read, and a draft draws its own with its own generator."""
+        """Do nothing: a target's weights are loaded, and a draft initialises its own with its own generator."""
 
     def forward(
         self,
@@ -54,7 +54,7 @@ class AttentionContext:
 class LayerContext(AttentionContext):
     """What the layers of one pass share."""
 
-    ropes: list[tuple[Tensor, Tensor]]  # cos and sin of the pass's tokens, by Decoder.ropes
+    ropes: list[tuple[Tensor, Tensor]]  # cos and sin of the pass's tokens, for each of Decoder.ropes
 
     def of_tokens(self, tokens: slice) -> "LayerContext":
         """The context of these tokens of the pass."""
@@ -138,12 +138,12 @@ class MLP(nn.Module):
     def forward(self, stream: Stream, norm: RMSNorm, post_norm: RMSNorm | None = None) -> None:
         gated_BTF = stream.read(self.gate_up_proj, norm, gated=self.silu)
         if not self.silu:
-            gated_BTF = gelu_gate(gated_BTF)  # of twice the width, which is freed here
+            gated_BTF = gelu_gate(gated_BTF)  # frees the [B, T, 2 F] input
         stream.add(self.down_proj, gated_BTF, post_norm)
 
 
 class Experts(nn.Module):
-    """The mixture of experts in place of an MLP: adds the weighted sum of each token's experts of norm(stream)."""
+    """A mixture of experts instead of an MLP: runs each token's experts on norm(stream) and adds their weighted sum."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -173,7 +173,7 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each added to the stream; Gemma norms what they add once more."""
+    """Attention, then feed-forward, each added to the stream. Gemma also norms what they add."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -211,8 +211,8 @@ class Layer(nn.Module):
         self.mlp(stream, self.mlp_norm, self.post_mlp_norm)
 
     def c_weights(self) -> LayerWeights | None:
-        """The weights for the C kernels; None if they do not compute such a layer: one with experts, a RoPE of its own,
-        norms after the sub-layers, another gate than silu, or sinks.
+        """The weights for the C kernels; None if they do not support the layer: one with experts, a RoPE of its own,
+        norms after the sub-layers, a gate other than silu, or sinks.
         """
         attention, mlp = self.attention, self.mlp
         is_special = self.post_mlp_norm is not None or attention.rope or attention.sinks is not None

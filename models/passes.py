@@ -19,8 +19,8 @@ from longdraft.models.kv_cache import KVCache
 
 NEEDS = frozenset({"logits", "pre_norm", "post_norm", "last_kv", "queries"})
 Span = tuple[int, int]  # start and stop, in tokens
-# How many tokens of a prompt go through in one pass. A GPU reads all weights and the whole context once a pass, so more
-# tokens share that cost; a CPU's caches favour fewer.
+# Prompt tokens per prefill pass. A GPU reads all weights and the whole context once per pass, so more tokens share that
+# cost; a CPU's caches favour fewer.
 ROWS_GPU, ROWS_CPU = 2048, 512
 
 
@@ -100,7 +100,7 @@ class Pass:
     def pieces(self) -> list[Segment] | None:
         """Each piece as queries that read its own keys; None without borders.
 
-        What attention needs of them on the device is sent ahead.
+        Sends to the device ahead of time what attention needs of them.
         """
         if self.borders is None:
             return None
@@ -136,16 +136,16 @@ class TargetOutput:
     queries: Tensor | None = None
 
     def first(self, count: int) -> "TargetOutput":
-        """The output of each slot's first `count` tokens. The queries stay."""
+        """The output of each slot's first `count` tokens, with the queries unchanged."""
         return self._with(lambda x_BTX: x_BTX[:, :count], self.queries)
 
     def among(self, slots: slice, batch: int) -> "TargetOutput":
-        """The output of `batch` slots, of which `slots` have this output and the others zeros."""
+        """An output of `batch` slots: this output at `slots`, zeros elsewhere."""
         queries = None if self.queries is None else spread(self.queries.transpose(0, 1), slots, batch).transpose(0, 1)
         return self._with(lambda x_BTX: spread(x_BTX, slots, batch), queries)
 
     def _with(self, change: Callable[[Tensor], Tensor], queries: Tensor | None) -> "TargetOutput":
-        """The output with every field changed but the queries, which are given."""
+        """The output with `change` applied to every field except the queries, which are replaced by `queries`."""
         parts = (self.logits, self.pre_norm, self.post_norm, *(self.last_kv or (None, None)))
         logits, pre_norm, post_norm, k, v = (None if x is None else change(x) for x in parts)
         return TargetOutput(logits, pre_norm, post_norm, None if k is None or v is None else (k, v), queries)

@@ -1,6 +1,6 @@
 """Converts drafts that their authors published to draft folders: LongSpec's blocks, TokenSwift's merged checkpoints.
 
-LongSpec's tensor names were taken from descriptions of the authors' program, and tested on files that the tests make.
+LongSpec's tensor names come from descriptions of the authors' program. They are tested only on files that tests make.
 """
 
 import re
@@ -31,14 +31,14 @@ PART = re.compile(
     r"(?:^|\.)((?:(?:self|cross)_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.(?:weight|bias)|\w*norm\w*\.weight)$"
 )
 UNUSED = re.compile(r"(?:^|\.)(?:cross_attn\.[kv]_proj\.(?:weight|bias)|rotary_emb\.inv_freq)$")
-# The names that are known of the norms before self-attention, cross-attention and feed-forward.
+# The known names of the norms before self-attention, cross-attention and feed-forward.
 NORM_NAMES = (
     ("input_layernorm", "cross_attn_layernorm", "post_attention_layernorm"),
     ("input_layernorm", "post_attention_layernorm", "post_cross_attn_layernorm"),
     ("input_layernorm", "post_self_attention_layernorm", "post_cross_attention_layernorm"),
     ("norm1", "norm2", "norm3"),
 )
-# Ours, and which of theirs are joined in it.
+# Our tensors, and the published ones that each concatenates.
 FUSED = {
     "self_qkv.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"],
     "self_qkv.bias": [f"self_attn.{x}_proj.bias" for x in "qkv"],
@@ -56,26 +56,26 @@ D = TypeVar("D", TokenSwift, LongSpec)
 
 
 def convert(source: str | Path, out: str | Path, target: str | None = None) -> tuple[Draft, DraftInfo]:
-    """Write the draft folder of a published draft, completely or not at all. No weight of its target is read.
+    """Write the draft folder of a published draft, completely or not at all. The target's weights are not read.
 
     Args:
-        source: a file of weights or a folder, as it was published, or a hub name.
-        target: the model that the draft is for. None for TokenSwift's merged checkpoint: the checkpoint itself, which
-            has its target's weights.
+        source: a file of weights or a folder as published, or a hub name.
+        target: the model that the draft is for. None for TokenSwift's merged checkpoint, which has its target's
+            weights: the checkpoint itself.
 
     Returns: the draft and what its folder says of it.
-    Raises: ValueError if the source cannot be had, is no published draft or is for another target, or if `out` cannot
-        be written. It names tensors and files.
+    Raises: ValueError if the source cannot be read or downloaded, is not a published draft or is for another target, or
+        if `out` cannot be written. The message names tensors and files.
     """
     check_out(out)
     place, name = Path(source).expanduser(), None
     if not place.exists():
         name, weights = str(source), [["*.safetensors"], ["*.bin", "*.pth"]]
-        place = hub_folder(name, METADATA, weights, refusal=f"source: {name} is no file and no folder")
+        place = hub_folder(name, METADATA, weights, refusal=f"source: {name} is neither a file nor a folder")
     n_heads = read_config(place).get("medusa_heads") if (place / CONFIG).is_file() else None
     path = target or (None if n_heads is None else name or str(place))
     if path is None:
-        raise ValueError(f"target: {place} does not say which model it is for; name that")
+        raise ValueError(f"target: {place} does not say which model it is for; give that model")
     shape = read_target_config(path)
     hashes = fingerprint(shape, load_tokenizer(path))
     if n_heads is None:
@@ -109,11 +109,11 @@ def published_block(tensors: Iterable[tuple[str, Tensor]], config: LongSpecConfi
     """LongSpec's block from the tensors of a published one.
 
     Args:
-        config: for the target that it was trained for.
+        config: the block's shape, from the target that it was trained for.
         source: what errors call the tensors.
 
-    Raises: ValueError if a tensor is missing, unknown, there twice or of another shape, or the norms' names do not tell
-        where each belongs. It lists the names.
+    Raises: ValueError if a tensor is missing, unknown, duplicated or mis-shaped, or the norms' names do not tell where
+        each belongs. The message lists the names.
     """
     theirs = dict[str, Tensor]()
     for name, tensor in tensors:
@@ -127,7 +127,7 @@ def published_block(tensors: Iterable[tuple[str, Tensor]], config: LongSpecConfi
     problems = [f"unknown: {name}" for name in theirs if name not in expected]
     problems += [f"missing: {name}" for name in sorted(expected - theirs.keys())]
     if problems or not norms:
-        raise ValueError(f"{source} is no published LongSpec draft whose tensors are known: {'; '.join(problems[:8])}")
+        raise ValueError(f"{source} is not a LongSpec draft with known tensor names: {'; '.join(problems[:8])}")
     with torch.device("meta"):
         draft = LongSpec(config)
     joined = {name: torch.cat([theirs[one] for one in names]) for name, names in parts.items()}
@@ -135,7 +135,7 @@ def published_block(tensors: Iterable[tuple[str, Tensor]], config: LongSpecConfi
 
 
 def _heads(folder: Path, shape: DecoderConfig, n_heads: int) -> TokenSwift:
-    """The heads of a merged checkpoint, whose target has this shape."""
+    """The heads of a merged checkpoint whose target has this shape."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in folder_tensors(folder):
         if name.startswith(TOKENSWIFT_HEADS):
@@ -147,7 +147,7 @@ def _heads(folder: Path, shape: DecoderConfig, n_heads: int) -> TokenSwift:
 
 
 def _filled(draft: D, weights: Mapping[str, Tensor], source: str) -> D:
-    """The draft with these weights in place of those of the meta device."""
-    with damage_named(Path(source), remedy="give its own target"):
+    """The meta-device draft with these weights."""
+    with damage_named(Path(source), remedy="give the target that it was trained for"):
         draft.load_state_dict(weights, assign=True)
     return draft

@@ -1,4 +1,4 @@
-"""Reads quantised checkpoints: their weights are dequantised to the numbers that they stand for.
+"""Reads quantised checkpoints and dequantises their weights.
 
 | quant_method | a weight W [N, K] is | published by |
 |---|---|---|
@@ -8,7 +8,7 @@
 | gptq | (q - z) s; int32 [K / 8, N], groups by `g_idx`; stores z - 1 (`gptq`) or z (`gptq_v2`) | AutoGPTQ, GPTQModel |
 | mxfp4 | pairs of FP4 numbers, 32 numbers per exponent (OCP Microscaling 1.0); experts' [E, K, N] | gpt-oss |
 
-Tensors are read one at a time, and a weight is yielded once all tensors that make it have come. Scales of activations
+Tensors are read one at a time, and a weight is yielded once all of its tensors have been read. Scales of activations
 are yielded as they are, and hf_weights.py skips them.
 Shapes: N outputs, K inputs, G groups of inputs, W int32 words, E experts, B bytes of a group.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-REMEDY = "take the checkpoint that was quantised, or one of another form"
+REMEDY = "use the original checkpoint, or one quantised another way"
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Quantisation:
     value: Callable[..., Tensor]
 
     def dequantised(self, tensors: Iterable[tuple[str, Tensor]], source: str) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the checkpoint that was quantised, by their names there.
+        """The tensors of the original, unquantised checkpoint, by their names there.
 
         Raises ValueError at the end if some of a weight's tensors are missing.
         """
         waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors:
             weight, part = _split(name)
-            if part == "weight_shape":  # of packed integers: the weight's shape says it
+            if part == "weight_shape":  # of packed integers, whose own shape gives it
                 continue
             if part not in self.parts or (part == "weight" and tensor.dtype not in FP8):
                 yield name, tensor
@@ -56,7 +56,7 @@ class Quantisation:
         if waiting:
             weight, found = next(iter(waiting.items()))
             lacking = ", ".join(part for part in self.parts if part not in found)
-            raise ValueError(f"{source}: {len(waiting)} quantised weights lack a part, such as {weight} its {lacking}")
+            raise ValueError(f"{source}: {len(waiting)} quantised weights lack a part, such as {weight}: {lacking}")
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -65,13 +65,13 @@ def _split(name: str) -> tuple[str, str]:
         if name.endswith(f"_{part}"):
             return name.removesuffix(f"_{part}"), part
     module, _, part = name.rpartition(".")
-    return f"{module}.weight", "weight_scale" if part == "weight_scale_inv" else part  # a factor too
+    return f"{module}.weight", "weight_scale" if part == "weight_scale_inv" else part  # both are factors
 
 
 def read_quantisation(hf_config: Any) -> Quantisation | None:
     """How the weights are quantised, from the configuration's `quantization_config`; None if they are not.
 
-    Raises ValueError, with the field and its supported values, for a form that is not supported.
+    Raises ValueError, with the field and its supported values, for an unsupported format.
     """
     config = getattr(hf_config, "quantization_config", None)
     if not config:
@@ -140,7 +140,7 @@ def _awq(fields: Mapping[str, Any]) -> Quantisation:
 def _gptq(fields: Mapping[str, Any]) -> Quantisation:
     bits = _one_of(fields, "bits", 4, 8, 2)
     _one_of(fields, "dynamic", None, {})
-    z_is_less = _one_of(fields, "checkpoint_format", "gptq", "gptq_v2") == "gptq"  # stored is z - 1
+    z_is_less = _one_of(fields, "checkpoint_format", "gptq", "gptq_v2") == "gptq"  # z - 1 is stored
 
     def value(words_WN: Tensor, zeros_GW: Tensor, scales_GN: Tensor, group_K: Tensor) -> Tensor:
         q_KN = _unpacked(words_WN.T, bits).flatten(1).T

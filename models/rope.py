@@ -1,8 +1,8 @@
 """Rotary position tables: cos and sin for every token of a pass, for all RoPE types of transformers.
 
 Frequencies come from transformers' own `ROPE_INIT_FUNCTIONS`; this file decides which length a token's table depends
-on, kernels/rotate.py rotates. Shapes: B slots, T tokens, N tokens of a packed sequence, P pieces of it, d head width, F
-= d / 2 frequencies.
+on, and kernels/rotate.py applies the rotation. Shapes: B slots, T tokens, N tokens of a packed sequence, P pieces of
+it, d head width, F = d / 2 frequencies.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class RopeConfig:
             raise ValueError(f"rope_type: {given!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
         partial = self.parameters.get("partial_rotary_factor", 1.0)
         if partial not in (None, 1.0):
-            raise ValueError(f"partial_rotary_factor: {partial} is not supported, only whole heads (1.0)")
+            raise ValueError(f"partial_rotary_factor: {partial} is not supported, only full heads (1.0)")
 
     @property
     def type(self) -> str:

@@ -1,7 +1,7 @@
 """Validates what comes from outside: configs, folders' metadata, HTTP bodies, values of the command line and the API.
 
-An error is one line: the field, the value, what would be valid. Every folder may import this file, which loads neither
-torch nor anything of ours.
+An error is one line: the field, the value, what would be valid. Every folder may import this file. It imports neither
+torch nor any other file of longdraft.
 """
 
 import difflib
@@ -32,7 +32,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CONFIG = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-SHOWN = 80  # characters of a wrong value
+SHOWN = 80  # characters of an invalid value in a message
 SECRET = re.compile(r"(^|_)(key|token|password|secret)$")  # fields whose values are never shown
 
 
@@ -61,8 +61,8 @@ Instance = Annotated[T, _IsInstance()]  # an object of this class, whose own fie
 class Schema(BaseModel):
     """A frozen record of validated fields, given by keyword.
 
-    Raises ValueError of one line for an unknown field (the nearest one is named), a missing one or an invalid value. A
-    validator of a subclass raises ValueError with a sentence; the path of its field or section is put before it.
+    Raises a one-line ValueError for an unknown field (with the nearest known one), a missing field or an invalid value.
+    A subclass's validator raises ValueError with a sentence; the path of its field or section is put before it.
     """
 
     model_config = CONFIG
@@ -71,7 +71,7 @@ class Schema(BaseModel):
         with _errors_in_one_line():
             super().__init__(**values)
 
-    # pydantic's own mark: as a field of another schema, this class is validated without the method above, so that an
+    # pydantic's own marker: as a field of another schema, this class is validated without the method above, so that an
     # error in it carries its whole path.
     __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]
 
@@ -87,7 +87,7 @@ class Schema(BaseModel):
 
 @dataclass_transform(frozen_default=True)
 def validated_dataclass(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose fields are validated as those of Schema; its fields may also be given by position."""
+    """A frozen dataclass whose fields are validated like Schema's. They may also be given by position."""
     made: Any = dataclass(config=ConfigDict(**{**CONFIG, "frozen": None}), frozen=True)(cls)
     init, names = made.__init__, [field.name for field in fields(made)]
 
@@ -101,8 +101,8 @@ def validated_dataclass(cls: type[T]) -> type[T]:
 
 
 def validated(function: Callable[P, R]) -> Callable[P, R]:
-    """A function, or a constructor, whose arguments are validated by their annotations. Raises ValueError of one line,
-    which begins with the argument's name."""
+    """A function, or a constructor, whose arguments are validated by their annotations. Raises a one-line ValueError
+    that begins with the argument's name."""
     parameters = signature(function)
     call: Callable[..., R] = validate_call(config=CONFIG)(function)
 
@@ -120,7 +120,7 @@ def validate(kind: type[T], values: Any, where: str = "") -> T:
     """Make a schema, or any other type that pydantic knows, from plain values.
 
     where: the path of these values, put before the field's name ("sources.books").
-    Raises ValueError of one line.
+    Raises a one-line ValueError.
     """
     with _errors_in_one_line(where):
         return _adapter(kind).validate_python(values)
@@ -142,7 +142,7 @@ def one_line(error: ValidationError, where: str = "") -> str:
     unknown = ("unknown", "extra_forbidden", "unexpected_keyword_argument")
     errors = error.errors(include_url=False)
     first = min(errors, key=lambda detail: detail["type"] not in unknown)
-    # A value that fits no member of a union has an error for each, whose path ends in its name: list[str].
+    # A value that fits no member of a union has one error per member, whose path ends in the member's name: list[str].
     alike = [one for one in errors if one["loc"][:-1] == first["loc"][:-1] and one["input"] is first["input"]]
     is_union = any("[" in str(one["loc"][-1:]) for one in alike)
     parts = first["loc"][:-1] if is_union else first["loc"]

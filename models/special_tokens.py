@@ -14,15 +14,15 @@ ANSWER = "zebra"  # the content of an answer, to be found in a rendered chat
 
 @lru_cache(maxsize=4)  # some tokenizers have thousands
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The tokens that are no text, by id, with their spelling."""
+    """The tokenizer's special tokens: id to spelling."""
     return {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def chat_end(tokenizer: Any, template: str | None = None) -> int | None:
-    """The token that ends an answer in a chat: the first special one that the template writes after its content, as for
-    the loss (data_prep/chat.py). None if there is none.
+    """The token that ends an answer in a chat: the first special token that the template writes after the answer's
+    content, as in the training loss (data_prep/chat.py). None if there is none.
 
-    template: Jinja, in place of the tokenizer's own.
+    template: Jinja, instead of the tokenizer's own.
     """
     if not (template or tokenizer.chat_template):
         return None
@@ -40,10 +40,10 @@ def chat_end(tokenizer: Any, template: str | None = None) -> int | None:
 def end_tokens(hf_config: PretrainedConfig, generation: Any, tokenizer: Any) -> tuple[int, ...]:
     """The ids of the tokens that end a text, in order.
 
-    As in vLLM they are those of the generation configuration and the tokenizer, and those of the model's configuration
-    if these name none. Beside these, an id that only the model's configuration names counts if it is a special token of
-    the tokenizer, because a configuration class has defaults, which may be words here. The token that ends an answer in
-    a chat is added.
+    As in vLLM, they are those of the generation configuration and the tokenizer or, if these name none, those of the
+    model's configuration. Otherwise an id that only the model's configuration names counts only if it is a special
+    token of the tokenizer: a configuration class's default may be an ordinary word here. The token that ends an answer
+    in a chat is added.
 
     generation: `eos_token_id` of the generation configuration: an id, several or None.
     """

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from longdraft.kernels.rms_norm import add_rms_norm, adds_with_norm, rms_norm
 
-# A linear layer (models/layer.py), called with its input, a norm to apply to that if there is one, and options.
+# A linear layer (models/layer.py), called with its input, an optional norm of the input, and options.
 Product = Callable[..., Tensor]
 
 
@@ -36,7 +36,7 @@ class Stream:
     """The residual stream [B, T, D] of a pass's tokens. Sub-layers in turn read it through their norm and add to it."""
 
     def __init__(self, rows_BTD: Tensor):
-        self._rows, self._pending = rows_BTD, None  # what is still to be added, at the next norm
+        self._rows, self._pending = rows_BTD, None  # pending: added at the next norm
 
     @property
     def rows(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Target: a frozen model with its tokenizer and fingerprint.
 
-hf.py makes one of files or of a model that transformers has loaded: through hf_config.py its configuration,
-hf_weights.py its tensors (gguf_file.py from GGUF, quantised.py dequantised), fingerprint.py its hashes.
+hf.py makes one from files or from a loaded transformers model. hf_config.py reads its configuration, hf_weights.py its
+tensors (gguf_file.py from GGUF; quantised.py dequantises), and fingerprint.py computes its hashes.
 transformers_model.py runs transformers' own classes.
 """
 
@@ -15,7 +15,7 @@ from longdraft.models.decoder import Decoder
 
 @dataclass
 class Target:
-    """A frozen model with all that drafting against it needs.
+    """A frozen model with everything that drafting for it needs.
 
     tokenizer is None for a folder without tokenizer files. fingerprint holds SHA-256 hex strings under "config" and
     "tokenizer" ("none" without one), and in training under "weights" (models/fingerprint.py). eos_token_ids: the ids

@@ -1,8 +1,8 @@
-"""TransformersModel: a model that transformers' own classes compute, with the interface of our decoder.
+"""TransformersModel: runs a model through transformers' own classes, with the interface of our decoder.
 
-It serves families that models/decoder.py does not know. transformers lets a program replace its attention function:
-here q, k and v go to our decoder's attention, so packed pieces, caches, trees and ranks that share a row work as with
-our decoder. Everything else is the model's own code; hooks collect the other fields of a TargetOutput.
+It supports families that models/decoder.py does not. transformers lets a program replace its attention function: here
+q, k and v go to our decoder's attention, so packed pieces, caches, trees and ranks that share a row work as with our
+decoder. Everything else is the model's own code; hooks collect the other fields of a TargetOutput.
 
 Shapes: B slots, T query tokens, N tokens of the probe, D hidden width, V vocabulary, H query heads, K key/value heads,
 d head width.
@@ -33,19 +33,19 @@ ATTENTION = "longdraft"
 # The values of transformers' layer_types that mean attention over the keys of earlier tokens.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-# The probe, a short pass that shows what a model is: where its pieces start, and by how much its last positions jump.
+# The probe is a short pass that reveals a model's structure. These are its pieces, and how far its last positions jump.
 PROBE_BORDERS, PROBE_JUMP = [0, 9, 15], 5
-# How far (`distance`) two computations of a layer may differ: a few roundings, but no other formula.
+# How far (`distance`) two computations of a layer may differ: more than rounding, less than another formula.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @dataclass
 class _Running(AttentionContext):
-    """A pass, and what it has shown so far.
+    """A running pass, and what its layers have recorded so far.
 
-    queries, windows: of each layer that has run its wanted queries [B, H, d] and its sliding window. heads: H, K and d
-    of the last of these layers; last_kv: its K and V [B, T, K, d]. norm: the last norm outside of the layers that has
-    run, at the end the final one; pre_norm: its input [B, T, D].
+    queries, windows: for each layer that has run, its requested queries [B, H, d] and its sliding window. heads: H, K
+    and d of the latest of these layers; last_kv: its K and V [B, T, K, d]. norm: the latest norm outside of the layers,
+    at the end of a pass the final norm; pre_norm: its input [B, T, D].
     """
 
     queries: list[Tensor] = field(default_factory=list)
@@ -77,7 +77,7 @@ def attention(
     Raises ValueError for attention that our decoder does not compute.
     """
     if options.get("softcap") is not None or key.shape != value.shape:
-        raise _not_served(module, "a soft cap on scores, or keys and values of two widths (latents, as of MLA)")
+        raise _not_served(module, "a soft cap on scores, or keys and values of different widths (latents, as in MLA)")
     running, width = _RUNNING.get(), query.shape[-1]
     inputs, layer = running.inputs, len(running.windows)
     if scaling is not None and not math.isclose(scaling, width**-0.5, rel_tol=1e-6):
@@ -89,7 +89,7 @@ def attention(
         inputs.cache.append(layer, qkv_BTNd, no_turn, torch.cat([torch.zeros_like(no_turn)] * 2, 3))
     heads = q_BTHd.shape[2], k_BTKd.shape[2], width
     if layer > 0 and heads != running.heads:
-        raise _not_served(module, "heads of another number or width than the layer before")
+        raise _not_served(module, "layers whose heads differ in number or width")
     running.windows.append(sliding_window)
     running.heads, running.last_kv = heads, (k_BTKd, v_BTKd)
     if "queries" in inputs.needs:
@@ -101,7 +101,7 @@ AttentionInterface.register(ATTENTION, attention)
 
 
 class TransformersModel(Decoder):
-    """A frozen model of transformers as a target, with the interface of `Decoder`.
+    """A frozen transformers model as a target, with the interface of `Decoder`.
 
     A pass always runs all layers to the end, and all tokens at once (`Pass.chunk` has no effect). nn.Linear modules
     become our `Linear`, so that on a CPU a token's result does not depend on the width of its pass while decoding.
@@ -110,15 +110,15 @@ class TransformersModel(Decoder):
 
     Args:
         model: a `...ForCausalLM` with its weights; changed in place.
-        known: its configuration as our decoder's; None: our decoder does not know the family.
+        known: its configuration as a DecoderConfig; None if our decoder does not support the family.
         max_positions: how many positions it takes; None: as its configuration says.
-        around_layer: as of `Decoder`, entered around each of the model's layers.
+        around_layer: as in `Decoder`, entered around each of the model's layers.
 
     Attributes:
         hf_model: the model. hf_attention: the attention function that transformers chose for it.
         rotates: whether the last layer's keys are rotated as models/rope.py does it.
 
-    Raises ValueError, which names the reason, for a model whose layers, attention, positions or logits are not served.
+    Raises ValueError with the reason for a model whose layers, attention, positions or logits are not supported.
     """
 
     records = False
@@ -200,18 +200,18 @@ class TransformersModel(Decoder):
 
     @torch.no_grad()
     def _probe(self) -> _Running:
-        """Run the probe, which shows the layers. Multiply the head's weights by the factor that transformers puts on
-        the logits, if there is one."""
+        """Run the probe and return what the layers recorded. If transformers scales the logits, multiply the LM head by
+        the same factor."""
         inputs, model = self.probe_pass(), self.hf_model
         running = _Running(inputs, inputs.plan(), inputs.pieces())
         logits_BTV = self._run(model, running).logits
         if len(running.windows) != len(self.layers):
-            raise _not_served(model, "layers that give transformers' attention interface no keys and values")
+            raise _not_served(model, "layers that pass no keys and values to transformers' attention interface")
         text = model.config.get_text_config()
         window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
         slides = [kind == "sliding_attention" for kind in kinds] if kinds else [True] * len(self.layers)
         if window and any(a and b is None for a, b in zip(slides, running.windows, strict=True)) and not self.known:
-            raise _not_served(model, "a sliding_window in its mask alone, which attention is not told")
+            raise _not_served(model, "a sliding_window in its mask that is not passed to its attention function")
         if running.pre_norm is None or running.norm is None:
             raise _not_served(model, "no final norm")
         self.norm = running.norm
@@ -219,30 +219,31 @@ class TransformersModel(Decoder):
         ours, theirs = self.lm_head(hidden_BTD).double(), logits_BTV.double()
         factor, tolerance = float((ours * theirs).sum() / (ours * ours).sum()), TOLERANCES[hidden_BTD.dtype]
         if self.lm_head.bias is not None or not distance(factor * ours, theirs) < tolerance:
-            raise _not_served(model, "logits that are no multiple of its LM head's product (a bias, a soft cap)")
+            raise _not_served(model, "logits that are not a multiple of its LM head's product (a bias, a soft cap)")
         if not math.isclose(factor, 1, rel_tol=tolerance):
             self.lm_head = copy.deepcopy(self.lm_head)  # the embedding may share its weights
             self.lm_head.weight.mul_(factor)
         return running
 
     def _turns_keys(self) -> bool:
-        """Whether the last layer's keys are rotated as models/rope.py does it: some families rotate none, or neighbours
-        instead of halves. A token that reads only itself has the same key everywhere, but for its rotation."""
+        """Whether the last layer's keys are rotated as models/rope.py does it: some families do not rotate or pair
+        neighbours, not halves. A token that reads only itself has the same key at every position, up to the
+        rotation."""
         tokens_12 = self.probe_pass().tokens_BT[:, :1].repeat(1, 2)
         positions_12 = torch.tensor([[0, PROBE_JUMP]], device=tokens_12.device)
         inputs = Pass(tokens_12, positions_BT=positions_12, borders=[0, 1, 2], needs=frozenset({"last_kv"}))
         k_12Kd, _ = cast(Any, self(inputs).last_kv)
         cos, sin = self.rope(positions_12[:, 1:], None, k_12Kd.dtype)
-        turned = rotate(k_12Kd[:, :1], cos, sin) / self.rope.scaling  # which the first key has already
+        turned = rotate(k_12Kd[:, :1], cos, sin) / self.rope.scaling  # the first key has this factor already
         return distance(turned, k_12Kd[:, 1:]) < TOLERANCES[k_12Kd.dtype] * len(self.layers) ** 0.5
 
 
 @torch.no_grad()
 def check_against(model: TransformersModel) -> dict[str, str]:
-    """The target's fingerprint of configuration and, for a family that our decoder does not know, weights
-    (models/fingerprint.py), once the final states of the probe agree with those of transformers' own attention.
+    """Compare the probe's final states with those of transformers' own attention, then return the fingerprint of the
+    target's configuration and, for a family that our decoder does not support, of its weights (models/fingerprint.py).
 
-    Raises ValueError, with the difference, where they do not.
+    Raises ValueError, with the difference, if the states do not agree.
     """
     probe = model.probe_pass(needs=frozenset({"post_norm"}))
     ours, theirs = model(probe).post_norm, []
@@ -250,7 +251,7 @@ def check_against(model: TransformersModel) -> dict[str, str]:
     try:
         for piece in (slice(*borders) for borders in pairwise(PROBE_BORDERS)):
             tokens_BT, positions_BT = probe.tokens_BT[:, piece], probe.positions()[:, piece]
-            cache = DynamicCache()  # without one, a jump in the positions would begin another text
+            cache = DynamicCache()  # without one, transformers takes a jump in the positions for a new text
             output = model._body(input_ids=tokens_BT, position_ids=positions_BT, past_key_values=cache)
             theirs.append(output.last_hidden_state)
     finally:
@@ -297,15 +298,15 @@ def find_layers(model: Any) -> nn.ModuleList:
 
 def _not_served(model: nn.Module, what: str) -> ValueError:
     return ValueError(
-        f"target.loader: {type(model).__name__} has {what}, which is not served by transformers' classes here; take "
-        "another target, or target.loader=longdraft where that knows this one"
+        f"target.loader: {type(model).__name__} has {what}, which target.loader=transformers does not support; choose "
+        "another target, or target.loader=longdraft if that supports this one"
     )
 
 
 def _foreign_config(
     model: Any, probed: _Running, rope: dict[str, Any] | None, max_positions: int | None
 ) -> DecoderConfig:
-    """Our configuration for a model of a family that our decoder does not know: what drafts and caches read of it.
+    """The DecoderConfig of a model whose family our decoder does not support: the fields that drafts and caches read.
 
     Raises ValueError if neither the model's configuration nor `max_positions` says how many positions it takes.
     """
@@ -313,9 +314,7 @@ def _foreign_config(
     vocab_size, width = model.get_output_embeddings().weight.shape
     positions = getattr(text, "max_position_embeddings", None) or max_positions
     if positions is None:
-        raise ValueError(
-            f"target.max_positions: the configuration of {type(model).__name__} does not say how many it takes; set it"
-        )
+        raise ValueError(f"target.max_positions: the configuration of {type(model).__name__} does not give it; set it")
     return DecoderConfig(
         vocab_size=vocab_size,
         hidden_size=width,
@@ -338,7 +337,7 @@ def _rope_parameters(text: Any) -> dict[str, dict[str, Any]]:
 
 
 def _known_rope(text: Any) -> dict[str, Any] | None:
-    """The parameters of the last layer's RoPE; None if there is none that models/rope.py knows."""
+    """The parameters of the last layer's RoPE; None if models/rope.py does not support it."""
     kinds, parameters = getattr(text, "layer_types", None) or ["all"], _rope_parameters(text)
     last = parameters.get(kinds[-1]) or next(iter(parameters.values()), {})
     return last if last.get("rope_type") in ROPE_TYPES and last.get("partial_rotary_factor") in (None, 1.0) else None

@@ -1,7 +1,7 @@
-"""The base of every draft network: its linear layer, its loss, and its vocabulary, which may be a part of the target's.
+"""The base of every draft network: its linear layer, its loss, and its vocabulary, maybe a subset of the target's.
 
-The LM head is most of a small draft's time, and a few tokens make up most of a text. Tokens outside of it cost
-acceptance, never exactness. train/methods/build.py chooses them. Shapes: V vocabulary, E draft vocabulary, D hidden.
+The LM head takes most of a small draft's time, and few tokens make up most of a text. Tokens outside the vocabulary
+cost acceptance, never exactness. train/methods/build.py chooses it. Shapes: V vocabulary, E draft vocabulary, D hidden.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Projection(Linear):
         residual: Tensor | None = None,
         first_row: int = 0,
     ) -> Tensor:
-        """As the decoder's `Linear`. first_row: the first output to compute; those before it are skipped."""
+        """Like the decoder's `Linear`. first_row: the first output to compute; those before it are skipped."""
         weight, bias = self.weight[first_row:], None if self.bias is None else self.bias[first_row:]
         if not self.weight.requires_grad:
             before = None if norm is None else (norm.weight, norm.eps)
@@ -56,7 +56,7 @@ class DraftModule(nn.Module):
     token_ids: Tensor | None
 
     def states(self, *inputs: Any) -> Tensor | list[Tensor]:
-        """The LM head's inputs, each [..., D]: for each part of the loss its own, or the same for all."""
+        """The LM head's inputs, each [..., D]: a list with one per part of the loss, or one tensor for all parts."""
         raise NotImplementedError
 
     def forward(
@@ -73,7 +73,7 @@ class DraftModule(nn.Module):
             inputs: the arguments of `states`.
             parts: rows of the states; labels index the draft vocabulary if it is restricted.
             lm_head_VD: the target's frozen LM head.
-            count_top_k: also count the labels among the TOP_K first candidates.
+            count_top_k: also count how often the label is among the TOP_K best candidates.
             distillation: the target's distributions; None trains on the labels' cross-entropy.
         """
         states = self.states(*inputs)
@@ -89,7 +89,7 @@ class DraftModule(nn.Module):
         self.register_buffer("token_ids", token_ids_E)
 
     def head(self, lm_head_VD: Tensor) -> Tensor:
-        """The rows of the target's LM head for the draft's tokens, [E, D]; the LM head itself if these are all."""
+        """The rows of the target's LM head for the draft's tokens, [E, D]; if unrestricted, the LM head itself."""
         return lm_head_VD if self.token_ids is None else lm_head_VD[self.token_ids]
 
     def tokens(self, places: Tensor) -> Tensor:

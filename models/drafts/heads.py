@@ -100,7 +100,7 @@ class TokenSwift(Heads):
     the target's post-norm state: Medusa's heads, but in a chain.
 
     Args:
-        final_norm_D: the target's final norm weight, for `out_norm_init: target`. Other arguments as of `Heads`.
+        final_norm_D: the target's final norm weight, for `out_norm_init: target`. Other arguments: see `Heads`.
     """
 
     config: TokenSwiftConfig

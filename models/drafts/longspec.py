@@ -2,7 +2,7 @@
 
 One block reads the target's token embedding: self-attention over a window of tokens, cross-attention to the keys and
 values of the target's last layer, feed-forward. The target's LM head reads its output. The block's input is only the
-embedding, so its own keys and values depend on token and position alone, and serving projects them without running the
+embedding, so its own keys and values depend only on token and position, and serving projects them without running the
 block. infer/drafters/longspec.py drafts with it, on a CPU through kernels/cpu/draft_block.inc, the same block in C; the
 authors' tensor names are in models/published.py.
 Shapes: B rows, T tokens, D hidden, H query heads, K key/value heads, d head width, E draft vocabulary. In training N
@@ -29,8 +29,8 @@ from longdraft.models.schema import Bool, Float, validated_dataclass
 from longdraft.models.stream import RMSNorm, Stream
 
 INIT_STD = 0.02
-# Nodes of a beam's levels. The paper's first level has 4. More need no further pass of the draft, and where verifying a
-# few nodes costs hardly more than verifying the root, this level brings most of the gain.
+# Nodes in each level of the beam. The paper's first level has 4. A wider first level needs no further draft pass, and
+# brings most of the gain where verifying a few nodes costs hardly more than verifying the root.
 WIDTHS = (8, 16, 16, 16, 16)
 # Config fields that are copied from the target.
 SHAPE = (
@@ -70,7 +70,7 @@ class LongSpecConfig:
 
     def __post_init__(self):
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads: {self.n_heads} is no multiple of n_kv_heads, {self.n_kv_heads}")
+            raise ValueError(f"n_heads: {self.n_heads} is not a multiple of n_kv_heads, {self.n_kv_heads}")
         if self.draft_vocab_size is not None and self.draft_vocab_size > self.vocab_size:
             raise ValueError(f"draft_vocab_size: {self.draft_vocab_size}, but the target has {self.vocab_size} tokens")
         _ = self.rope_config  # refuses an unknown type
@@ -119,7 +119,7 @@ def plan_queries(
         borders: where each piece starts, then N.
         shifts: the noise shift j >= 1 of each piece.
         window: rows before its own that a query reads.
-        spans: of the tokens to run for, in order, each within a piece; None: all.
+        spans: ranges of the tokens to run for, in order, each within a piece; None: all.
     """
     assert len(shifts) == len(borders) - 1 and min(shifts, default=1) >= 1, f"shifts: {list(shifts)}"
     runs = list(pairwise(borders)) if spans is None else list(spans)
@@ -258,8 +258,8 @@ class LongSpec(DraftModule):
         target_values_NKd: Tensor,
         queries: Queries,
     ) -> Tensor:
-        """Run the block over whole pieces: the LM head's input for every query, [Q, D]. Token t's proposes token t + 1.
-        The loss has a part for each noise shift, of the same states.
+        """Run the block over whole pieces: the LM head's input for every query, [Q, D]. Row t proposes token t + 1. The
+        loss has a part for each noise shift, all on these states.
 
         Args:
             embeddings_ND: the target's embeddings of the tokens, in the draft's dtype.

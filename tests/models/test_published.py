@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_left(tmp_path, folder, block,
     torn = shutil.copytree(merged[0], tmp_path / "torn")
     (torn / "model-00001-of-00003.safetensors").write_bytes(b"no weights")
     cases = [
-        ([block[0]], r"target: .* does not say which model it is for; name that"),
+        ([block[0]], r"target: .* does not say which model it is for; give that model"),
         ([block[0], "--target", wider], r"gate_up\.weight.*\[128, 32\]"),
         ([headless], r"headless: .*proj\.7\.weight"),
         ([torn], r"torn/model-00001-of-00003\.safetensors: .*again"),
