@@ -1,7 +1,7 @@
-"""What all attention shares: the reference under a dense mask, sinks, and the merge of two sets of keys.
+"""Shared by all attention: the reference under a dense mask, sinks, and the merge of two sets of keys.
 
-Attention sinks (gpt-oss, arXiv 2508.10925): each head has a learned score, as of one more key, without a value. The
-other keys get less of the softmax accordingly: the output is scaled by sigmoid(log-sum-exp of the scores - sink).
+Attention sinks (gpt-oss, arXiv 2508.10925): each head has a learned score, like that of one more key without a value.
+The other keys then get less of the softmax: the output is scaled by sigmoid(log-sum-exp of the scores - sink).
 Shapes: ... any leading shape, B slots, T queries, S keys, H query heads, K key/value heads, G = H / K, d head width.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 def masked_attention(q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, mask_BTS: Tensor) -> tuple[Tensor, Tensor]:
     """Attention in which row t of slot b reads key s if `mask_BTS` is true there.
 
-    Rows that nobody reads may be NaN. Holds B x H x T x S scores.
+    Keys and values that no query reads may be NaN. Holds B x H x T x S scores.
 
     Returns: the output [B, T, H, d] in q's dtype, scores scaled by d ** -0.5, zeros for a row that reads nothing; and
     the natural log-sum-exps of the scaled scores, fp32 [B, T, H], -inf for such a row.
@@ -33,7 +33,7 @@ def masked_attention(q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, mas
 
 
 def where_read(rows_BSKd: Tensor, mask_BTS: Tensor) -> Tensor:
-    """The rows in fp32, with zeros for those that nobody reads: they may hold NaN, and 0 * NaN would reach a sum."""
+    """The rows in fp32, with zeros for those that no query reads: they may hold NaN, and 0 * NaN would reach a sum."""
     return rows_BSKd.float().where(mask_BTS.any(1)[:, :, None, None], 0)
 
 

@@ -38,7 +38,7 @@ class LigerLayers(NamedTuple):
 
 @cache
 def liger_layers(device_type: str) -> LigerLayers | None:
-    """Liger's kernels for tensors of this device type; None unless it is CUDA and liger-kernel and triton are there."""
+    """Liger's kernels for tensors of this device type; None unless it is CUDA and both packages are installed."""
     if device_type != "cuda" or find_spec("liger_kernel") is None or find_spec("triton") is None:
         return None
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
@@ -46,7 +46,7 @@ def liger_layers(device_type: str) -> LigerLayers | None:
     from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
 
     # "gemma" computes in fp32 and rounds once, as PyTorch does; "llama" would round before it multiplies the weight.
-    # by_row: of Liger's RMSNorm kernels always the one for whole rows, whose sums have the order of `add_rms_norm`'s.
+    # by_row: always use Liger's RMSNorm kernel for whole rows, which sums in the same order as `add_rms_norm`.
     # in_place: no backward pass overwrites the gradient that it is given.
     offset, casting, in_place, by_row = 0.0, "gemma", False, True
 
@@ -66,15 +66,15 @@ def liger_layers(device_type: str) -> LigerLayers | None:
 
 @cache
 def triton_kernels(name: str, device_type: str) -> Any | None:
-    """The module triton/<name>.py for tensors of this device type; None unless it is CUDA and triton is there."""
+    """The module triton/<name>.py for tensors of this device type; None unless it is CUDA and triton is installed."""
     if device_type != "cuda" or find_spec("triton") is None:
         return None
     return import_module(f"longdraft.kernels.triton.{name}")
 
 
 def exact_kernels(name: str, x: Tensor) -> Any | None:
-    """`triton_kernels` in which a row has plain decoding's bits, if LONGDRAFT_EXACT=1 asks for them and x is in half
-    precision, else None. Raises ValueError without the packages that this takes on a GPU."""
+    """The `triton_kernels` whose rows have plain decoding's bits, if LONGDRAFT_EXACT=1 asks for them and x is in half
+    precision, else None. Raises ValueError if a package that they need on a GPU is missing."""
     if os.environ.get("LONGDRAFT_EXACT") != "1" or x.dtype not in HALF:
         return None
     if x.is_cuda and liger_layers(x.device.type) is None:
@@ -83,22 +83,22 @@ def exact_kernels(name: str, x: Tensor) -> Any | None:
 
 
 def has_flash_attn() -> bool:
-    """Whether flash-attn 2 is installed. Version 4 is another package, which has the folder flash_attn/cute alone."""
+    """Whether flash-attn 2 is installed. Version 4 is another package, which has only the folder flash_attn/cute."""
     found = find_spec("flash_attn")
     return found is not None and found.origin is not None
 
 
 @cache
 def varlen_attention() -> Callable[..., Any]:
-    """Causal attention over sequences of several lengths in one kernel, as a function: flash-attn's if that is
+    """Causal attention over sequences of different lengths in one kernel, as a function: flash-attn's if that is
     installed, else PyTorch's own (`torch.nn.attention.varlen`).
 
     The function takes q [N, H, d], k and v [M, K, d], all sequences end to end; q_borders and k_borders int32 [S + 1],
     where each sequence starts, and the ends; most_queries and most_keys, at least those of the longest sequence; and
     window. It returns [N, H, d], with gradients, on CUDA in fp16 and bf16 with d a multiple of 8. A sequence's last
     query reads its last `window` keys (None: all), and each query before it stops one key earlier. With `with_lse=True`
-    it also returns the natural log-sum-exps of the scaled scores, fp32 [H, N]. If deterministic algorithms are asked
-    for, flash-attn's backward is told; PyTorch's kernel looks itself.
+    it also returns the natural log-sum-exps of the scaled scores, fp32 [H, N]. If deterministic algorithms are
+    required, flash-attn's backward gets an argument; PyTorch's kernel checks by itself.
     """
     return _flash_attn if has_flash_attn() else torch_varlen()
 
@@ -124,10 +124,10 @@ def prompt_attention_for(q: Tensor, window: int | None) -> Callable[..., Any] | 
     """The fastest function that is installed, like `varlen_attention`, for queries like these. With gradients enabled
     it is `varlen_attention_for`.
 
-    On an H100 it is FlashAttention-3's (arXiv 2407.08608; fa3-fwd: bf16, no windows), which reaches nearly twice the
-    rate of version 2, on GPUs of compute capability 9 and 10 FlashAttention-4's (flash-attn-4), else
-    `varlen_attention_for`. PyTorch's `activate_flash_attention_impl` serves neither: fa3-fwd has no backward pass, and
-    what version 4 returns has changed since. Versions 3 and 4 multiply values after a sequence's last key by 0, so
+    On an H100 it is FlashAttention-3's (arXiv 2407.08608; fa3-fwd: bf16, no windows), which is nearly twice as fast as
+    version 2; on GPUs of compute capability 9 and 10 it is FlashAttention-4's (flash-attn-4), else
+    `varlen_attention_for`. PyTorch's `activate_flash_attention_impl` supports neither: fa3-fwd has no backward pass,
+    and what version 4 returns has changed since. Versions 3 and 4 multiply values after a sequence's last key by 0, so
     these must be finite.
 
     q: [..., d].
@@ -144,7 +144,7 @@ def prompt_attention_for(q: Tensor, window: int | None) -> Callable[..., Any] | 
 
 @cache
 def _is_installed(package: str, module: str) -> bool:
-    """Whether the module of an optional package is there."""
+    """Whether the module of an optional package is installed."""
     return find_spec(package) is not None and find_spec(module) is not None
 
 
@@ -180,14 +180,14 @@ def _flash_attn(
         causal=True, window_size=(_before(window), 0),
         deterministic=torch.are_deterministic_algorithms_enabled(), return_attn_probs=with_lse,
     )  # fmt: skip
-    return outputs[:2] if with_lse else outputs  # the third is the attention weights, given with dropout alone
+    return outputs[:2] if with_lse else outputs  # the third, the attention weights, is set only with dropout
 
 
 def _torch_varlen(
     says_grouped: bool, q, k, v, q_borders, k_borders, most_queries: int, most_keys: int, window: int | None,
     with_lse: bool = False,
 ) -> Any:  # fmt: skip
-    """says_grouped: whether this PyTorch must be told of grouped heads; before 2.13 its kernel takes them untold."""
+    """says_grouped: whether this PyTorch needs `enable_gqa` for grouped heads; before 2.13 it does not."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if says_grouped else {}

@@ -25,8 +25,8 @@ def best_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Find the `count` largest scores of each row, where a score is logit / divisor + noise; largest first.
 
-    On a CPU, fp32 and bf16 go through C, which never holds all scores of a row, for up to MOST_TOKENS tokens; all else
-    through PyTorch.
+    On a CPU, fp32 and bf16 go through C, which never holds all scores of a row, for up to MOST_TOKENS tokens;
+    everything else goes through PyTorch.
 
     Args:
         logits_BTV: fp32, bf16 or fp16; arithmetic is fp32.
@@ -85,7 +85,7 @@ def beam_level(
 ) -> Level:
     """Choose the `width` best children of all T nodes, or all of them if there are fewer.
 
-    On a CPU this is one C call in place of some twenty operations on a few numbers each; elsewhere PyTorch.
+    On a CPU this is one C call instead of some twenty operations on a few numbers each; elsewhere it is PyTorch.
 
     Args:
         log_probs_BTC: fp32, of the best candidates after each node, best first; no NaN.

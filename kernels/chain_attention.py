@@ -5,7 +5,7 @@ Over a cache (`chain_attention`):
 - On a GPU in half precision, one flash kernel for all rows (lower-right causal, windows included): the fastest that is
   installed (`backend.prompt_attention_for`). It is called directly because on the newest GPUs PyTorch itself would
   choose cuDNN, which makes a plan for every length of keys, and reads a chunk of a prompt only under a dense mask.
-- On a GPU where no flash kernel serves, as in fp32, the Triton kernel of tree attention, MOST_ROWS rows at a time.
+- On a GPU without a suitable flash kernel, as in fp32, the Triton kernel of tree attention, MOST_ROWS rows at a time.
 - On a CPU with bf16 instructions, the C kernels, MOST_ATTENTION_ROWS rows at a time, with the bits of decoding.
 - Elsewhere PyTorch, slot by slot (`causal_attention`, which also has gradients).
 
@@ -88,8 +88,8 @@ def in_slices(
     window: int | None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """`chain_attention` by functions like those of triton/tree_attention.py, MOST_ROWS rows at a time. To each
-    slice the pass's rows before it count as committed."""
+    """`chain_attention` by functions like those of triton/tree_attention.py, MOST_ROWS rows at a time. For each slice
+    the pass's earlier rows count as committed."""
     outputs = []
     for start in range(0, q_BTHd.shape[1], MOST_ROWS):
         q = q_BTHd[:, start : start + MOST_ROWS]
@@ -159,7 +159,7 @@ def _blockwise(q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, window: int) -> l
     for start in range(0, n_queries, BLOCK):
         stop = min(start + BLOCK, n_queries)
         first = max(0, before + start - window + 1)
-        # Under a window most blocks have the same mask. They share it, as autograd keeps it for the backward pass.
+        # Under a window most blocks have the same mask. They share it, because autograd keeps it for the backward pass.
         if shape != (shape := (stop - start, before + stop - first)):
             last_T1 = torch.arange(shape[1] - shape[0], shape[1], device=q_BHTd.device)[:, None]
             key_S = torch.arange(shape[1], device=q_BHTd.device)

@@ -1,7 +1,7 @@
-"""The choice rule and its noise, the one source of randomness of decoding, a pure function of (seed, position, token).
+"""The choice rule and its noise, decoding's only source of randomness: a pure function of (seed, position, token).
 
-Where no processor changes the logits, choice(t) = argmax_v( logits_v / T + g(seed, t, v) ); at T = 0 the argmax of the
-logits. Temperature, noise and argmax of all nodes are one operation. Of the filters, top-p has one of its own.
+If no logits processor is used, choice(t) = argmax_v( logits_v / T + g(seed, t, v) ); at T = 0 it is the argmax of the
+logits. Temperature, noise and argmax of all nodes are one operation. Of the filters, only top-p has an operation here.
 Shapes: B slots, N nodes, J positions, V vocabulary.
 """
 
@@ -23,8 +23,8 @@ def gumbel_noise(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tens
     """g(seed, t, v): standard Gumbel noise that depends on its three arguments and on nothing else.
 
     Philox 4x32-10 with key = seed and counter (v // 4, t, 0, 0); word v % 4 is token v's. So the noise of a token does
-    not depend on the vocabulary's size, on the batch, on the device or on what was drawn before. Triton makes it on a
-    GPU. On a CPU the words are C's and the logarithms PyTorch's; without the C kernels all is PyTorch's,
+    not depend on the vocabulary's size, on the batch, on the device or on what was drawn before. On a GPU Triton
+    computes it. On a CPU C computes the words and PyTorch the logarithms; without the C kernels PyTorch computes both,
     with the same bits.
 
     Args:
@@ -88,8 +88,7 @@ def choose(logits_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, temperatur
     Arithmetic is fp32. Of equal scores the lowest id is chosen. NaN counts as the largest score, as in `torch.argmax`,
     so a broken row is not hidden. A row's choice does not depend on the other rows.
 
-    On a GPU Triton makes the noise where it takes the argmax and stores none of it; elsewhere PyTorch goes node by
-    node.
+    On a GPU Triton computes the noise inside the argmax and stores none of it; elsewhere PyTorch goes node by node.
 
     Args:
         logits_BNV: fp32, bf16 or fp16, of any strides but the last, which is 1.
@@ -118,11 +117,11 @@ def choose_reference(logits_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, 
 def top_p_border(scores_BNV: Tensor, top_p_B11: Tensor) -> Tensor:
     """The least score that top-p keeps in each row, fp32 [B, N, 1]; -inf where top_p is 1.
 
-    The tokens from the most probable one on are kept until their probabilities reach top_p, and all that equal the last
-    of them. A row's border does not depend on the other rows. On a GPU Triton searches for it without sorting.
+    Tokens are kept from the most probable one on until their probabilities sum to top_p, with all that tie with the
+    last. A row's border does not depend on the other rows. On a GPU Triton searches for it without sorting.
 
     Args:
-        scores_BNV: fp32, contiguous; -inf for what is dropped already. Probabilities are their softmax.
+        scores_BNV: fp32, contiguous; -inf for tokens that are dropped already. Probabilities are their softmax.
         top_p_B11: fp32, above 0.
 
     Source: Holtzman et al., "The curious case of neural text degeneration" (arXiv 1904.09751).
@@ -134,7 +133,7 @@ def top_p_border(scores_BNV: Tensor, top_p_B11: Tensor) -> Tensor:
 
 def top_p_border_reference(scores_BNV: Tensor, top_p_B11: Tensor) -> Tensor:
     """`top_p_border` by sorting. The sum is mostly reached within a few hundred tokens, so a CPU sorts the others only
-    where it is not. Elsewhere the host would have to wait to know."""
+    if it is not. Elsewhere the host would have to wait to find out."""
     vocab, probs_BNV = scores_BNV.shape[-1], scores_BNV.softmax(-1)
     for most in (min(LIKELIEST, vocab), vocab) if backend.is_host(scores_BNV.device) else (vocab,):
         values_BNK, order_BNK = scores_BNV.topk(most, dim=-1)

@@ -1,8 +1,8 @@
-"""How a draft's distribution is compared with the target's: three losses by blocks of logits, with their gradients.
+"""Three losses between a draft's distribution and the target's, computed by blocks of logits, with their gradients.
 
 Why ours: Liger's fused distillation also computes the gradient of the head, which is frozen here: one more product and
-V x D more memory. It takes one part per call, holds 1024 rows of both logits for any V, and knows KL but not the
-acceptance. Its fused KL against given probabilities needs all of these, tokens x V.
+V x D more memory. It takes one part per call, holds 1024 rows of both logits for any V, and has KL but not the
+acceptance. Its fused KL against given probabilities needs all tokens x V of them.
 Shapes: R states of the target, M labels of a part, C rows of a chunk, B rows of a block, D hidden width, V vocabulary;
 p is the target's distribution of a row, q the draft's.
 """
@@ -28,7 +28,7 @@ class Distillation(NamedTuple):
         rows: each part's int64 [M]: the state that teaches each label.
         objective: "kl", KL(p || q); "overlap", -log of the sum of min(p, q); "acceptance", -log of how often both
             choose the same token under the same Gumbel noise.
-        text_weight: weight in [0, 1] of the labels' cross-entropy in the loss; the objective has the rest.
+        text_weight: weight in [0, 1] of the labels' cross-entropy in the loss; the objective has the remaining weight.
         log_totals: fp32 [R], log-sum-exp of the target's logits over its whole vocabulary: if the LM head has fewer
             tokens, p on the others counts as lost. None renormalises p to the LM head's tokens.
         measure: also sum the overlaps, of min(p, q).
@@ -42,7 +42,7 @@ class Distillation(NamedTuple):
     measure: bool = False
 
     def of_chunk(self, rows_C: Tensor, weight_VD: Tensor, logits_CV: Tensor, overlap_C: Tensor) -> "TargetChunk":
-        """The target's side of a chunk of these states; its logits are written."""
+        """The target's side of a chunk of these states; writes its logits."""
         torch.mm(self.states[rows_C], weight_VD.T, out=logits_CV)
         totals_C = None if self.log_totals is None else self.log_totals[rows_C]
         return TargetChunk(self, logits_CV, totals_C, overlap_C if self.measure else None)
@@ -88,8 +88,8 @@ def acceptance(log_p_BV: Tensor, log_q_BV: Tensor, p_BV: Tensor, q_BV: Tensor) -
 
 
 def running_sum(x_BV: Tensor) -> Tensor:
-    """`cumsum` over a row. Where deterministic algorithms are asked for, which `cumsum` does not have on a GPU, it is
-    products with triangles of ones, over blocks of a row and then over the blocks' sums."""
+    """`cumsum` over a row. If deterministic algorithms are required, which `cumsum` lacks on a GPU, it multiplies with
+    triangular matrices of ones: within blocks of a row, then over the blocks' sums."""
     if not torch.are_deterministic_algorithms_enabled():
         return x_BV.cumsum(1)
     n_blocks = -(-x_BV.shape[1] // BLOCK)

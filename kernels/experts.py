@@ -66,13 +66,13 @@ def choose_experts(x_BTD: Tensor, weights: ExpertWeights, n_chosen: int, normali
     """
     router = weights.router_ED, weights.router_bias_E
     logits_ME = linear(x_BTD, *router).flatten(0, 1)
-    ordered = logits_ME.float().softmax(-1).sort(dim=-1, descending=True, stable=True)  # `topk` leaves ties open
+    ordered = logits_ME.float().softmax(-1).sort(dim=-1, descending=True, stable=True)  # `topk` does not order ties
     shares_MK, chosen_MK = ordered.values[:, :n_chosen], ordered.indices[:, :n_chosen]
     return chosen_MK, shares_MK / shares_MK.sum(-1, keepdim=True) if normalised else shares_MK
 
 
 def _grouped(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """PyTorch's grouped product. Where it has no kernel for it, it loops over the experts, which waits for the host
+    """PyTorch's grouped product. Where PyTorch has no kernel, it loops over the experts, which waits for the host
     (`waits_for_host`)."""
     return F.grouped_mm(rows_NI, weight_EOI.mT, offs=ends_E)
 
@@ -96,7 +96,7 @@ def grouped(
     ends_E = sizes_E.cumsum(0, dtype=torch.int32)
     rows_ND = rows_MD[order_N // chosen_MK.shape[1]]
     gate_up_NX = multiply(rows_ND, weights.gate_up_EXD, ends_E)
-    del rows_ND  # N rows are as large as a layer's: none of these tensors lives longer than it is needed
+    del rows_ND  # N rows are large: each of these tensors is freed as soon as it is not needed
     if weights.gate_up_bias_EX is not None:
         gate_up_NX += weights.gate_up_bias_EX[expert_N]
     gated_NF = _gate(gate_up_NX, weights)
@@ -113,7 +113,7 @@ def grouped(
 def waits_for_host(weight: Tensor) -> bool:
     """Whether a GPU's pass over experts with weights like this one waits for the host and so cannot be recorded.
 
-    PyTorch has a kernel for bf16 on Hopper and Blackwell alone.
+    PyTorch has a kernel only for bf16 on Hopper and Blackwell.
     """
     if weight.dtype != torch.bfloat16:
         return True
@@ -121,7 +121,7 @@ def waits_for_host(weight: Tensor) -> bool:
 
 
 def _on_host(x_BTD: Tensor, chosen_MK: Tensor, shares_MK: Tensor, weights: ExpertWeights) -> Tensor:
-    """[M, D], one expert after the other. In passes of few tokens each token is a slot of its own to `linear`, as while
+    """[M, D], one expert after the other. In passes of few tokens `linear` gets each token as a slot of its own, as in
     decoding."""
     rows_MD, n_chosen, silu = x_BTD.flatten(0, 1), chosen_MK.shape[1], weights.clamped is None
     alone = x_BTD.shape[1] <= MOST_ATTENTION_ROWS

@@ -59,10 +59,10 @@ def clamped_gate(gate_up: Tensor, slope: float, limit: float) -> Tensor:
 
 
 def _few_rows_at_once(gate_up: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `gate`, whose inputs are halves of rows and so not contiguous, on a CPU to a block of rows at a time.
+    """Apply `gate`, on a CPU to one block of rows at a time.
 
     There an element's last bit depends on its distance from the end of the contiguous run that it is computed in.
-    Halves of rows make that run a row, and a block has so few elements that PyTorch does not split it among threads.
+    `gate` reads halves of rows, so that run is a row, and PyTorch does not split a block this small among threads.
     """
     if gate_up.device.type != "cpu":
         return gate(gate_up)

@@ -29,13 +29,13 @@ def emulates_bf16() -> bool:
 
 
 def most_rows_in_c() -> int:
-    """How many rows of a slot the C kernels multiply at most, if they are there: as many as their attention takes, so
-    that a prompt gives the same bits in one pass and in chunks; and more only if PyTorch is slower."""
+    """The most rows of a slot that the C kernels, if available, multiply: as many as their attention takes, so that a
+    prompt gives the same bits in one pass and in chunks; more only if PyTorch is slower."""
     return rows.MOST_LINEAR_ROWS if emulates_bf16() else rows.MOST_ATTENTION_ROWS
 
 
 def prompt_in_c(n_rows: int, dtype: torch.dtype) -> bool:
-    """Whether the C kernels, if they are there, multiply a prompt of `n_rows` rows."""
+    """Whether the C kernels, if they are available, multiply a prompt of `n_rows` rows."""
     return dtype == torch.bfloat16 and n_rows <= most_rows_in_c()
 
 
@@ -50,12 +50,12 @@ def linear(
 ) -> Tensor:
     """residual + RMSNorm(x) W^T + b: [..., N]; or the gate of RMSNorm(x) W^T + b: [..., N / 2]. In x's dtype.
 
-    All but the product is optional. Sums are in fp32, and every part is rounded to x's dtype as if it stood alone.
+    All except the product is optional. Sums are in fp32, and every part is rounded to x's dtype as if computed alone.
 
     On a CPU, few rows (in bf16, and while decoding in fp32) go through one call of C, whose result for a row does not
     depend on the other rows (cpu/rows.py). Many bf16 rows on a CPU without bf16 instructions are bound by
     arithmetic and run in fp32. On a GPU, LONGDRAFT_EXACT=1 gives up to 128 rows of a slot in half precision to Triton,
-    where too a row's result does not depend on the others. All else is PyTorch's.
+    where a row's result does not depend on the others either. PyTorch does the rest.
 
     Args:
         x: [..., T, I] in the weight's dtype.
@@ -93,7 +93,7 @@ def _in_c(x: Tensor, weight_NI: Tensor, gated: bool) -> bool:
 
 
 def _exact(x: Tensor) -> Any | None:
-    """The module triton/linear.py if it is asked for and serves these rows, else None."""
+    """The module triton/linear.py if it is requested and supports these rows, else None."""
     if x.shape[-2] > MOST_ROWS or (torch.is_grad_enabled() and x.requires_grad):
         return None
     return backend.exact_kernels("linear", x)

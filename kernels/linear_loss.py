@@ -2,10 +2,10 @@
 
 The labelled rows of all parts are laid end to end and processed in chunks: one product gives a chunk's logits; loss,
 ranks and the logits' gradient, in place, are computed from them; a second product gives the states' gradient. Logits
-and their gradient exist for one chunk at a time. Of the size of the states there is only their gradient. For a
-distillation, the target's logits at the same places are beside a chunk's.
+and their gradient exist for one chunk at a time. Only the states' gradient is as large as the states. A distillation
+also holds the target's logits of the same rows.
 
-Why ours: Liger's fused cross-entropy takes one part per call and knows at most the top rank. Its chunks have M * D / V
+Why ours: Liger's fused cross-entropy takes one part per call and counts at most the top rank. Its chunks have M * D / V
 rows, so it reads the LM head again for every few hundred, and each call waits for the device to count labels
 (benchmarks/kernels/loss.py measures it beside ours).
 Shapes: P parts, N states of a part, M labels of a part, T labels of all parts, C rows of a chunk, B rows of a block,
@@ -59,8 +59,8 @@ def linear_loss(
     """Each part's cross-entropy of `softmax(hidden @ weight.T)` against its labels, or its loss against the target's
     distribution, summed, without M x V logits.
 
-    The forward pass computes the gradient and the backward pass hands it over, so the latter can run only once. On a
-    GPU the losses of a chunk are Triton's, but for "acceptance", which sorts.
+    The forward pass computes the gradient and the backward pass returns it, so the latter can run only once. On a GPU
+    Triton computes the losses of a chunk, except "acceptance", which sorts.
 
     Args:
         hiddens: each part's states, [N, D] in fp32, bf16 or fp16; the only argument that gets a gradient.
@@ -92,7 +92,7 @@ def rows_per_chunk(vocab_size: int, element_size: int, gpu: bool) -> int:
 
 def rows_per_block(vocab_size: int, gpu: bool = False, distilled: bool = False) -> int:
     """B: losses are computed for a few rows at a time, so that on a CPU they stay in the cache. A distillation on a GPU
-    takes a fourth, as more than a dozen numbers are held for each logit."""
+    takes a quarter, because it holds more than a dozen numbers per logit."""
     n_rows = (GPU_BLOCK_BYTES if gpu else BLOCK_BYTES) // (4 * vocab_size)
     return max(1, n_rows // 4 if gpu and distilled else n_rows)
 
@@ -147,7 +147,7 @@ class _LinearLoss(torch.autograd.Function):
             raise RuntimeError("linear loss: its gradient was used up by an earlier backward pass")
         grads, ctx.grads = ctx.grads, None
         state_grads: list[Tensor | None] = [None] * len(grads)
-        # Each part's is freed before the next one's is made: together they are as large as all states.
+        # Each part's gradient is freed before the next one's is made: together they are as large as all states.
         for part, scale_1 in enumerate(scales[0].split(1)):
             grad_MD, grads[part] = grads[part], None
             if grad_MD is not None:
@@ -198,7 +198,7 @@ def chunk_losses(
     scratch_BV = logits_CV.new_empty((n_block, n_words), dtype=torch.float32)
     for start in range(0, n_rows, n_block):
         block, scratch = slice(start, start + n_block), scratch_BV[: n_rows - start]
-        logits_BV, label_B1 = logits_CV[block].float(), labels_C[block, None]  # no copy of fp32 logits
+        logits_BV, label_B1 = logits_CV[block].float(), labels_C[block, None]  # does not copy fp32 logits
         if top_k:
             before_C[block] = count_before(logits_BV, label_B1, top_k, scratch).int()
         if target is None:

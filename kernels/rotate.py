@@ -28,9 +28,9 @@ class HeadNorms(NamedTuple):
 def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorms | None = None) -> Tensor:
     """Rotate heads: a new tensor of x's shape and dtype. The first half of a head is paired with the second.
 
-    Norms, and the product with the cosine before the one with the sine is added, are rounded to x's dtype. On a GPU
-    this is one Triton launch unless x needs a gradient; on a CPU one C call in bf16, and in fp32 while decoding; all
-    else is PyTorch.
+    Norms are rounded to x's dtype, and so is the product with the cosine before the one with the sine is added. On a
+    GPU this is one Triton launch unless x needs a gradient; on a CPU one C call in bf16, and in fp32 while decoding;
+    otherwise PyTorch.
 
     Args:
         x_BTnd: heads before RoPE; may be a slice of a wider projection.
@@ -83,7 +83,7 @@ def _in_c(x_BTnd: Tensor, cos_BT11F: Tensor, norms: HeadNorms | None) -> bool:
 
 
 def triton_for(x_BTnd: Tensor, cos_BT11F: Tensor) -> Any | None:
-    """The module triton/rotate.py if it serves heads like these, else None. No gradient goes through it."""
+    """The module triton/rotate.py if it supports heads like these, else None. No gradient goes through it."""
     if x_BTnd.dtype != cos_BT11F.dtype or (torch.is_grad_enabled() and x_BTnd.requires_grad):
         return None
     return backend.triton_kernels("rotate", x_BTnd.device.type)

@@ -1,6 +1,6 @@
 """Causal attention within segments of rows: packed documents, noise shifts, subsets of queries.
 
-A segment's last query reads all of its keys, and each query before it reads one key less (flash-attention's
+A segment's last query reads all of its keys, and each query before it reads one key fewer (flash-attention's
 bottom-right alignment). Rows outside the segments are not read.
 Shapes: N query rows, M key rows, S segments, P queries in segments, H query heads, K key/value heads, d head width.
 """
@@ -19,8 +19,8 @@ from longdraft.kernels.attention import attention_with_sinks, masked_attention
 from longdraft.kernels.chain_attention import causal_attention
 from longdraft.kernels.transfer import from_host
 
-# One kernel for all segments needs their keys end to end, so keys that segments share are copied. If that made more
-# than this many rows for each key, segments go one by one.
+# One kernel for all segments needs their keys end to end, so keys that segments share are copied. If that would take
+# more than this many rows per key, segments are computed one by one.
 MOST_COPIES = 4
 # The rows to lay end to end: a slice if they already are, else int64 indices; int32 [S + 1], where each segment then
 # starts, and the total; and the rows of the longest segment.
@@ -72,7 +72,7 @@ def segment_attention(
     if attention is None:
         return _one_by_one(q_NHd, k_MKd, v_MKd, segments, window, sinks_H)
     if segments == (Segment(0, n_queries, 0, n_keys),) and n_queries == n_keys and (window, sinks_H) == (None, None):
-        # All such rows have one shape, for which PyTorch has cuDNN's kernel on an H100, faster than flash-attn 2.
+        # All such calls have one shape, for which PyTorch runs cuDNN's kernel on an H100, faster than flash-attn 2.
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NHd, k_MKd, v_MKd))
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return out[0].transpose(0, 1)
@@ -140,14 +140,14 @@ def _cut(x: Tensor, spans: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
 
 def _blind(q_NHd: Tensor) -> Tensor:
     """Zeros that depend on the queries, so that their gradient is zero and not missing: every rank of a sharded draft
-    must have gradients for the same weights. NaN does not get through."""
+    must have gradients for the same weights. NaN does not pass through."""
     return q_NHd.masked_fill(torch.ones((), dtype=torch.bool, device=q_NHd.device), 0.0)
 
 
 @lru_cache(maxsize=16)  # the layers of a pass share a layout
 def lay_end_to_end(segments: tuple[Segment, ...], device: torch.device) -> tuple[Layout, Layout]:
-    """The layouts of queries and keys for kernels that take sequences of several lengths; at least one segment, none
-    without queries. They are made on the host, without waiting for work queued on the device."""
+    """The layouts of queries and keys for kernels that take sequences of different lengths. There is at least one
+    segment, and each has queries. They are made on the host, without waiting for work queued on the device."""
     queries, keys = [one[:2] for one in segments], [one[2:] for one in segments]
     return _end_to_end(queries, device), _end_to_end(keys, device)
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from longdraft.kernels import backend
 
-MOST_ROWS = 128  # of a tree whose ancestors fit two words of bits
+MOST_ROWS = 128  # of a tree: a row's ancestors are the bits of two int64 words
 
 
 def attended_rows(
@@ -48,8 +48,8 @@ def depths(tree_mask_BTT: Tensor | None, n_slots: int, n_rows: int, device: torc
 
 
 def pack_tree(tree_mask_BTT: Tensor | None, n_slots: int, n_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tree for Triton: int64 [B, T, 2], where bit j of row i's two words is whether it reads row j of the pass, and
-    `depths`. A mask of None is a chain. At most MOST_ROWS rows."""
+    """The tree for Triton: int64 [B, T, 2], where bit j of row i's two words says whether it reads row j of the pass,
+    and `depths`. A mask of None is a chain. At most MOST_ROWS rows."""
     assert n_rows <= MOST_ROWS, f"a tree of {n_rows} rows has more than the {MOST_ROWS} that fit two words of ancestors"
     depth_BT = depths(tree_mask_BTT, n_slots, n_rows, device)
     if tree_mask_BTT is None:
@@ -65,11 +65,11 @@ class PassPlan:
 
     lengths_B: Tensor  # int64, committed rows of each slot
     n_rows: int  # T
-    tree_mask_BTT: Tensor | None = None  # as of `attended_rows`
+    tree_mask_BTT: Tensor | None = None  # as in `attended_rows`
 
     @cached_property
     def tree(self) -> tuple[Tensor, Tensor]:
-        """The pass's tree, from `pack_tree`; a chain's kernels read no bits, and get the depths in their place."""
+        """The pass's tree, from `pack_tree`; a chain's kernels read no bits, and get the depths instead."""
         if self.tree_mask_BTT is None:
             return self.depth_BT, self.depth_BT
         return pack_tree(self.tree_mask_BTT, len(self.lengths_B), self.n_rows, self.lengths_B.device)
@@ -87,7 +87,7 @@ class PassPlan:
             return None
         depth_BTT = self.depth_BT.long()[:, None].expand(mask_BTT.shape)
         row_BTT = torch.arange(self.n_rows, dtype=torch.int32, device=mask_BTT.device).expand(mask_BTT.shape)
-        place_BTT = torch.where(mask_BTT, depth_BTT, self.n_rows)  # the place after the last is cut
+        place_BTT = torch.where(mask_BTT, depth_BTT, self.n_rows)  # the place after the last is cut off
         return pad(torch.zeros_like(row_BTT), (0, 1)).scatter(2, place_BTT, row_BTT)[..., :-1].contiguous()
 
     @cached_property

@@ -1,8 +1,8 @@
 """Attention of a pass (one token, a chunk of a prompt, a tree) over the cache rows before it and its own rows, and of a
 draft over the target's cache.
 
-Why ours on a GPU: flash-attn's kernels know no ancestors, so with them a tree would take a pass over the cache, one
-over the tree and a merge. Our Triton kernel takes one pass and a merge of runs, and reads no length to the host.
+Why ours on a GPU: flash-attn's kernels have no tree masks, so a tree would take a pass over the cache, one over the
+tree and a merge. Our Triton kernel takes one pass and a merge of runs, and copies no length to the host.
 Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/value heads, G = H / K, d head width.
 """
 
@@ -32,7 +32,7 @@ def tree_attention(
     """Attention in which a row reads its slot's committed rows and, of the pass's own, those that the tree allows.
 
     Up to 128 rows go through the C kernels on a CPU and through Triton on a GPU (in half precision with
-    LONGDRAFT_EXACT=1 through triton/exact_attention.py). Else a chain goes to `chain_attention` and a tree to the
+    LONGDRAFT_EXACT=1 through triton/exact_attention.py). Otherwise a chain goes to `chain_attention` and a tree to the
     reference.
 
     Args:
@@ -40,8 +40,8 @@ def tree_attention(
         keys_BSKd, values_BSKd: cache rows. Rows [0, lengths[b]) are committed and [lengths[b], lengths[b] + T) are the
             pass's own, already written; rows beyond are never read (they may be NaN). Their strides may differ.
         lengths_B: int64, committed rows of each slot.
-        tree_mask_BTT: bool; [b, i, j] is whether row i reads row j of the pass, an ancestor or itself. None is a chain:
-            j <= i.
+        tree_mask_BTT: bool; [b, i, j] says whether row i reads row j of the pass, an ancestor or itself. None is a
+            chain: j <= i.
         window: a row reads the last `window` tokens of its own history, itself included; None for all.
         plan: the pass's plan with the same lengths and tree; None makes one.
         sinks_H: attention sinks (kernels/attention.py); None for none.
@@ -66,7 +66,7 @@ def tree_attention(
 
 
 def triton_for(q_BTHd: Tensor) -> Any | None:
-    """The module triton/tree_attention.py if it serves passes of this many rows on this device, else None."""
+    """The module triton/tree_attention.py if it supports passes of this many rows on this device, else None."""
     if q_BTHd.shape[1] > MOST_ROWS:
         return None
     return backend.triton_kernels("tree_attention", q_BTHd.device.type)
@@ -84,19 +84,19 @@ def tune(
     widths: Iterable[int],
     log: Callable[[str], object],
 ) -> None:
-    """Measure, once for a GPU, in what blocks and runs of keys `tree_attention` is fastest on a cache like this one.
+    """Measure, once per GPU, the blocks and runs of keys that make `tree_attention` fastest on a cache like this one.
 
-    The choices are kept in a file (kernels/triton/tuning.py) and hold for all later passes of such a shape in this
-    process, whose outputs differ by rounding. A shape that has been launched before stays as it is. So this is called
+    The choices are kept in a file (kernels/triton/tuning.py) and used for all later passes of such a shape in this
+    process; outputs change by rounding. A shape that has been launched before keeps its choice. So this is called
     before the first pass, with the GPU current; it takes up to a minute and the memory of one layer of the cache.
 
-    Nothing happens on a CPU, without Triton, in fp32, with heads wider than 128, with LONGDRAFT_EXACT=1, and where
-    caches are short or there is no memory for it.
+    Nothing happens on a CPU, without Triton, in fp32, with heads wider than 128, with LONGDRAFT_EXACT=1, if caches are
+    short, or if there is no memory for it.
 
     Args:
         windows: those of the layers, None for a layer without; each is measured once.
         capacity, n_slots: rows of the cache and sequences. widths: numbers of rows of the passes to come.
-        log: told before anything is measured, and how long it took.
+        log: called before anything is measured, and with the time that it took.
     """
     probe, triton = torch.empty(0, dtype=dtype, device=device), backend.triton_kernels("tree_attention", device.type)
     if triton is not None and backend.exact_kernels("exact_attention", probe) is None:

@@ -1,7 +1,7 @@
 """A draft's block and the LM head as one C call: self-attention over its own cache, cross-attention over the target's
 cache, feed-forward.
 
-As separate calls a pass of one query token spends half of its time between them (docs/log). The bits are the same.
+With separate calls, a pass of one query token spends half of its time between them (docs/log). The bits are the same.
 Shapes: B slots, T query tokens, N rows of the tree so far, after the committed ones, S cache rows, D hidden width,
 F feed-forward width, H query heads, K key/value heads, X = (H + 2 K) d, d head width, E draft vocabulary, P positions.
 """
@@ -113,7 +113,7 @@ class DraftBlock:
             assert table.is_contiguous() and table.dtype == weights.dtype
         table = Weights(*pointers(*(tensor for matrix in weights.matrices for tensor in matrix), *weights.vectors))
         calls = Calls()
-        self._kept = weights, inputs, own_cache, target_cache, table, calls  # C has their addresses alone
+        self._kept = weights, inputs, own_cache, target_cache, table, calls  # C has only their addresses
         (vocab, hidden), inner = weights.head.numbers_NI.shape, weights.down.numbers_NI.shape[1]
         self._batch, self._rows = len(keys), min(keys.shape[1], len(inputs.cos_PF))
         self._dtype, self._vocab, kv, turning = weights.dtype, vocab, n_kv_heads * width, width // 2 * 3

@@ -16,7 +16,7 @@ from torch import Tensor
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.cpu.library import fits, make_call, pointers, structure
 
-# Above this many tokens, of all slots together, a pass takes so long that Python's share does not matter.
+# Above this many tokens, counted over all slots, a pass takes so long that Python's share does not matter.
 MOST_TOKENS = 32
 
 

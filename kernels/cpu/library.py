@@ -1,5 +1,5 @@
-"""The library of C kernels: how it is compiled once for this machine, loaded and called by ctypes; and who has the
-threads while decoding, PyTorch or the C kernels, with a clock of the work that they do (threads.inc)."""
+"""The library of C kernels: compiles it once for this machine, loads it and calls it through ctypes. While decoding, it
+moves the threads from PyTorch to the C kernels, and a clock measures their work (threads.inc)."""
 
 import ctypes
 import hashlib
@@ -29,8 +29,8 @@ is_decoding: ContextVar[bool] = ContextVar("is_decoding", default=False)
 
 
 def cache_path(name: str) -> Path:
-    """Where a library of this name is or may be written: in the user's cache folder, or, if there is none or it cannot
-    be written to, in a folder of this user's in the temporary directory."""
+    """Where a library of this name is or may be written: in the user's cache folder or, if that is missing or not
+    writable, in a folder of this user in the temporary directory."""
     with suppress(RuntimeError, OSError):  # the user has no home, or it does not exist
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longdraft"
         if (folder / name).exists():
@@ -68,7 +68,7 @@ def _compiler() -> str | None:
 
 
 def obstacle() -> str | None:
-    """Why the kernels cannot be used on this machine, as far as is known before they are built; or None."""
+    """Why the kernels cannot be used on this machine, as far as known before they are built; or None."""
     if os.environ.get("LONGDRAFT_CPU_KERNELS") == "0":
         return "LONGDRAFT_CPU_KERNELS=0 turns the CPU kernels off"
     if platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx2_supported():
@@ -80,9 +80,9 @@ def obstacle() -> str | None:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels. Where they cannot be had, None and one line on stderr that says why; PyTorch then serves.
+    """The compiled kernels. If unavailable, None, and one line on stderr says why; PyTorch is then used.
 
-    LONGDRAFT_CPU_KERNELS=0 turns the kernels off; =avx2 builds them as for an x86 processor with AVX2 alone.
+    LONGDRAFT_CPU_KERNELS=0 turns the kernels off; =avx2 builds them as for an x86 processor with only AVX2.
     """
     if (why := obstacle()) is None:
         try:
@@ -114,7 +114,7 @@ def fits(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> bool:
 def structure(
     *parts: tuple[type, str], addresses: str = "", sizes: str = "", floats: str = ""
 ) -> type[ctypes.Structure]:
-    """The structure of these fields, in order. The names of one type are in a string; `parts` are structures in it."""
+    """A structure of these fields, in order. `parts` are nested structures; each string holds the names of one type."""
     groups = *parts, (ctypes.c_void_p, addresses), (ctypes.c_ssize_t, sizes), (ctypes.c_float, floats)
     fields = [(name, c_type) for c_type, names in groups for name in names.split()]
     return type("Structure", (ctypes.Structure,), {"_fields_": fields})
@@ -169,7 +169,7 @@ def free_processors(enabled: bool = True) -> Iterator[None]:
 
 
 def running_elsewhere() -> int:
-    """How many threads of other processes run or wait for a processor now; 0 where the system does not tell."""
+    """How many threads of other processes run or wait for a processor now; 0 if the system does not report it."""
     with suppress(OSError, ValueError, IndexError):
         running = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
         stats = [(task / "stat").read_text() for task in Path("/proc/self/task").iterdir()]
@@ -178,7 +178,7 @@ def running_elsewhere() -> int:
 
 
 def work_seconds() -> float:
-    """A clock of this thread's work, in seconds. It runs at the speed of time on an idle machine and stands still while
-    other processes have the processors. The C kernels' work counts as an even share of what all threads spend on it."""
+    """A clock of this thread's work, in seconds. It runs at the speed of time on an idle machine and stops while other
+    processes have the processors. The C kernels' work counts as an even share of what all threads spend on it."""
     lib = library()
     return time.thread_time() - (0.0 if lib is None else lib.uneven_seconds())

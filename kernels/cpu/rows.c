@@ -1,12 +1,12 @@
 /* Few-row passes on a CPU: linear layers, rotation, attention over a cache and a tree, all layers of a decoder in one
  * job, noise, and the choice of tokens.
  *
- * Every output row is computed by the same operations in the same order for any other rows of the pass. A row of a tree
- * pass equals plain decoding's row bit for bit, so decoding is exact in bf16 too. Nothing is reduced over threads: they
- * divide independent outputs among them (threads.inc), each of which is written once.
+ * Every output row is computed by the same operations in the same order, whatever the other rows of the pass. A row
+ * of a tree pass equals plain decoding's row bit for bit, so decoding is exact in bf16 too. Nothing is reduced over
+ * threads: they divide the outputs among them (threads.inc), and each output is written once.
  *
- * Compiled once per machine by library.py, with GCC's vector extensions (any architecture). There are as many threads as
- * the OpenMP library that PyTorch has loaded would use, but they are our own.
+ * Compiled once per machine by library.py, with GCC's vector extensions (any architecture). There are as many
+ * threads as the OpenMP library that PyTorch has loaded would use, but they are our own.
  */
 #include <math.h>
 #include <pthread.h>
@@ -112,7 +112,7 @@ static inline float max8(f8 v) {
     return v[0];
 }
 
-/* e^x for x <= 0, to about 2 ulp; 0 below -87 (Cephes' polynomial of what is left of x after its multiple of ln 2). */
+/* e^x for x <= 0, to about 2 ulp; 0 below -87 (Cephes' polynomial of x minus a multiple of ln 2). */
 static inline f8 exp8(f8 x) {
     f8 scaled = x * 1.44269504088896341f;
     i8 n = __builtin_convertvector(scaled - 0.5f, i8); /* truncates, which rounds a negative number to nearest */
@@ -263,10 +263,10 @@ typedef struct {
 
 /* ---- both element types, by the arithmetic of this machine ---- */
 
-/* For the linear layers. ROW_T: element type of the rows that products read. PART: a vector of STEP numbers of a row or of
- * weights, of which `left` are left. SUMS: the type that accumulates their products. GIVE: writes R sums plus biases to y.
- * WIDE_4, WIDE_6: outputs of a block of 4, and of 5 or 6, rows. GROUP: outputs that all rows are multiplied with before the
- * next ones. SPREAD_MANY: converts numbers of an int8 weight from i on, as far as many can be converted at a time. */
+/* For the linear layers. ROW_T: element type of the rows that products read. PART: a vector of STEP numbers of a row,
+ * or of weights, of which `left` remain. SUMS: the type that accumulates their products. GIVE: writes R sums plus
+ * biases to y. WIDE_4, WIDE_6: outputs of a block of 4, and of 5 or 6, rows. GROUP: outputs that all rows are
+ * multiplied with before the next ones. SPREAD_MANY: converts numbers of an int8 weight from i on, in full vectors. */
 #define ROW_T float
 #define PART f8
 #define SUMS f8

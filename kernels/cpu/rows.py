@@ -4,7 +4,7 @@ Why C of our own: on CPUs without bf16 instructions PyTorch's bf16 products of a
 and no library promises that a row's result is the same in a pass of 1 and of 40 rows. Here an output row does not
 depend on the other rows of its pass, bit for bit (see rows.c). So decoding is exact in bf16 too where these kernels
 serve all layers: trees of up to 128 nodes, widths that are multiples of 8, sliding windows. On a processor with
-AVX-512's bf16 instructions, bf16 products use these (pairs.inc) and give other bits than one with AVX2 alone.
+AVX-512's bf16 instructions, bf16 products use these (pairs.inc) and give other bits than with AVX2 alone.
 
 Shapes: M rows, N outputs, I inputs; B slots, T rows of the pass, S cache rows, H query heads, K key/value heads,
 d head width.
@@ -45,7 +45,7 @@ def serves(dtype: torch.dtype) -> bool:
 
 
 def can_multiply(weight_NI: Tensor, gated: bool) -> bool:
-    """Whether the C kernels are there and `linear_rows` takes this weight."""
+    """Whether the C kernels are available and `linear_rows` takes this weight."""
     n, k = weight_NI.shape
     return k % 8 == 0 and not (gated and n % 16) and weight_NI.is_contiguous() and library() is not None
 
@@ -120,7 +120,7 @@ def rotate_rows(
 ) -> Tensor:
     """`rotate` of kernels/rotate.py, or `rotate_append` with a cache: keys and values [B, S, K, d], lengths [B].
 
-    All in bf16 or all in fp32. x is contiguous but for the stride of its rows; with norms d is a multiple of 8.
+    All in bf16 or all in fp32. x is contiguous except for the stride of its rows; with norms d is a multiple of 8.
     """
     batch, rows, heads, width = x_BTNd.shape
     # The stride of rows; if slots have one row each, the stride of slots (that of a dimension of size 1 is arbitrary).
@@ -146,13 +146,13 @@ def rotate_rows(
 
 
 def can_attend(q_BTHd: Tensor) -> bool:
-    """Whether the C kernels are there and `attention_rows` takes queries of this dtype and head width."""
+    """Whether the C kernels are available and `attention_rows` takes queries of this dtype and head width."""
     on_cpu = q_BTHd.device.type == "cpu" and q_BTHd.dtype in SUFFIXES
     return on_cpu and q_BTHd.shape[3] in HEAD_WIDTHS and library() is not None
 
 
 def attends_chains(q_BTHd: Tensor) -> bool:
-    """Whether the C kernels are faster for a chain than PyTorch's: if bf16 instructions serve it (pairs.inc)."""
+    """Whether the C kernels are faster for a chain than PyTorch's: if they can use bf16 instructions (pairs.inc)."""
     takes_pairs = q_BTHd.dtype == torch.bfloat16 and q_BTHd.shape[3] % 16 == 0 and can_attend(q_BTHd)
     return takes_pairs and multiplies_bf16()
 
@@ -198,7 +198,7 @@ def attention_rows(
 
     Args:
         lse_BTH: fp32, contiguous; the log-sum-exps are written there. None: they are not needed.
-        blind: rows read committed rows alone, neither themselves nor each other.
+        blind: rows read only committed rows, neither themselves nor each other.
     """
     assert keys_BSKd.stride(3) == values_BSKd.stride(3) == 1
     batch, rows, heads, width = q_BTHd.shape

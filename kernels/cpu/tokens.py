@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longdraft.kernels.cpu.library import fits, library, make_call, pointers, structure
 
-PART_WORDS = 2048  # of best_tokens.inc
+PART_WORDS = 2048  # as in best_tokens.inc
 # `noise` of noise.inc, `best_tokens` of rows.c, `beam` of beam.inc.
 Noise = structure(addresses="seeds positions y", sizes="batch per vocab")
 BestTokens = structure(

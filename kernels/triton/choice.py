@@ -5,8 +5,8 @@ registers, and only if the row's temperature is above 0. In the second, one prog
 blocks. A score and its token's id form one int64 whose order is that of the choice, so a maximum of integers is the
 argmax.
 
-Top-p's border is the largest number from which on the scores have enough of the probability. It is searched for in the
-bits of numbers, a hexadecimal digit a launch: programs add up chunks of a row. To sort the rows would move far more.
+Top-p's border is the largest number such that the scores from it on have enough of the probability. Its bits are found
+one hexadecimal digit per launch: programs add up chunks of a row. Sorting the rows would move far more data.
 
 Shapes: B slots, N nodes, J positions, V vocabulary. Prefixes: i_ index, o_ offsets, m_ mask, p_ pointer, b_ block.
 """
@@ -87,7 +87,7 @@ def _best_of_row(p_best, p_chosen, n_blocks, BLOCK: tl.constexpr):
 
 
 def choose(logits_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, temperatures_B: Tensor) -> Tensor:
-    """See `longdraft.kernels.choice.choose`; temperatures are read on the device alone."""
+    """See `longdraft.kernels.choice.choose`; temperatures are read only on the device."""
     n_slots, n_nodes, vocab = logits_BNV.shape
     assert logits_BNV.stride(-1) == 1 and temperatures_B.dtype == torch.float32
     n_rows, n_blocks = n_slots * n_nodes, -(-vocab // BLOCK)
@@ -128,14 +128,14 @@ def gumbel_noise(seeds_B: Tensor, positions_BJ: Tensor, vocab_size: int) -> Tens
 
 @triton.jit
 def _narrowed(p_shares, p_borders, top_p, i_row, n_rows, n_chunks, digit, CHUNKS: tl.constexpr):
-    """Top-p's border of a row as far as its first `digit` digits: of the 16 next ones, the largest that enough reaches.
-    The chunks' shares are summed in one order, whatever the other rows."""
+    """The first `digit` digits of a row's top-p border; the last is the largest of 16 that enough of the probability
+    reaches. The chunks' shares are summed in a fixed order, whatever the other rows."""
     border = tl.zeros([], tl.uint32)
     if digit > 0:
         o_way = tl.arange(0, 16)
         o_cw = tl.arange(0, CHUNKS)[:, None] * 16 + o_way[None, :]
         p_row, m_cw = p_shares + i_row * n_chunks * 16 + o_cw, (tl.arange(0, CHUNKS) < n_chunks)[:, None]
-        whole = tl.max(tl.sum(tl.load(p_row, mask=m_cw, other=0.0), 0), 0)  # of the first digit, 0 is reached by all
+        whole = tl.max(tl.sum(tl.load(p_row, mask=m_cw, other=0.0), 0), 0)  # every score reaches 0, in the first digit
         b_share = tl.sum(tl.load(p_row + (digit - 1) * n_rows * n_chunks * 16, mask=m_cw, other=0.0), 0)
         before = tl.load(p_borders + (digit - 1) * n_rows + i_row).to(tl.uint32, bitcast=True)
         b_way = before + (o_way.to(tl.uint32) << (32 - 4 * digit).to(tl.uint32))
@@ -148,7 +148,7 @@ def _reach(
     p_scores, p_most, p_top_p, p_shares, p_borders, p_b, n_rows, n_nodes, vocab, n_chunks, digit,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk of a row's probabilities, unnormalised, how much reaches each of the 16 borders of this digit."""
+    """How much of a chunk of a row's unnormalised probabilities reaches each of the 16 borders of this digit."""
     i_row, i_chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top_p = tl.load(p_top_p + i_row // n_nodes * p_b)
     if top_p < 1.0:
@@ -172,7 +172,7 @@ def _reach(
 def _border(
     p_top_p, p_shares, p_borders, p_border, p_b, n_rows, n_nodes, n_chunks, digit, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """The border of a row, of so many digits, as the number whose bits it is."""
+    """A row's border of this many digits, as the fp32 number with these bits."""
     i_row = tl.program_id(0).to(tl.int64)
     top_p = tl.load(p_top_p + i_row // n_nodes * p_b)
     border = float("-inf")

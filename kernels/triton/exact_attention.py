@@ -1,13 +1,13 @@
 """Tree attention in Triton in which a row has the bits that plain decoding would give it.
 
 Plain decoding reads a token's predecessors as committed keys; a tree has the last of them among its own rows, in
-another order. So everything depends on a row's position p alone: its keys are added in the order of their positions,
-and where one way of adding them ends and the other begins is a function of p.
+another order. So everything here depends only on a row's position p: its keys are added in the order of their
+positions, and p decides which of them are added by 1 and which by 2.
 
-1. Keys before `_tail(p)` are committed, however deep the row is, as a pass has at most 128 rows. Programs take tiles of
-   64 queries and a run of keys, in blocks of 64. A row keeps what it had before a block that it does not read. Without
-   a window runs are the longer, the later their keys: eight each time the position doubles, so that few tokens have
-   programs enough, and many not too many parts. With a window all have one length.
+1. Keys before `_tail(p)` are committed, however deep the row is, because a pass has at most 128 rows. A program takes a
+   tile of 64 queries and a run of keys, in blocks of 64. A block that a row does not read leaves its sums unchanged.
+   Without a window, later runs are longer: eight runs each time the position doubles, so that short contexts have
+   enough programs and long ones not too many parts. With a window all runs have one length.
 2. The up to 191 keys from there to p are gathered in their order for each row: committed ones, then its ancestors.
 3. The runs of 1 are added to 2 in their order, 16 at a time, by a second kernel.
 
@@ -114,7 +114,7 @@ def _run_of_queries(
     end = tl.minimum(end, tl.max(b_tail, 0))
     if WINDOW:
         begin = tl.maximum(begin, tl.maximum(length - window + 1, 0) // BLOCK * BLOCK)
-    if begin < end:  # the merge reads no other run
+    if begin < end:  # the merge skips all other runs
         p_row = p_q + i_b * q_b + o_t[:, None] * q_t + o_h[:, None] * q_h
         b_q = tl.load(p_row + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0)
         p_kj = p_k + i_b * k_b + i_k * k_h + o_j.to(tl.int64)[:, None] * k_s + o_d[None, :]
@@ -125,7 +125,7 @@ def _run_of_queries(
         for start in range(begin, end, BLOCK):
             b_k = tl.load(p_kj + tl.cast(start, tl.int64) * k_s, mask=m_d[None, :], other=0.0)
             b_v = tl.load(p_vj + tl.cast(start, tl.int64) * v_s, mask=m_d[None, :], other=0.0)
-            # Selected afterwards: rounding and fused operations would not leave the row's state as it was.
+            # Selected afterwards: rounding and fused operations would change the row's state.
             m_row = start < b_tail
             m_open = m_row[:, None]
             if WINDOW:
@@ -194,7 +194,7 @@ def _merge(
     for i in range(0, n_runs, AT_ONCE):
         o_i = i + tl.arange(0, AT_ONCE)
         b_begin, b_end = _run(o_i, WINDOW, RUN)
-        m_i = tl.maximum(b_begin, first) < tl.minimum(b_end, tail)  # others are perhaps not there
+        m_i = tl.maximum(b_begin, first) < tl.minimum(b_end, tail)  # others may not have been written
         o_run = i_first + o_i.to(tl.int64) * n_m
         b_lse = tl.load(p_lses + o_run, mask=m_i, other=float("-inf"))
         b_run = tl.load(p_runs + o_run[:, None] * WIDTH + o_d[None, :], mask=m_i[:, None] & m_d[None, :], other=0.0)
@@ -229,8 +229,8 @@ def partial_shapes(
 
 
 def stages(block_d: int, fast_memory: int) -> int:
-    """How many blocks of keys and values a program holds beside its queries, as far as these bytes of shared memory
-    take them. Only with three the next block is fetched while one is multiplied (on sm_90)."""
+    """How many blocks of keys and values a program holds beside its queries, at most three, in `fast_memory` bytes of
+    shared memory. On sm_90 only three let it fetch the next block while it multiplies one."""
     return max(1, min(3, (fast_memory // (2 * block_d) - QUERIES) // (2 * BLOCK.value)))
 
 
@@ -243,12 +243,12 @@ def tree_attention(
     depth_BT: Tensor,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `longdraft.kernels.tree_attention.tree_attention`. Lengths are read on the device alone.
+    """See `longdraft.kernels.tree_attention.tree_attention`. Lengths are read only on the device.
 
     Args:
         q_BTHd, keys_BSKd, values_BSKd: in half precision, of any strides but the last, which is 1.
-        path_BTT: int32, of each row the rows of the pass that it reads, in the order of their depths, itself last;
-            None for a chain. A row of padding reads its first.
+        path_BTT: int32, for each row the rows of the pass that it reads, in the order of their depths, itself last;
+            None for a chain. A padding row reads row 0.
         depth_BT: int32, how many ancestors each row has in the pass.
     Returns: output [B, T, H, d] in q's dtype, natural log-sum-exps fp32 [B, T, H].
     """

@@ -2,8 +2,8 @@
 
 A program multiplies BLOCK_N rows of the weight with up to 128 rows of x, so that the weight is read once. It takes the
 rows in tiles of 16, whatever their number: each tile is a product of the same shape, in the same instruction, over the
-same blocks of K in the same order. How K is split depends on the weight's shape and the device alone; the last program
-of a tile to finish adds the splits up, in their order.
+same blocks of K in the same order. How K is split depends only on the weight's shape and the device; the last program
+of a tile to finish adds up the splits in their order.
 
 With experts (`grouped_linear`) a program takes one tile of the rows of one expert, by the same instruction and splits.
 
@@ -25,7 +25,7 @@ BLOCK_N, BLOCK_K = 64, 128
 
 @triton.jit
 def _tile_of_expert(p_ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):
-    """The expert of this program's tile, EXPERTS if there are fewer tiles; its first row; the end of the expert's."""
+    """This program's tile: its expert (EXPERTS if there is no tile), its first row, and where the expert's rows end."""
     i_tile, o_e = tl.program_id(2), tl.arange(0, PADDED)
     ends = tl.load(p_ends + o_e, mask=o_e < EXPERTS, other=0)
     begins = tl.load(p_ends + o_e - 1, mask=(o_e > 0) & (o_e < EXPERTS), other=0)
@@ -45,10 +45,10 @@ def _products(
     WHOLE: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TILES: tl.constexpr,
     TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One split's products of BLOCK_N outputs with TILES * TILE rows, into fp32 [S, M, N], and if it is the last split
-    to finish their sum into the result [M, N]; or, if they are WHOLE, into the result. p_done: how many splits of these
-    products have finished, 0 before and after. EXPERTS: how many weights there are, whose rows of x end at `p_ends`; 0
-    is one weight."""
+    """Write one split's products of BLOCK_N outputs with TILES * TILE rows to fp32 [S, M, N]; the last split to finish
+    writes their sum to the result [M, N]. If K is not split (WHOLE), write the products to the result. p_done: how many
+    splits of these products have finished, 0 before and after. EXPERTS: the number of weights, whose rows of x end at
+    `p_ends`; 0: a single weight."""
     i_n, i_split, first, end = tl.program_id(0), tl.program_id(1), tl.program_id(2) * (TILES * TILE), n_rows
     if EXPERTS:
         tile = _tile_of_expert(p_ends, EXPERTS, PADDED, TILE)
@@ -80,7 +80,7 @@ def _products(
             p_sum = p_sums + (i_split * n_rows + o_row).to(tl.int64)[None, :] * n_outputs + o_n[:, None]
             tl.store(p_sum, sums[i], mask=m_n[:, None] & (o_row < end)[None, :])
         p_mine = p_done + tl.program_id(2) * tl.num_programs(0) + i_n
-        tl.debug_barrier()  # until all of this program have written
+        tl.debug_barrier()  # until all threads of this program have written
         if tl.atomic_add(p_mine, 1, sem="acq_rel") != n_splits - 1:
             return
         tl.debug_barrier()
@@ -107,14 +107,14 @@ def linear(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Ten
     """[M, N] in x's dtype: sums in fp32, rounded once.
 
     Args:
-        x_MI: bf16 or fp16; the numbers of a row lie together, as do those of the weight's rows.
+        x_MI: bf16 or fp16; each row is contiguous, as is each of the weight's.
         weight_NI, bias_N: in x's dtype.
     """
     return _linear(x_MI, weight_NI[None], bias_N, None)
 
 
 def grouped_linear(x_MI: Tensor, weight_ENI: Tensor, ends_E: Tensor) -> Tensor:
-    """[M, N] in x's dtype: each row times its expert's weight, as `linear`. Nothing is read on the host.
+    """[M, N] in x's dtype: each row times its expert's weight, like `linear`. Nothing is read on the host.
 
     Args:
         x_MI: bf16 or fp16, the rows of the first expert first.
@@ -126,7 +126,7 @@ def grouped_linear(x_MI: Tensor, weight_ENI: Tensor, ends_E: Tensor) -> Tensor:
 
 def _linear(x_MI: Tensor, weight_ENI: Tensor, bias_N: Tensor | None, ends_E: Tensor | None) -> Tensor:
     (n_rows, n_inputs), n_outputs = x_MI.shape, weight_ENI.shape[1]
-    assert x_MI.stride(1) == weight_ENI.stride(2) == 1, "the numbers of a row must lie together"
+    assert x_MI.stride(1) == weight_ENI.stride(2) == 1, "each row must be contiguous"
     out_MN = torch.empty((n_rows, n_outputs), dtype=x_MI.dtype, device=x_MI.device)
     if n_rows == 0:
         return out_MN
@@ -139,7 +139,7 @@ def _linear(x_MI: Tensor, weight_ENI: Tensor, bias_N: Tensor | None, ends_E: Ten
     if ends_E is None:
         ends, n_experts, tiles = out_MN, 0, min(MOST_TILES, triton.next_power_of_2(-(-n_rows // TILE)))
         n_programs = -(-n_rows // (tiles * TILE))
-    else:  # at most one tile of each expert is not full
+    else:  # each expert has at most one tile that is not full
         ends, n_experts, tiles = ends_E, len(ends_E), 1
         n_programs = min(n_rows, n_experts) + n_rows // TILE
     grid = -(-n_outputs // BLOCK_N), n_splits, n_programs
@@ -155,13 +155,13 @@ def _linear(x_MI: Tensor, weight_ENI: Tensor, bias_N: Tensor | None, ends_E: Ten
 
 
 def partial_shape(n_rows: int, n_outputs: int, n_inputs: int, device: torch.device) -> tuple[int, int, int]:
-    """[S, M, N] of the splits' products, which are kept in fp32 where there are several."""
+    """[S, M, N] of the splits' products, which are kept in fp32 if there are several splits."""
     return -(-n_inputs // split_inputs(n_outputs, n_inputs, _device(device)[0])), n_rows, n_outputs
 
 
 def split_inputs(n_outputs: int, n_inputs: int, n_processors: int) -> int:
     """How many inputs a split has, a multiple of BLOCK_K: K is halved until there are three programs for two
-    processors, at least four blocks long."""
+    processors, but splits keep at least four blocks."""
     n_programs, n_blocks, n_splits = -(-n_outputs // BLOCK_N), -(-n_inputs // BLOCK_K), 1
     while 2 * n_programs * n_splits < 3 * n_processors and n_blocks >= 8 * n_splits:
         n_splits *= 2
@@ -169,13 +169,13 @@ def split_inputs(n_outputs: int, n_inputs: int, n_processors: int) -> int:
 
 
 def stages(fast_memory: int) -> int:
-    """How many blocks of K a program of the most rows holds at a time. fast_memory: bytes of shared memory."""
+    """How many blocks of K a program with the most rows holds at a time. fast_memory: bytes of shared memory."""
     return max(2, min(4, fast_memory // (2 * (BLOCK_N + MOST_TILES * TILE) * BLOCK_K)))
 
 
 @cache
 def _none_done(device: torch.device, count: int) -> Tensor:
-    """`p_done` of products on one stream at a time, made when a pass runs before it is recorded."""
+    """`p_done` for products on one stream at a time; allocated when a pass runs before it is recorded."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 

@@ -1,4 +1,4 @@
-"""The loss of a chunk of logits, its gradient in their place, and the labels' ranks, in one Triton kernel.
+"""The loss of a chunk of logits, its gradient written over them, and the labels' ranks, in one Triton kernel.
 
 One program per row passes over the vocabulary twice, with overlap as objective three times. The first pass finds the
 maxima and the sums of exponentials, and counts the logits that rank before the label's; the last one overwrites the
@@ -21,8 +21,8 @@ from longdraft.kernels.linear_loss import IGNORED
 # processor, so the rows in flight (256 KiB each in bf16 at V = 128,256) are few enough to still be in an L2 cache of
 # 50 MiB for the second pass.
 MOST_BLOCK = 8192
-# Of both models in a distillation, which keeps more in registers. Two to four programs fit a processor, so with a large
-# vocabulary the second pass reads from memory.
+# The same for both models in a distillation, which keeps more in registers. Two to four programs fit a processor, so
+# with a large vocabulary the second pass reads from memory.
 MOST_DISTILLED_BLOCK = 4096
 FLOOR = tl.constexpr(TINY)
 
@@ -34,7 +34,7 @@ def _read(p_row, o_v, n_words):
 
 @triton.jit
 def _add(b_x, most, total):
-    """The maximum and the sum of exponentials below it, with a block more."""
+    """Update the maximum and the sum of exponentials, relative to it, with a block."""
     higher = tl.maximum(most, tl.max(b_x, 0))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing read yet: avoid inf - inf
     return higher, total * tl.exp(most - base) + tl.sum(tl.exp(b_x - base), 0)
@@ -42,7 +42,7 @@ def _add(b_x, most, total):
 
 @triton.jit
 def _store(p_row, o_v, n_words, b_grad, b_q, label, text_weight):
-    """A block of the gradient, with `text_weight` of cross-entropy's."""
+    """Write a block of the gradient, with `text_weight` of the cross-entropy's."""
     b_text = b_q - tl.where(o_v == label, 1.0, 0.0)
     b_grad += text_weight * (b_text - b_grad)
     tl.store(p_row + o_v, b_grad.to(p_row.dtype.element_ty), mask=o_v < n_words)
@@ -133,14 +133,14 @@ def chunk_losses(
     gradient: bool,
     target: TargetChunk | None = None,
 ) -> None:
-    """See `longdraft.kernels.linear_loss.chunk_losses`, which computes "acceptance", as that sorts. Counts are exact
-    for any top_k, and a label outside the vocabulary gives a cross-entropy of NaN, without a read out of bounds."""
+    """See `longdraft.kernels.linear_loss.chunk_losses`, which computes "acceptance" (it sorts). Counts are exact for
+    any top_k, and a label outside the vocabulary gives a cross-entropy of NaN, without an out-of-bounds read."""
     if target is not None and target.like.objective == "acceptance":
         linear_loss.chunk_losses(logits_CV, labels_C, loss_C, before_C, top_k, gradient, target)
         return
     n_rows, n_words = logits_CV.shape
-    assert logits_CV.stride(1) == 1, "a row's logits must lie together"
-    assert target is None or target.logits_CV.stride() == logits_CV.stride(), "both models' logits lie alike"
+    assert logits_CV.stride(1) == 1, "each row must be contiguous"
+    assert target is None or target.logits_CV.stride() == logits_CV.stride(), "logits of different strides"
     like, taught_CV, totals_C, overlap_C = (None,) * 4 if target is None else target
     block = min(MOST_BLOCK if like is None else MOST_DISTILLED_BLOCK, triton.next_power_of_2(n_words))
     kernel: Any = _row[(n_rows,)]  # its launch options are not in its signature

@@ -99,7 +99,7 @@ def _launch(
     n_queries = n_rotated - n_kv if norms is None else norms.n_queries
     q_norm, k_norm, eps = (x_BTNd, x_BTNd, 0.0) if norms is None else (norms.q_d, norms.k_d, norms.eps)
     lie_together = x_BTNd, cos_BT11F, sin_BT12F, keys, values, q_norm, k_norm
-    assert all(x.stride(-1) == 1 for x in lie_together), "numbers of a head must lie together"
+    assert all(x.stride(-1) == 1 for x in lie_together), "heads must be contiguous"
     out_BTnd = torch.empty((n_slots, n_rows, n_rotated, width), dtype=x_BTNd.dtype, device=x_BTNd.device)
     if n_slots * n_rows == 0:
         return out_BTnd

@@ -2,7 +2,7 @@
 
 The keys are cut into `n_splits` runs. One program reads a run for all rows of the pass and all query heads of a key
 head together (its query g * T + t is row t of head g of the group), so K and V are read once and never expanded. A
-second kernel merges the runs by log-sum-exp. The cut depends on lengths on the device and the grid on shapes alone, so
+second kernel merges the runs by log-sum-exp. The cut depends on lengths on the device and the grid only on shapes, so
 the launch can be captured in a CUDA graph. A row's ancestors are bits of two int64 words.
 
 Shapes: B slots, T rows of the pass, S cache capacity, H query heads, K key/value heads, M = H / K * T, P runs, d head
@@ -25,9 +25,9 @@ from longdraft.kernels.triton.tuning import Choice
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ALL_BITS = tl.constexpr(0xFFFFFFFFFFFFFFFF)
-MOST_ROWS = tl.constexpr(128)  # of a pass, as ancestors are two words; the depth of a row is smaller
+MOST_ROWS = tl.constexpr(128)  # of a pass, because ancestors are two words; a row's depth is smaller
 NO_WINDOW = 1 << 30
-LEAST_KEYS = 8192  # of all slots together, from which on the choice is worth measuring
+LEAST_KEYS = 8192  # over all slots; below this the choice is not worth measuring
 
 
 @triton.jit
@@ -132,9 +132,9 @@ def _runs(
     if WINDOW:
         b_depth = tl.load(p_depth + i_b * n_rows + o_t, mask=m_m, other=0)
 
-    # From 64 queries on the tensor cores of sm_90 multiply in the background, unless ptxas sees anything but products
-    # write to an accumulator of theirs, as the zeros of a loop that may be skipped do: each product then waits for the
-    # one before. So the masked keys come first there, and they are at least one, or one block with none.
+    # From 64 queries on, tensor cores of sm_90 multiply asynchronously, unless ptxas sees something other than products
+    # write to their accumulator, such as the initial zeros of a loop that may be skipped. Then each product waits for
+    # the previous one. So the masked keys come first there, and their loop runs at least once.
     LEAST: tl.constexpr = tl.constexpr(1 if BLOCK_M >= 64 else 0)
     # No row of the pass reads below `first`, which is where the window of a root, of depth 0, begins.
     first = tl.maximum(length - window + 1, 0) if WINDOW else 0
@@ -142,14 +142,14 @@ def _runs(
     run = tl.cdiv(tl.cdiv(stop - first, n_splits), BLOCK_N) * BLOCK_N
     begin = first + i_split * run
     end = tl.minimum(begin + run, stop)
-    # Every row reads the keys [full, tail), which are whole blocks of committed keys. `full` is that of the deepest row
-    # possible, so that a row's order of keys does not depend on the other rows of the pass.
+    # Every row reads the keys [full, tail), which are whole blocks of committed keys. `full` is the deepest possible
+    # row's, so that a row's order of keys does not depend on the other rows of the pass.
     full = begin
     if WINDOW:
         full += tl.cdiv(tl.maximum(length + MOST_ROWS - window - begin, 0), BLOCK_N) * BLOCK_N
     tail = full + tl.maximum(tl.minimum(end - LEAST, length) - full, 0) // BLOCK_N * BLOCK_N
 
-    # At most the bits of a word, and less where an accumulator leaves few registers.
+    # At most the bits of a word, and fewer where an accumulator leaves few registers.
     MASKED_N: tl.constexpr = tl.constexpr(min(BLOCK_N, 64) if max(BLOCK_M, BLOCK_D) <= 128 else max(BLOCK_N // 2, 16))
     p_k0, p_v0, p_depths = p_k + i_b * k_b + i_k * k_h, p_v + i_b * v_b + i_k * v_h, p_depth + i_b * n_rows
     b_most = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -171,7 +171,7 @@ def _runs(
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
             for start in range(full, tail, BLOCK_N):
                 b_v = _load(p_v0, v_s, start, tail, False, WIDTH, BLOCK_N, BLOCK_D)
-                after = tl.minimum(start, tail - 2 * BLOCK_N) + BLOCK_N  # the last block once more, for nothing
+                after = tl.minimum(start, tail - 2 * BLOCK_N) + BLOCK_N  # the last block again, unused
                 b_k = _load(p_k0, k_s, after, tail, False, WIDTH, BLOCK_N, BLOCK_D)
                 b_after = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
                 b_most, b_sum, b_out = _add(b_most, b_sum, b_out, b_s, b_v, scale, False, PRECISION)
@@ -231,12 +231,12 @@ def tree_attention(
     n_splits: int | None = None,
     choice: Choice | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `longdraft.kernels.tree_attention.tree_attention`. Lengths are read on the device alone.
+    """See `longdraft.kernels.tree_attention.tree_attention`. Lengths are read only on the device.
 
     Args:
         q_BTHd, keys_BSKd, values_BSKd: of any strides but the last, which is 1.
         bits_BT2, depth_BT: from `pack_tree`.
-        is_tree: False for a chain, whose mask needs no bits: int32 of any shape stands for them.
+        is_tree: False for a chain, whose mask needs no bits: any int32 tensor stands for them.
         n_splits, choice: runs of keys, and the other numbers of the launch; None chooses by shapes and device.
     Returns: output [B, T, H, d] in q's dtype, natural log-sum-exps fp32 [B, T, H] (-inf where nothing is read).
     """
@@ -247,8 +247,8 @@ def tree_attention(
 def cross_attention(
     q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor, n_splits: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `longdraft.kernels.cross_attention.cross_attention`. As `tree_attention`, but no row of the pass is read."""
-    unused = lengths_B, lengths_B  # in place of ancestors and depths
+    """See `longdraft.kernels.tree_attention.cross_attention`. Like `tree_attention`, but no row of the pass is read."""
+    unused = lengths_B, lengths_B  # instead of ancestors and depths
     return _attend(q_BTHd, keys_BSKd, values_BSKd, lengths_B, unused, False, False, None, n_splits, None)
 
 
@@ -268,7 +268,7 @@ def _attend(
     n_kv = keys_BSKd.shape[2]
     group, capacity = n_heads // n_kv, keys_BSKd.shape[1]
     for name, tensor in (("queries", q_BTHd), ("keys", keys_BSKd), ("values", values_BSKd)):
-        assert tensor.stride(-1) == 1, f"{name} must lie together within a head"
+        assert tensor.stride(-1) == 1, f"{name} must be contiguous within a head"
     n_processors, fast_memory = _device(q_BTHd.device)
     rows: int = n_rows * group
     shape = tuning.shape_of(q_BTHd.dtype, n_slots, n_rows, n_heads, n_kv, width, capacity, window)
@@ -315,16 +315,16 @@ def tune(
     log: Callable[[str], object],
     seconds: Callable[[Callable[[], object]], float] | None = None,
 ) -> None:
-    """See `longdraft.kernels.tree_attention.tune`. The cache is full where it is measured.
+    """See `longdraft.kernels.tree_attention.tune`. Measures with a full cache.
 
     seconds: times a call; None is the device's clock.
     """
-    if dtype.itemsize > 2 or width > 128:  # the table's blocks are small, because registers end
+    if dtype.itemsize > 2 or width > 128:  # the table's blocks are small, because registers run out
         return
     passes, sizes = {}, (n_heads, n_kv_heads, width, capacity)
     for window in windows:
         if n_slots * min(capacity, window or capacity) >= LEAST_KEYS:
-            # The widest pass of a kind comes last, and stays.
+            # The widest pass of a kind comes last, and is kept.
             for n_rows in sorted(count for count in widths if count <= min(capacity, MOST_ROWS.value)):
                 passes[tuning.shape_of(dtype, n_slots, n_rows, *sizes, window)] = n_rows
     memory = _device(device)[1]
@@ -341,7 +341,7 @@ def tune(
         lengths_B, usual = torch.full((n_slots,), capacity - n_rows, device=device), tuning.table(shape, n_rows, memory)
         return lambda choice: tree_attention(*given, lengths_B, *tree, choice or usual)[0]
 
-    with suppress(torch.OutOfMemoryError):  # the table serves
+    with suppress(torch.OutOfMemoryError):  # the table is used
         tuning.tune(device, passes, memory, call_of, log, seconds or partial(tuning.seconds_on, device))
 
 

@@ -1,9 +1,9 @@
 """How a launch of tree attention is cut up: blocks of queries and keys, stages, warps, and runs of keys.
 
-`table` serves everywhere. Before the first request on a GPU the variants of TILES are measured (`tune` in
+`table` works everywhere. Before the first request on a GPU the variants of TILES are measured (`tune` in
 triton/tree_attention.py), and the fastest are kept in a file that holds for this card, its driver, PyTorch, Triton and
 these sources. `triton.autotune` would measure within the first launch of a shape, which may be a request's or recorded,
-with the lengths of the moment; and the number of runs is not the kernel's own, as buffers depend on it.
+with the lengths of that moment; and it cannot choose the number of runs, on which buffers depend.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ CALLS, COLD = 11, 2**28  # of a measurement; bytes read before each call, more t
 
 
 class Choice(NamedTuple):
-    """Queries and keys of a block, stages of the loads, warps of a program, for how many programs a processor the keys
-    are cut into runs (0 cuts them as the table does), and whether products begin a block ahead (1) or not (0)."""
+    """Queries and keys of a block, stages of the loads, warps of a program, how many programs per processor to cut the
+    keys into runs for (0: as the table does), and whether products begin a block ahead (1) or not (0)."""
 
     queries: int
     keys: int
@@ -117,8 +117,8 @@ def table(shape: Shape, n_rows: int, fast_memory: int) -> Choice:
 def choose_splits(n_programs: int, capacity: int, n_processors: int, block_n: int, per_processor: int = 0) -> int:
     """Into how many runs to cut the keys, of at least four blocks each.
 
-    n_programs: of a run. per_processor: programs for each processor, which no run more would exceed; 0 takes a power
-    of two that gives at least two.
+    n_programs: programs of a run. per_processor: the most programs for each processor; 0: at least two, by a power of
+    two of runs.
     """
     if per_processor:
         wanted = per_processor * n_processors // n_programs
@@ -130,8 +130,8 @@ def choose_splits(n_programs: int, capacity: int, n_processors: int, block_n: in
 
 
 def fitted(choice: Choice, rows: int) -> Choice:
-    """The choice with no larger block of queries than there are, four warps for one of fewer than 128, and no product
-    ahead for one of fewer than 64, whose products do not run in the background."""
+    """The choice with its block of queries no larger than needed, with four warps if the block has fewer than 128, and
+    with no product ahead if it has fewer than 64, because its products are then not asynchronous."""
     block_m = min(choice.queries, at_least_16(rows))
     warps, ahead = choice.warps if block_m >= 128 else 4, choice.ahead if block_m >= 64 else 0
     return choice._replace(queries=block_m, warps=warps, ahead=ahead)
@@ -154,7 +154,7 @@ _chosen: dict[tuple[torch.device, Shape], Choice | None] = {}
 
 
 def chosen(device: torch.device, shape: Shape) -> Choice | None:
-    """The measured choice; None if the table serves. It stays as it was at the first launch of the process, because
+    """The measured choice; None if the table is used. It does not change after the first launch of the process, because
     recorded work keeps its own."""
     return _chosen.setdefault((device, shape), None)
 
@@ -171,8 +171,8 @@ def tune(
 
     Args:
         passes: the number of rows of each shape's pass that is measured.
-        call_of: prepares such a pass; a choice is launched by the result, and gives the pass's output.
-        log: told once before anything is measured, and how long it took. seconds: times a call.
+        call_of: prepares such a pass as a function that launches it with a choice and returns its output.
+        log: called once before anything is measured, and with the time that it took. seconds: times a call.
     """
     file, kept, begin = _file(device), _read(_file(device)), time.perf_counter()
     found: dict[str, Choice | None] = {}
@@ -196,8 +196,8 @@ def fastest(
     run: Callable[[Choice | None], Tensor],
     seconds: Callable[[Callable[[], object]], float],
 ) -> Choice | None:
-    """The choice whose call takes least. Those that fail, or whose output is not the first one's but for rounding, are
-    dropped; the first must not fail."""
+    """The choice with the fastest call. Choices that fail, or whose output differs from the first one's by more than
+    rounding, are dropped; the first must not fail."""
     first, *others = choices
     wanted, times = run(first), {first: seconds(partial(run, first))}
     allowed = 8 * torch.finfo(wanted.dtype).eps * wanted.abs().max()
@@ -211,9 +211,8 @@ def fastest(
 def seconds_on(device: torch.device, call: Callable[[], object]) -> float:
     """The median seconds that a GPU, which must be the current one, spends on a call with cold caches.
 
-    It first gets work enough that the host is ahead of it all the time, as where work is recorded and replayed. Caches
-    are emptied by reading, as weights do between two layers' attention: what is written would be written back later,
-    in the time of the call.
+    The GPU first gets enough work that the host stays ahead of it, as with recorded work. Caches are emptied by
+    reading, as the weights between two layers' attention do: written data would be written back later, during the call.
     """
     cold, stream = torch.zeros(COLD // 8, dtype=torch.int64, device=device), torch.cuda.current_stream(device)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(CALLS)]
@@ -229,7 +228,7 @@ def seconds_on(device: torch.device, call: Callable[[], object]) -> float:
 
 
 def _identity(device: torch.device) -> dict[str, str]:
-    """All that a measurement holds for."""
+    """Everything that a measurement depends on."""
     card: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "card": str(card and (card.name, card.multi_processor_count)),
@@ -241,7 +240,7 @@ def _identity(device: torch.device) -> dict[str, str]:
 
 
 def _file(device: torch.device) -> Path | None:
-    """The file of this device and these versions, in the user's cache folder; None where there can be none."""
+    """The file of this device and these versions, in the user's cache folder; None if there can be none."""
     digest = hashlib.sha256(json.dumps(_identity(device)).encode()).hexdigest()
     with suppress(OSError):
         return cache_path(f"tree_attention-{digest[:16]}.json")
@@ -257,7 +256,8 @@ def _read(file: Path | None) -> dict[str, Any]:
 
 
 def _write(file: Path, device: torch.device, choices: Mapping[str, Choice | None]) -> None:
-    """Replace the file as a whole, so that processes may write at once; one that cannot be written is measured anew."""
+    """Replace the file as a whole, so that processes may write at once. If it cannot be written, later processes
+    measure again."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     with suppress(OSError):
         temporary.write_text(json.dumps({"made on": _identity(device), "choices": choices}, indent=1) + "\n")
