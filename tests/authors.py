@@ -1,4 +1,4 @@
-"""Drafts of random weights in the forms in which their authors publish them, with their tensors' real names."""
+"""Drafts with random weights in the formats in which their authors publish them, with the real tensor names."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ LONGSPEC_NORMS = ("input_layernorm", "post_self_attention_layernorm", "post_cros
 
 
 def longspec(target: Target, centre: float = 0.5, std: float = 0.3) -> LongSpec:
-    """LongSpec's block with random weights, its norms as well."""
+    """LongSpec's block with random weights, norms included."""
     draft = LongSpec(LongSpecConfig.for_target(target.model.config, noise=4))
     generator = torch.Generator().manual_seed(3)
     for parameter in draft.parameters():
@@ -25,7 +25,7 @@ def longspec(target: Target, centre: float = 0.5, std: float = 0.3) -> LongSpec:
 
 
 def longspec_tensors(draft: LongSpec, prefix: str = "", norms=LONGSPEC_NORMS) -> dict[str, Tensor]:
-    """The block under the authors' names, with the projections that their cross-attention has and never uses."""
+    """The block's tensors under the authors' names, with the cross-attention projections that the authors never use."""
     c = draft.config
     parts = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.n_kv_heads * c.head_dim)
     tensors = {}
@@ -48,7 +48,7 @@ def longspec_tensors(draft: LongSpec, prefix: str = "", norms=LONGSPEC_NORMS) ->
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> Path:
-    """A file of tensors, safetensors or PyTorch's."""
+    """Write a file of tensors, in safetensors' or PyTorch's format."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
@@ -58,7 +58,7 @@ def write(path: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def publish_longspec(folder: Path, target: Target, target_folder: Path) -> LongSpec:
-    """A folder as LongSpec's: the configuration of the target and model.safetensors."""
+    """Write a folder like LongSpec's: the target's configuration and model.safetensors."""
     draft = longspec(target, 0.0)
     write(folder / "model.safetensors", longspec_tensors(draft))
     shutil.copy(target_folder / "config.json", folder)
@@ -66,7 +66,7 @@ def publish_longspec(folder: Path, target: Target, target_folder: Path) -> LongS
 
 
 def publish_tokenswift(folder: Path, target_folder: Path, n_shards: int = 3) -> TokenSwift:
-    """A folder as TokenSwift's: the target's checkpoint with the heads among its tensors, in shards."""
+    """Write a folder like TokenSwift's: the target's checkpoint, in shards, with the heads among its tensors."""
     shutil.copytree(target_folder, folder)
     content = json.loads((folder / "config.json").read_text())
     heads = TokenSwift(TokenSwiftConfig(content["hidden_size"], content["rms_norm_eps"]))

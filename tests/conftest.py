@@ -1,5 +1,5 @@
-"""Fixtures for every folder of tests. What takes seconds to import is imported where it is used: the process that only
-shares the tests out among others needs none of it."""
+"""Fixtures for all test folders. Packages that take seconds to import are imported where they are used: the process
+that only distributes the tests to others does not need them."""
 
 import gc
 import math
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     import torch
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As of whatever a shell starts in the background; the processes that tests interrupt would inherit it.
+    # A shell ignores SIGINT in background jobs, and the processes that tests interrupt would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not any(Path("/dev").glob("nvidia*")):
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels then run on a CPU; read when Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # runs Triton's kernels on a CPU; read when Triton is imported
 
-# Files that take long. They must not begin late, or one process works alone in the end.
+# Slow files. They must start early, or one process works alone at the end.
 LONG = {
     "test_packaging.py", "test_triton_compiles.py", "test_long_context.py", "test_engine.py", "test_exactness.py",
     "test_console.py", "test_gpu_check.py",
@@ -48,18 +48,18 @@ def load(file: str) -> ModuleType:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Until all tests are collected nothing is searched for garbage: what is made by then stays."""
+    """No garbage collection until all tests are collected: everything made until then stays alive."""
     if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
         return  # pytest-xdist's other processes run the tests
     gc.disable()
     import torch
 
     if not torch.cuda.is_available():
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU is meant, also where there is a GPU that PyTorch cannot use
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use the CPU, even if there is a GPU that PyTorch cannot use
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays to the end: a search for garbage need not look at all tests and libraries again."""
+    """Freeze all objects made so far: garbage collection need not scan all tests and libraries again."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -67,27 +67,27 @@ def pytest_collection_finish() -> None:
         patched = set()
 
         def call(function, *args, **kwargs):
-            """A device function's call. Triton's own goes through all names of the language each time, not once."""
+            """Call a device function. Triton's own version patches all names of the language at each call, not once."""
             if function.fn.__module__ not in patched:
                 patched.add(function.fn.__module__)
                 interpreter._patch_lang(function.fn)
             return function.rewrite()(*args, **kwargs)
 
         interpreter.InterpretedFunction.__call__ = call
-        # Else nearly half of its time goes into looking for sums that are too large. Their results differ anyway.
+        # Otherwise nearly half of the time goes into overflow checks of sums. An overflow shows in the results anyway.
         interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """benchmarks/checks/gpu_check.py gives tests a time after which none begins."""
+    """benchmarks/checks/gpu_check.py sets a time after which no test starts."""
     if time.time() > UNTIL:
         pytest.skip("no time was left")
 
 
 def pytest_sessionfinish() -> None:
-    """Where tests started W&B's service in this process it is let go of here: at exit W&B would print a traceback where
-    it has ended already."""
+    """Shut down W&B's service if tests started it in this process: at exit W&B would print a traceback if it had
+    already ended."""
     if (wandb := sys.modules.get("wandb")) is not None:
         with suppress(ConnectionError):
             wandb.teardown()
@@ -95,21 +95,21 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers a file's tests stay together, and so do all files that ask for the trained `runs`, which
-    cost most and so come first; then the trainer's, then the LONG ones. Where there is a time after which none begins
-    their order is of chance."""
+    """With several workers a file's tests stay together, and so do all files that use the trained `runs`. Those cost
+    most, so they come first; then the trainer's files, then the LONG ones. If there is a time limit, the order is
+    random."""
     sharing = {item.path for item in items if "runs" in getattr(item, "fixturenames", ())}
     for item in items:
         item.add_marker(pytest.mark.xdist_group("runs" if item.path in sharing else str(item.path)))
     if math.isfinite(UNTIL):
-        random.Random(0).shuffle(items)  # alike in all processes; what fits is then a sample
+        random.Random(0).shuffle(items)  # the same in all processes; the tests that fit are then a sample
         return
     items.sort(key=lambda item: (item.path not in sharing, "train" not in item.path.parts, item.path.name not in LONG))
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory, shared) -> Path:
-    """A random model that chats, in Hugging Face's form, whose tokenizer splits many characters into bytes."""
+    """A random chat model in Hugging Face's format, whose tokenizer splits many characters into bytes."""
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
     text = "the cat sat on the mat and the dog sat on the log. " * 40 + "naïve 世界 🙂 "
     return shared("tiny_checkpoint.py").save(tmp_path_factory.mktemp("tiny"), text, 290, seed=3, chat_template=template)
@@ -122,22 +122,22 @@ def shared() -> Callable[[str], ModuleType]:
 
 
 def of_file(file: str, name: str = "") -> Any:
-    """A fixture: a file of tests/ as a module, or what has this name in it."""
+    """A fixture: a file of tests/ as a module, or the object `name` in it."""
     return pytest.fixture(scope="session")(lambda shared: getattr(shared(file), name) if name else shared(file))
 
 
 tiny_target = of_file("tiny_target.py", "make_tiny_target")  # `tiny_target(n_layers=3, dtype=torch.bfloat16, ...)`
-plain = of_file("plain.py")  # what a kernel's error is measured by
+plain = of_file("plain.py")  # the yardstick for kernels' errors
 trees = of_file("kernels/test_tree_attention.py")  # its builders: `draw`, `random_tree`, `poisoned`, `row_by_row`
-pretended_cuda = of_file("pretended_cuda.py")  # a CUDA device that is not there
-serving = of_file("hub.py", "serving")  # (folder of folders OWNER/NAME) -> context of a hub of them on this machine
-authors = of_file("authors.py")  # drafts in the forms in which their authors publish them
-no_masks = of_file("no_masks.py", "NoMasks")  # a watch over the masks of a pass
+pretended_cuda = of_file("pretended_cuda.py")  # a simulated CUDA device
+serving = of_file("hub.py", "serving")  # (folder of folders OWNER/NAME) -> context with a local hub of them
+authors = of_file("authors.py")  # drafts in their authors' published formats
+no_masks = of_file("no_masks.py", "NoMasks")  # a check of the masks of a pass
 
 
 @pytest.fixture(scope="session")
 def files_of() -> Callable[[Path], dict[str, bytes]]:
-    """(folder) -> its files by their paths in it, without locks."""
+    """(folder) -> relative path -> bytes of its files, without locks."""
 
     def read(folder: Path) -> dict[str, bytes]:
         files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
@@ -148,8 +148,7 @@ def files_of() -> Callable[[Path], dict[str, bytes]]:
 
 @pytest.fixture(scope="session")
 def no_file_above() -> Callable:
-    """(bytes) -> context in which a larger file cannot be written by this process and its children, as on a full
-    disk."""
+    """(bytes) -> context in which this process and its children cannot write a larger file, as on a full disk."""
 
     @contextmanager
     def limited(n_bytes: int):
@@ -165,7 +164,7 @@ def no_file_above() -> Callable:
 
 @pytest.fixture
 def merged(monkeypatch) -> None:
-    """Tree attention's runs are merged for all rows at once in Triton's interpreter; a program for each takes long."""
+    """In Triton's interpreter, merge tree attention's runs for all rows at once; one program per row is slow."""
     import torch
 
     from longdraft.kernels.triton import tree_attention
@@ -181,7 +180,7 @@ def merged(monkeypatch) -> None:
 
 @pytest.fixture
 def c_kernels() -> None:
-    """For tests of the C kernels: skips where they cannot be had. Where nothing stands against them they must build."""
+    """For tests of the C kernels: skips where they cannot be used; elsewhere they must build."""
     from longdraft.kernels.cpu import library
 
     if (why := library.obstacle()) is not None:
@@ -191,8 +190,9 @@ def c_kernels() -> None:
 
 @pytest.fixture(scope="session")
 def exact_dtype() -> "torch.dtype":
-    """What tokens are compared in without a look at how close decisions were: bf16 where the C kernels serve, as a row
-    then has the same bits in a pass of any width; else fp32, where few decisions see how passes differ."""
+    """The dtype in which tokens are compared without checking how close decisions were: bf16 with the C kernels,
+    because a row then has the same bits in a pass of any width; else fp32, where the rounding of passes changes few
+    decisions."""
     import torch
 
     from longdraft.kernels.cpu import library

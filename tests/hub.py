@@ -1,8 +1,8 @@
-"""A hub on this machine, for tests of what comes by the hub's name through the real client.
+"""A local hub, for tests that download by hub name through the real client.
 
-It speaks HTTP as the hub's public interface documents it (information on a repository, its tree, files with ranges,
-error codes), as far as `huggingface_hub` asks, and keeps what it was asked for. A folder
-OWNER/NAME is a data set or a model, as it is asked for.
+It implements the part of the hub's public HTTP interface that `huggingface_hub` uses (information on a repository, its
+tree, files with ranges, error codes), and logs the requests. A folder OWNER/NAME is served as a data set or a model,
+whichever is requested.
 """
 
 import hashlib
@@ -122,7 +122,7 @@ def node(folder: Path, path: Path) -> dict:
 
 @contextmanager
 def serving(root: Path) -> Iterator[tuple[str, list[tuple[str, str, int]]]]:
-    """(address, what was asked for: method, path, bytes given) of a hub of the folders in `root`."""
+    """(address, log of requests: method, path, bytes sent) of a hub of the folders in `root`."""
     requests: list[tuple[str, str, int]] = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, root, requests))
     thread = threading.Thread(target=server.serve_forever, daemon=True)

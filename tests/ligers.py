@@ -1,7 +1,7 @@
-"""Liger's kernels of a layer (`backend.liger_layers`) where there is no GPU: in Triton's interpreter.
+"""Liger's layer kernels (`backend.liger_layers`) in Triton's interpreter, for machines without a GPU.
 
-It lacks two things that these kernels ask of a compiler: arguments that are numbers of Python have no `to`, and
-functions of CUDA's libdevice give nothing. Both are supplied; the kernels are as they are.
+The interpreter lacks two things that these kernels need: Python numbers as arguments have no `to`, and functions of
+CUDA's libdevice return nothing. Both are supplied here; the kernels are unchanged.
 """
 
 from importlib import import_module
@@ -16,11 +16,11 @@ from longdraft.kernels import backend
 
 
 def _rsqrt(x):
-    return tl.rsqrt(x)  # looked up when it is called, where the interpreter has put its own
+    return tl.rsqrt(x)  # looked up when called, after the interpreter has patched it
 
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> backend.LigerLayers:
-    """The kernels, to be called with tensors of this machine's device."""
+    """The kernels, callable with tensors of this machine's device."""
     found = backend.liger_layers("cuda")
     assert found is not None
     if not torch.cuda.is_available():

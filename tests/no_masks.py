@@ -1,4 +1,4 @@
-"""A guard of prefill's memory: no pass over a prompt has a mask of its rows x the context.
+"""Guards prefill's memory: no pass over a prompt may have a mask of its rows x the context.
 
 The fixture `no_masks` is the class.
 """
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class NoMasks(TorchDispatchMode):
-    """Fails where a mask of more than `most_keys` keys for each of several queries is made or goes into attention."""
+    """Fails if a mask of several queries x more than `most_keys` keys is made or passed to attention."""
 
     def __init__(self, most_keys: int = 128):
         super().__init__()
@@ -20,7 +20,7 @@ class NoMasks(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
-        if _in_a_reference():  # in the place of a kernel
+        if _in_a_reference():  # a reference stands in for a kernel
             return found
         masks = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.dtype == torch.bool]
         if "attention" in str(func):

@@ -1,14 +1,14 @@
-"""What a kernel's error is measured by: plain arithmetic in the operands' precision, in one order on every machine.
+"""The yardstick for kernels' errors: plain arithmetic in the operands' precision, in one order on every machine.
 
 A kernel's error against fp64 (or fp32, for half precision) is at most twice that of these functions, a gradient's at
-most three times. PyTorch's own products and attention are no measure: in which order they sum, and so how well, differs
-from one processor, thread count and library to the next. Here sums run along the reduced dimension one number at a
-time, from the first to the last, in fp32; whole tensors are multiplied and added, each of which rounds once, the same
-everywhere. Results of products are rounded to the operands' dtype. Given fp64, everything is fp64: the truth.
-Exponentials and logarithms are taken in fp64, since PyTorch's in fp32 differ by processor. Any device.
+most three times. PyTorch's own products and attention cannot serve: their order of sums, and so their error, differs
+between processors, thread counts and libraries. Here sums run along the reduced dimension one number at a time, from
+first to last, in fp32; tensors are multiplied and added whole, and each operation rounds once, the same everywhere.
+Results of products are rounded to the operands' dtype. Given fp64, everything is fp64: the truth. Exponentials and
+logarithms are taken in fp64, since PyTorch's in fp32 differ by processor. Any device.
 
-The fixture `plain` hands these out. Shapes: N queries, M keys, H query heads, K key/value heads (head h reads key head
-h // (H / K)), d head width, before which any dimensions may stand; D hidden, V vocabulary.
+The fixture `plain` is this module. Shapes: N queries, M keys, H query heads, K key/value heads (head h reads key head h
+// (H / K)), d head width, before which any dimensions may stand; D hidden, V vocabulary.
 """
 
 from functools import reduce
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def wide(x: Tensor) -> Tensor:
-    """In the precision of sums."""
+    """x in the precision of sums."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -48,16 +48,16 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
-    """Of q [..., N, H, d], k and v [..., M, K, d] and sees, bool [..., N, M]; a query that sees nothing gives zeros.
+    """Attention of q [..., N, H, d] to k and v [..., M, K, d]. sees: bool [..., N, M]; a query that sees none gives 0.
 
-    Weights are rounded to the dtype before they meet the values, as in every kernel that multiplies in it.
+    Weights are rounded to the dtype before they are multiplied with the values, as in every kernel of that precision.
     """
     q, k, v = _heads_first(q, k, v)
     return product(_weights(q, k, sees).to(v.dtype), v).to(v.dtype).transpose(-3, -2)
 
 
 def attention_gradients(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v, for the output's gradient `grad` [..., N, H, d]."""
+    """The gradients of q, k and v, for the output's gradient `grad` [..., N, H, d]."""
     groups = q.shape[-2] // k.shape[-2]
     q, k, v = _heads_first(q, k, v)
     grad = grad.transpose(-3, -2)
@@ -66,13 +66,13 @@ def attention_gradients(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, grad: Ten
     d_scores = weights * (d_weights - total(weights * d_weights)[..., None]) * q.shape[-1] ** -0.5
     weights, d_scores = weights.to(v.dtype), d_scores.to(v.dtype)
     dq, dk, dv = (product(*factors).to(v.dtype) for factors in ((d_scores, k), (d_scores.mT, q), (weights.mT, grad)))
-    # What several heads read gets their gradients one after the other, as autograd adds them.
+    # A key head adds the gradients of its query heads one after the other, as autograd does.
     dk, dv = (reduce(torch.add, x.unflatten(-3, (-1, groups)).unbind(-3)) for x in (dk, dv))
     return dq.transpose(-3, -2), dk.transpose(-3, -2), dv.transpose(-3, -2)
 
 
 def cross_entropy(hidden_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(The sum of the losses, the states' gradient times `scale`); a label below 0 is none."""
+    """(The sum of the losses, the states' gradient times `scale`); labels below 0 are ignored."""
     hidden_MD, counts = hidden_MD.detach(), labels_M >= 0
     logits_MV = wide(linear(hidden_MD, weight_VD))
     labels_M = labels_M.clamp(min=0)[:, None]

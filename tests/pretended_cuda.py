@@ -1,5 +1,5 @@
-"""A CUDA device that is not there: tensors that say cuda:0 and hold their values on the CPU, and a watch over what is
-asked of them. What runs on a GPU alone then runs on any machine, and a test can tell where the host would wait.
+"""A simulated CUDA device: its tensors report cuda:0 but hold their values on the CPU, and every operation on them is
+observed. Code for GPUs then runs on any machine, and a test can tell where the host would wait.
 
     with PretendedCuda() as gpu:
         gpu.put(target.model)  # its weights and buffers
@@ -7,25 +7,24 @@ asked of them. What runs on a GPU alone then runs on any machine, and a test can
         Engine(target, drafter).generate(...)  # records its steps, as on CUDA
         assert not gpu.waits
 
-What it can show:
+What it shows:
 
-- `waits`: where the host would wait for what is queued. Values read (`item`, `tolist`, a branch, an index), results
-  whose size the values decide (`nonzero`, a mask as index), copies between host and device that are not queued (from or
-  to memory that is not pinned, a number put into one place of a tensor, a list as index), `torch.cuda.synchronize`, an
-  event that is waited for before anything is queued after it.
-- `late`: events waited for later than that, as `HostCopy` does. `queued`: copies that nobody waits for.
-- Tensors of two devices in one operation raise, as in PyTorch.
-- Recorded work (infer/graphs.py) runs under a ban of all waits and copies, at its first replay. Later ones are what a
-  CUDA graph does: the same operations on the same memory, whatever the host holds by then.
-- `calls`: which operations are called how often, views among them; kernels by their function, as "triton: choose".
-- `launches`: what the host launches outside of recorded work, replays among it, by operation and place.
+- `waits`: where the host would wait for queued work: reads of values (`item`, `tolist`, a branch, an index), results
+  whose size depends on values (`nonzero`, a mask as index), copies between host and device that are not queued (from or
+  to memory that is not pinned, a number assigned to one element, a list as index), `torch.cuda.synchronize`, a wait for
+  an event before anything is queued after it.
+- `late`: waits for events after later work was queued, as in `HostCopy`. `queued`: copies without a wait.
+- An operation on tensors of two devices raises, as in PyTorch.
+- The first replay of recorded work (infer/graphs.py) runs it with all waits and copies banned. Later replays do what a
+  CUDA graph does: the same operations on the same memory, whatever the host's values are by then.
+- `calls`: how often each operation is called, views included; kernels by their function, as "triton: choose".
+- `launches`: what the host launches outside recorded work, replays included, by operation and place.
 
-What it cannot show: anything of speed; a kernel's arithmetic, memory or launch, for Triton's kernels and Liger's are
-replaced by their references, as is flash-attention (segment_attention.py); what CUDA's libraries would choose.
-Memory that recorded work has made stays its own, so nobody notices who reads it after other work
-(tests/infer/test_graphs.py does). There is one device and one stream: nothing of races. A tensor of the host without
-dimensions goes into every operation, which is wrong for some (`cat`). What PyTorch makes in C++ by another tensor's
-options lies on the host.
+What it does not show: speed; a kernel's arithmetic, memory or launch, because references replace Triton's and Liger's
+kernels and flash-attention (segment_attention.py); what CUDA's libraries would choose. Memory that recorded work
+allocates is never reused, so a read of it after other work goes unnoticed (tests/infer/test_graphs.py checks that).
+There is one device and one stream, so no races. Every operation accepts a host tensor without dimensions, which is
+wrong for some (`cat`). A tensor that PyTorch makes in C++ with another tensor's options is on the host.
 
 The fixture `pretended_cuda` is this module.
 """
@@ -57,8 +56,8 @@ from longdraft.kernels import (
 
 DEVICE = torch.device("cuda:0")
 MEMORY = 80 * 2**30
-PEAK = 3 * 2**30  # of what tensors took
-# Operations whose result, or its size, the host has to know.
+PEAK = 3 * 2**30  # peak bytes of tensors
+# Operations that need a value on the host, for the result or its size.
 READS = {
     "_local_scalar_dense": "a value",
     "equal": "whether all is equal",
@@ -68,22 +67,22 @@ READS = {
     "unique_dim": "different values",
     "bincount": "counts",
 }  # fmt: skip
-# Beside views.
+# Besides views.
 NO_LAUNCHES = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", "_unsafe_view")
 INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")
 
 
 class Pretended(Tensor):
-    """A tensor on the device. `value`: the same on the CPU, in the same memory."""
+    """A tensor on the device. `value`: the CPU tensor with the same memory."""
 
     value: Tensor
-    # Functions are the device's to watch; else every result would be made one of this class.
+    # The device watches functions; otherwise every result would become an instance of this class.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, value: Tensor) -> "Pretended":
-        # PyTorch itself takes it for the CPU's: of a device that is not there it refuses even views.
-        made = value.as_subclass(cls)  # in less than half the time of `_make_wrapper_subclass`
+        # PyTorch itself takes it for a CPU tensor: for a missing device it refuses even views.
+        made = value.as_subclass(cls)  # takes less than half the time of `_make_wrapper_subclass`
         made.value = value
         return made
 
@@ -113,12 +112,12 @@ class Pretended(Tensor):
 
 
 def value_of(x: Any) -> Any:
-    """On the CPU what is on the device, in the same memory; everything else as it is."""
+    """The CPU tensor of a device's tensor, in the same memory; anything else unchanged."""
     return x.value if isinstance(x, Pretended) else x
 
 
 def _taken(x: Any, hosts: list[Tensor]) -> Any:
-    """The arguments of an operation with the values of the device's tensors in their places. `hosts` gets all other
+    """An operation's arguments with the device's tensors replaced by their values. `hosts` collects all other
     tensors."""
     if isinstance(x, Pretended):
         return x.value
@@ -130,7 +129,7 @@ def _taken(x: Any, hosts: list[Tensor]) -> Any:
 
 
 def _map(change: Callable[[Tensor], Any], x: Any) -> Any:
-    """The results of an operation with another for each tensor: as `tree_map`, in a fourth of its time."""
+    """An operation's results with `change` applied to each tensor: like `tree_map`, in a quarter of the time."""
     if isinstance(x, Tensor):
         return change(x)
     return type(x)([_map(change, one) for one in x]) if isinstance(x, (list, tuple)) else x
@@ -145,12 +144,12 @@ def _is_cuda(device: Any) -> bool:
 
 
 class PretendedCuda:
-    """The device, for as long as it is entered: operations are watched, `torch.cuda` has what decoding and training
-    call of it, Triton's kernels are their references, and `infer/graphs.py` records without CUDA.
+    """The device, as a context: inside, operations are watched, `torch.cuda` has the functions that decoding and
+    training call, Triton's kernels are their references, and `infer/graphs.py` records without CUDA.
 
     Attributes:
-        waits, late, queued, launches: what happened, and where in the project, by how often. See above.
-        calls: operations on the device.
+        waits, late, queued, launches: counts of what happened, with its place in the project. See above.
+        calls: counts of operations on the device.
     """
 
     def __init__(self):
@@ -178,7 +177,7 @@ class PretendedCuda:
         self._stack.close()
 
     def put(self, module: nn.Module) -> nn.Module:
-        """The module's weights and buffers, from now on the device's."""
+        """Move the module's weights and buffers to the device."""
         for part in module.modules():
             for name, weight in part._parameters.items():
                 if weight is not None and not isinstance(weight, Pretended):
@@ -195,7 +194,7 @@ class PretendedCuda:
             counted.clear()
 
     def count(self, owner: type, name: str) -> None:
-        """From now on `calls` has this method of the project too; those in recorded work count at each replay."""
+        """From now on count this method of the project in `calls`, too; calls in recorded work count at each replay."""
         function = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +205,7 @@ class PretendedCuda:
 
     @contextmanager
     def no_waits(self, why: str) -> Iterator[None]:
-        """Waits and copies between host and device raise here; `why` says where that is."""
+        """Inside, waits and copies between host and device raise; `why` names the context."""
         before, self._banned = self._banned, why
         try:
             yield
@@ -215,7 +214,7 @@ class PretendedCuda:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What happens here is not the project's."""
+        """Inside, waits and copies are not counted: they are not the project's."""
         before, self._counting = self._counting, False
         try:
             yield
@@ -223,7 +222,7 @@ class PretendedCuda:
             self._counting = before
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """As CUDA's recorder (`Graphs`): what it is given is done at every replay and not before."""
+        """Like CUDA's recorder (`Graphs`): runs `work` at every replay and not before."""
         tape, calls = [], Counter[str]()
 
         def replay() -> None:
@@ -239,7 +238,7 @@ class PretendedCuda:
                             for place, still in own:
                                 still.copy_(made[place])
                 return
-            tape.clear()  # of a first replay that failed
+            tape.clear()  # left by a first replay that failed
             before, self._tape = self.calls.copy(), tape
             try:
                 with self.no_waits("in recorded work"):
@@ -251,7 +250,7 @@ class PretendedCuda:
         return replay
 
     def _done(self, function: Callable[..., Any], args: Any, kwargs: dict, made: Any) -> Any:
-        """What a function made of values, which a replay makes again in the same memory."""
+        """`made`, the function's result; a replay computes it again in the same memory."""
         if self._tape is not None:
             given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
             found = [x if isinstance(x, Tensor) else None for x in tree_leaves(made)]
@@ -259,7 +258,7 @@ class PretendedCuda:
             self._tape.append((function, args, kwargs, own))
         return made
 
-    # What is seen.
+    # Counting.
 
     def _launch(self, what: str) -> None:
         self.calls[what] += 1
@@ -271,7 +270,7 @@ class PretendedCuda:
         self._see(self.waits, f"wait: {what}")
 
     def _copy(self, host: Tensor, to: str, non_blocking: bool) -> None:
-        """Between the device and this tensor of the host."""
+        """A copy between the device and this host tensor."""
         pinned = host.untyped_storage()._cdata in self._pinned
         self._see(
             *((self.queued, f"copy to the {to}") if non_blocking and pinned else (self.waits, f"copy to the {to}"))
@@ -285,10 +284,10 @@ class PretendedCuda:
 
     def _pin(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        self._pinned[storage._cdata] = storage  # held, so that no other memory gets its address
+        self._pinned[storage._cdata] = storage  # kept alive, so that no other memory gets its address
         return x
 
-    # What replaces CUDA and its kernels.
+    # Replacements of CUDA and its kernels.
 
     def _torch_cuda(self) -> dict[str, Any]:
         gpu = self
@@ -336,7 +335,7 @@ class PretendedCuda:
         }
 
     def triton_kernels(self, name: str, device_type: str) -> Any | None:
-        """In the place of `backend.triton_kernels`: each function by the reference of that name, where there is one."""
+        """Replaces `backend.triton_kernels`: each function is the reference of the same name, if there is one."""
         if device_type != "cuda":
             return None
         functions = OTHERWISE.get(name)
@@ -346,7 +345,7 @@ class PretendedCuda:
         return SimpleNamespace(**{key: self._kernel(key, reference) for key, reference in functions.items()})
 
     def liger_layers(self, device_type: str) -> backend.LigerLayers | None:
-        """In the place of `backend.liger_layers`; with gradients a kernel is the operations of its reference."""
+        """Replaces `backend.liger_layers`; with gradients, the operations of a kernel's reference run one by one."""
         if device_type != "cuda":
             return None
         own = backend.LigerLayers(rms_norm.rms_norm_reference, rms_norm.add_rms_norm_reference, gate.gate_reference)
@@ -372,7 +371,7 @@ class PretendedCuda:
         return launch
 
     def _unwatched(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """What the function makes of values. To watch what it does would take longer than all the rest."""
+        """Run the function on the CPU tensors. Watching its operations would take longer than everything else."""
         args, kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
         with _disable_current_modes():
             return tree_map(_on_device, self._done(function, args, kwargs, function(*args, **kwargs)))
@@ -380,7 +379,7 @@ class PretendedCuda:
     def varlen_attention(
         self, q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse: bool = False
     ) -> Any:
-        """In the place of flash-attention's (see `backend.varlen_attention`), with gradients."""
+        """Replaces flash-attention's (see `backend.varlen_attention`), with gradients."""
         self._launch("varlen attention")
         args = q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse
         if not torch.is_grad_enabled():
@@ -388,10 +387,10 @@ class PretendedCuda:
         with self.uncounted():
             return _varlen(*args)
 
-    # What is done with an operation.
+    # Handling of operations.
 
     def operation(self, func: Any, mine: bool, args: tuple, kwargs: dict) -> Any:
-        """An operation of PyTorch, as it comes to a device. mine: an argument is, or has, a tensor of the device."""
+        """Run a PyTorch operation as the device would. mine: an argument is, or contains, a tensor of the device."""
         call, name, free = KNOWN.get(func) or _known(func)
         hosts, device, pinned, named = list[Tensor](), None, False, kwargs
         values = [x.value if type(x) is Pretended else _taken(x, hosts) for x in args]
@@ -446,7 +445,7 @@ class PretendedCuda:
             raise RuntimeError(f"{name}: the host's tensor is put into the device's at {place()}")
         if any(not isinstance(index, Pretended) for index in indices):
             self.wait("an index of the host")
-        # A number in the places of a mask is filled in, without a list of places.
+        # Assigning a number through a mask is a fill, which needs no list of places.
         if masks and not (number and len(masks) == len(indices)):
             self.wait("places of a mask")
         elif number and not masks:
@@ -473,7 +472,7 @@ class _Operations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and to say so at each operation takes as long as it
+        return False  # nothing is compiled here, and disabling dynamo at each operation takes as long as the operation
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self._gpu.operation(func, Pretended in types, args, kwargs or {})
@@ -483,13 +482,13 @@ KNOWN: dict[Any, tuple[Callable[..., Any], str, bool]] = {}
 
 
 def _known(func: Any) -> tuple[Callable[..., Any], str, bool]:
-    """Of an operation of PyTorch what calls it, its name, and whether it launches nothing."""
+    """A PyTorch operation's function, its name, and whether it launches nothing."""
     name = func.overloadpacket.__name__
     return KNOWN.setdefault(func, (func._op, name, func.is_view or name in NO_LAUNCHES))
 
 
 def place(frames: int = 3) -> str:
-    """The innermost lines of the project on the stack, the last first."""
+    """The project's innermost lines on the stack, innermost first."""
     found, frame = list[str](), sys._getframe(1)
     while frame is not None and len(found) < frames:
         module = frame.f_globals.get("__name__", "")
@@ -499,7 +498,7 @@ def place(frames: int = 3) -> str:
     return " < ".join(found) or "a test"
 
 
-# Calls that PyTorch answers before they are operations of a device.
+# Calls that PyTorch handles before they become operations of a device.
 
 
 def _to(gpu: PretendedCuda, func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -558,7 +557,7 @@ FUNCTIONS: dict[tuple[Any, str], Callable[..., Any]] = {
 }
 
 
-# References of kernels that are called otherwise.
+# References whose signature differs from their kernel's.
 
 
 def _dense(q, keys, values, lengths, bits, depths, is_tree=True, window=None, n_splits=None) -> tuple[Tensor, Tensor]:
@@ -575,7 +574,7 @@ def _varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with
     borders = zip(pairwise(value_of(q_borders).tolist()), pairwise(value_of(k_borders).tolist()), strict=True)
     segments = [(*queries, *keys) for queries, keys in borders]
     assert most_queries == max(s[1] - s[0] for s in segments)
-    assert most_keys >= max(s[3] - s[2] for s in segments)  # of a cache's rows all that there may be
+    assert most_keys >= max(s[3] - s[2] for s in segments)  # may be all rows of a cache
     out, lse_NH = segment_attention.segment_attention_reference(q, k, v, segments, window)
     return (out, lse_NH.detach().T) if with_lse else out
 

@@ -1,6 +1,6 @@
-"""The house's rules, checked on the syntax trees: who may import whom, and by full names only.
+"""The architecture's rules, checked on syntax trees: which folder may import which, and only by full names.
 
-A rule is one test of all files, which names every place that breaks it."""
+Each rule is one test of all files, which names every line that breaks it."""
 
 import ast
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "launch": {"launch", "benchmarks", "train", "infer", "models", "kernels", "data_prep"},
 }
 OPTIONAL = {"triton", "flash_attn", "liger_kernel"}
-# Of torch.cuda, what asks or waits for the current device where none is named.
+# Functions of torch.cuda that use the current device if none is given.
 OF_A_DEVICE = {
     "synchronize", "current_stream", "default_stream", "Stream", "mem_get_info", "memory_allocated", "memory_reserved",
     "max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats", "memory_stats", "get_device_name",
@@ -33,7 +33,7 @@ FILES = sorted(path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """A file's syntax tree and all within it, the file itself first."""
+    """All nodes of a file's syntax tree, the module first."""
     return tuple(ast.walk(ast.parse(path.read_text())))
 
 
@@ -46,8 +46,8 @@ def _nothing_kept() -> Iterator[None]:
 
 @cache
 def imported(path: Path) -> tuple[tuple[str, int], ...]:
-    """Every module that a file imports and the line where, with `from a import b` as both `a` and `a.b`; of a relative
-    import the dots and what follows them."""
+    """Every module that a file imports, with its line. `from a import b` counts as both `a` and `a.b`; a relative
+    import keeps its dots."""
     found = []
     for node in nodes(path):
         if isinstance(node, ast.Import):
@@ -64,7 +64,7 @@ def place(path: Path, line: int = 1) -> str:
 
 
 def none_of(offenders: list[str]) -> None:
-    """Fails with a line for each."""
+    """Fail with one line per offender."""
     assert len(FILES) > 20 and not offenders, "\n".join([f"{len(offenders)} found:", *offenders])
 
 
@@ -106,7 +106,7 @@ def test_only_the_backend_and_triton_kernels_know_optional_packages():
         ours = path.relative_to(ROOT)
         if ours == Path("kernels/backend.py") or ours.parts[:2] == ("kernels", "triton"):
             continue
-        if ours.parts[0] == "benchmarks":  # which measures these packages themselves, and says where one is absent
+        if ours.parts[0] == "benchmarks":  # benchmarks measure these packages directly, and report absent ones
             continue
         offenders += [
             f"{place(path, line)} imports {name}; ask kernels/backend.py"
@@ -117,7 +117,7 @@ def test_only_the_backend_and_triton_kernels_know_optional_packages():
 
 
 def test_safetensors_are_written_by_our_own_helper():
-    """Its own `save_file` gives a file that nobody but its owner may read."""
+    """safetensors' own `save_file` writes a file that only its owner may read."""
     none_of(
         [
             f"{place(path, line)} imports {name}; ask models/files.py"
@@ -142,8 +142,8 @@ def test_no_handler_swallows_every_error():
 
 
 def test_every_question_to_cuda_names_its_device():
-    """Without one it is the current device that answers, which is GPU 0 whatever a target is on; an event without a
-    stream is that of the current device."""
+    """Without a device the current one answers, which is GPU 0 wherever the target is; an event without a stream
+    belongs to the current device."""
     offenders = []
     for path in FILES:
         for node in nodes(path):

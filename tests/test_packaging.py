@@ -47,7 +47,7 @@ def test_wheel_holds_every_module_and_recipe(wheel):
         f for f in tracked if f.startswith("configs/") and f.endswith((".yaml", ".jinja")) and (ROOT / f).exists()
     }
     wanted.add("infer/server/page.html")
-    # Of the C kernels the source is installed, and compiled where they run.
+    # The C kernels are installed as source and compiled where they run.
     wanted |= {f for f in tracked if f.startswith("kernels/cpu/") and (ROOT / f).exists()}
     assert {f"longdraft/{name}" for name in wanted} <= names
     assert not [
@@ -67,7 +67,7 @@ def test_who_only_decodes_need_not_install_what_trains_or_serves(wheel, extra):
 
 
 def without_extras(installed: Path, folder: Path, command: str, *others: str) -> subprocess.CompletedProcess:
-    """`longdraft` where the packages of no extra are installed, and none of these others."""
+    """Run `longdraft` with the packages of all extras, and `others`, made unimportable."""
     (folder / "hidden").mkdir()
     hide = f"import sys\nsys.modules.update(dict.fromkeys({sum(EXTRAS.values(), others)!r}))\n"
     (folder / "hidden" / "sitecustomize.py").write_text(hide)
@@ -88,7 +88,7 @@ def test_what_is_missing_is_named_with_the_remedy(command, extra, installed, tmp
 
 
 def test_a_draft_decodes_where_no_extra_is_installed(installed, tmp_path):
-    """And without what takes a second or two to import and nothing of this asks for."""
+    """It also works without packages that take a second or two to import and are not needed here."""
     options = "--prompt def --max-new-tokens 4 --target smollm2-135m --draft smollm2-135m-tokenswift"
     slow = "torch._dynamo", "transformers.modeling_utils", "scipy.optimize"
     done = without_extras(installed, tmp_path, f"generate {options}", *slow)
@@ -107,7 +107,7 @@ sys.exit(status)
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """The wheel's own files, put where pip puts them; what they need is the interpreter's."""
+    """The wheel's files, installed by hand; their dependencies come from the interpreter."""
     folder = tmp_path_factory.mktemp("site")
     options = ["--no-deps", "--no-index", "--no-compile", "--target", folder]
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, wheel], check=True)
@@ -122,7 +122,7 @@ def run_outside(command: list, installed: Path, cwd: Path) -> subprocess.Complet
 
 
 def test_wheel_measures_a_drafter(installed, tmp_path, shared):
-    """A whole `longdraft bench` outside the checkout, of which it loads nothing."""
+    """A full `longdraft bench` outside the checkout, from which it loads nothing."""
     text = "the cat sat on the mat and the dog sat on the log. " * 8
     (tmp_path / "text.txt").write_text(text)
     target = shared("tiny_checkpoint.py").save(tmp_path / "target", text, 290)

@@ -1,4 +1,4 @@
-"""tests/plain.py, by which kernels' errors are measured: right, and summed in the order that it promises."""
+"""tests/plain.py, the yardstick for kernels' errors, is correct and sums in the promised order."""
 
 import pytest
 import torch

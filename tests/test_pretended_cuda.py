@@ -1,4 +1,4 @@
-"""The pretended device itself: values are the CPU's, and each way to wait for a device is counted, or raises."""
+"""The simulated device itself: values equal the CPU's, and every way to wait for a device is counted or raises."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Pythons that setup.py admits: one list for all who ask, and code that each of them reads, whichever is at hand."""
+"""The Python versions that setup.py admits: all files agree on them, and all of them can parse the code."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ def test_all_tell_the_same():
     *most, last = admitted()
     assert f"Python {', '.join(most)} or {last}" in (ROOT / "README.md").read_text()
     oldest = admitted()[0]
-    settings = (ROOT / "pyproject.toml").read_text()  # what ruff and basedpyright hold the code against
+    settings = (ROOT / "pyproject.toml").read_text()  # the versions that ruff and basedpyright check against
     assert f'pythonVersion = "{oldest}"' in settings and f'target-version = "py{oldest.replace(".", "")}"' in settings
 
 
@@ -47,7 +47,7 @@ def test_another_python_is_refused_by_name(tmp_path):
 
 
 def test_every_file_is_read_by_all_of_them():
-    """By the oldest one's grammar, and without what is a warning in one of them and an error in the next."""
+    """The oldest version's grammar parses it, and no version warns of syntax that is an error in the next."""
     oldest = tuple(int(part) for part in admitted()[0].split("."))
     names = subprocess.run(["git", "-C", ROOT, "ls-files", "*.py"], check=True, capture_output=True, text=True).stdout
     files = [ROOT / name for name in names.split() if (ROOT / name).exists()]

@@ -1,4 +1,4 @@
-"""`make setup` where PyTorch sees a GPU and there is no CUDA toolkit: DeepSpeed's setup.py must not ask for one."""
+"""`make setup` where PyTorch sees a GPU but there is no CUDA toolkit: DeepSpeed's setup.py must not need one."""
 
 import os
 import subprocess
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# What DeepSpeed's setup.py does of each of its operations, before it builds none of them. The installed package holds
-# the modules that setup.py imports from beside itself.
+# What DeepSpeed's setup.py does with each of its operations before it builds none of them. The installed package has
+# the modules that setup.py imports from its own folder.
 ASKS = """
 import sys
 from importlib.util import find_spec
@@ -32,8 +32,8 @@ for operation in ALL_OPS.values():
     operation.is_compatible()
 print(f"{len(ALL_OPS)} operations asked")
 """
-# In the place of the interpreter: a pip in .venv that installs nothing and, for the step that installs DeepSpeed, asks;
-# and a python that only says what it was to import.
+# Replaces the interpreter: a pip in .venv that installs nothing, but runs ASKS in the step that installs DeepSpeed, and
+# a python that only records what it should import.
 PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p .venv/bin && cp pip .venv/bin/pip && cp imports .venv/bin/python ;;
@@ -68,5 +68,5 @@ def test_a_driver_is_enough(checkout):
     assert (checkout / "asked").read_text().endswith("operations asked\n")
     assert "import datasets, longdraft.train.loop" in (checkout / "imported").read_text()
     *_, torch, own = (checkout / "installed").read_text().splitlines()
-    # DeepSpeed's setup.py imports torch, whose CUDA builds need libraries of their own.
+    # DeepSpeed's setup.py imports torch, whose CUDA builds need their own libraries.
     assert "-e .[dev]" in own and torch.split()[-1].startswith("torch==") and "--no-deps" not in torch

@@ -1,4 +1,4 @@
-"""A tiny real checkpoint in Hugging Face's form, for what begins at a folder."""
+"""A tiny real checkpoint in Hugging Face's format, for tests that load a folder."""
 
 from pathlib import Path
 
@@ -18,8 +18,8 @@ def save(
     chat_template: str | None = None,
     ends: float = 1.0,
 ) -> Path:
-    """A random model of two layers and a tokenizer of bytes and what it learns from the text; token 0 ends a text,
-    the more often the larger `ends` is."""
+    """Save a random model of two layers and a byte-level BPE tokenizer trained on the text. Token 0 ends a text; a
+    larger `ends` makes it more likely."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -24,9 +24,9 @@ def make_tiny_target(
     seed: int = 0,
     **fields: Any,
 ) -> Target:
-    """A target with random weights, a fixed seed and no tokenizer; `std` is wide, so that logits are far apart.
+    """A target with random weights, a fixed seed and no tokenizer; `std` is large, so that logits are far apart.
 
-    fields: of DecoderConfig, in place of SHAPE's. rope: RoPE parameters as transformers writes them.
+    fields: fields of DecoderConfig that replace SHAPE's. rope: RoPE parameters in transformers' format.
     """
     shape = SHAPE | fields
     parameters = rope or {"rope_type": "default", "rope_theta": 10000.0}

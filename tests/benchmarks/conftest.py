@@ -1,4 +1,4 @@
-"""A run of the kernels' benchmarks on a machine of round numbers, and a tiny target that chats."""
+"""A run of the kernels' benchmarks on a machine of round numbers, and a tiny chat target."""
 
 import pytest
 import torch

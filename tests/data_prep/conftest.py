@@ -1,4 +1,4 @@
-"""Small tokenizers, a corpus in which all documents are different, and readers of what was prepared."""
+"""Small tokenizers, a corpus of distinct documents, and readers of prepared folders."""
 
 import json
 import random
@@ -20,7 +20,7 @@ Joined = dict[str, list[tuple[int, bool]]]
 
 
 def byte_level_tokenizer(sets_bos: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of some 300 ids with EOS `<|end|>`; with `sets_bos` it begins each text with `<|start|>`."""
+    """A byte-level BPE of some 300 ids with EOS `<|end|>`; with `sets_bos` it puts `<|start|>` before each text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,7 +53,7 @@ class Light:  # what prepare uses of a transformers tokenizer, without the secon
 
 @pytest.fixture(scope="session")
 def light() -> str:
-    """The beginning of a program: class `Light`, a tokenizer read from a file, for processes that tests start."""
+    """Source of class `Light`, a tokenizer read from a file, to begin the programs that tests start."""
     return LIGHT
 
 
@@ -68,10 +68,10 @@ def bos_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def make_sentencepiece(kind: str, words: Sequence[str], strips: bool = True) -> PreTrainedTokenizerFast:
-    """Like Llama 2's: words begin with ▁, and bytes are tokens.
+    """Like Llama 2's tokenizer: words begin with ▁, and bytes are tokens.
 
-    kind: "always" puts ▁ before every text by a normalizer, "first" and "never" are schemes of a pre-tokenizer. words:
-    tokens, each merged letter by letter. strips: whether decoding removes the first blank.
+    kind: "always": a normalizer puts ▁ before every text; "first" and "never": prepend schemes of a pre-tokenizer.
+    words: tokens, each merged letter by letter. strips: whether decoding removes the first blank.
     """
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "\n", *map(chr, range(33, 127))]
     tokens = dict.fromkeys([*tokens, *(word[:i] for word in words for i in range(2, len(word) + 1))])
@@ -129,9 +129,9 @@ def make_corpus() -> Callable[..., dict[str, bytes]]:
 
 @pytest.fixture(scope="session")
 def joined() -> Callable[..., Joined]:
-    """joined(folder) gives the documents of both splits, their pieces joined: name -> (token, whether the loss counts
-    it). Checks on the way that pieces are numbered 0.., that no document is in both splits, and that the loss counts no
-    filler."""
+    """joined(folder) returns the documents of both splits with their pieces joined: name -> (token, whether the loss
+    counts it). It also checks that pieces are numbered 0.., that no document is in both splits, and that the loss
+    counts no filler."""
 
     def read(folder: Path) -> Joined:
         found: dict[str, dict[int, list[tuple[int, bool]]]] = {}
@@ -154,8 +154,8 @@ def joined() -> Callable[..., Joined]:
 
 @pytest.fixture(scope="session")
 def read_back(joined) -> Callable[..., dict[str, bytes]]:
-    """read_back(folder, tokenizer, bos) decodes the documents of both splits: name -> bytes. BOS and EOS stand at the
-    ends alone."""
+    """read_back(folder, tokenizer, bos) decodes the documents of both splits: name -> bytes. Checks that BOS and EOS
+    are only at the ends."""
 
     def read(folder: Path, tokenizer: PreTrainedTokenizerBase, bos: Sequence[int] = ()) -> dict[str, bytes]:
         texts = {}

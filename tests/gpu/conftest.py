@@ -32,7 +32,7 @@ plain_tokens, seeded = _infer.plain_tokens, _infer.seeded
 
 @pytest.fixture
 def margins() -> type:
-    """`smallest`: how close the decisions of the last `plain_tokens` were, in logits."""
+    """`smallest`: the closest decision of the last `plain_tokens`, in logits."""
     return _infer.Margins
 
 

@@ -1,7 +1,7 @@
-"""Exactness for the runtime's tests: plain decoding's tokens, with proof that no decision of it was close.
+"""Exactness for the runtime's tests: plain decoding's tokens, with proof that none of its decisions was close.
 
-fp32 on the CPU. Passes of different widths differ in rounding, so a comparison of tokens also asserts that no decision
-of plain decoding was as close as ten times that difference: a failure is then a bug, not luck.
+fp32 on the CPU. Passes of different widths differ in rounding, so a comparison of tokens also asserts that every
+decision of plain decoding had a margin of more than ten times that difference: a failure is then a bug, not luck.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,11 +42,11 @@ class Proposer(Drafter):
         return TokenTree.from_paths(roots, paths)
 
     def on_step(self, state, tree, accepted, output):
-        assert output.logits is None  # it has not asked for them
+        assert output.logits is None  # it did not request them
 
 
 class Margins(SlotSampling):
-    """Records how close each decision was: the gap to the second choice, and of every filter border, in logits."""
+    """Records how close each decision was, in logits: the gap to the second choice and to every filter's border."""
 
     smallest = float("inf")
 
@@ -69,7 +69,7 @@ class Margins(SlotSampling):
             gap = torch.minimum(gap, ordered[params.top_k - 1] - ordered[params.top_k])
         if params.top_p < 1:
             mass = scaled.softmax(0).cumsum(0)
-            # Logits that change by e, up inside and down outside, move the mass m by 2 m (1 - m) e / T.
+            # If logits rise by e inside and fall by e outside, the mass m inside grows by 2 m (1 - m) e / T.
             slope = 2 * params.top_p * (1 - params.top_p) / params.temperature
             gap = torch.minimum(gap, (mass[:-1] - params.top_p).abs().min() / slope)
         if params.min_p:
@@ -87,7 +87,7 @@ class Margins(SlotSampling):
 
 
 def width_difference(target, prompt: Sequence[int]) -> float:
-    """The largest difference of a logit between one-row passes and a pass of all rows."""
+    """The largest difference of any logit between one-row passes and one pass of all rows."""
     tokens = torch.tensor([prompt])
     model = target.model
     whole, single = model.new_cache(1, len(prompt) + 1), model.new_cache(1, len(prompt) + 1)
@@ -101,8 +101,8 @@ def width_difference(target, prompt: Sequence[int]) -> float:
 
 @pytest.fixture(scope="session")
 def made(shared) -> Callable[..., tuple]:
-    """(name, put, others) -> a target, and the drafter of this name in test_exactness.py or in what `others` makes of
-    that module; several as a+b. Each network goes through `put`, as to a device.
+    """(name, put, others) -> a target, and the drafter of this name from test_exactness.py or from what `others`
+    returns for that module; several as a+b. `put` is applied to each network, e.g. to move it to a device.
     """
     exactness, make_target = shared("infer/test_exactness.py"), shared("tiny_target.py").make_tiny_target
     randomised = exactness.randomised
@@ -128,7 +128,7 @@ def proposer() -> type[Proposer]:
 
 @pytest.fixture
 def seeded() -> Callable[..., list[SamplingParams]]:
-    """(sampling, how many, new tokens) -> one SamplingParams a prompt, with seeds 1500, 1501, ..."""
+    """(sampling, number of prompts, new tokens) -> one SamplingParams per prompt, with seeds 1500, 1501, ..."""
     return lambda sampling, count, new: [replace(sampling, seed=1500 + i, max_new_tokens=new) for i in range(count)]
 
 
@@ -141,7 +141,7 @@ def plain_tokens(monkeypatch) -> Callable[..., list[list[int]]]:
         with monkeypatch.context() as patch:
             patch.setattr("longdraft.infer.slot_pool.SlotSampling", Margins)
             result = Engine(target).generate(prompts, params)
-        difference = width_difference(target, max(prompts, key=len)[-512:])  # a pass for each row takes long
+        difference = width_difference(target, max(prompts, key=len)[-512:])  # a pass per row is slow
         assert Margins.smallest > 10 * difference, (Margins.smallest, difference)
         return [generation.tokens for generation in result]
 
@@ -150,7 +150,7 @@ def plain_tokens(monkeypatch) -> Callable[..., list[list[int]]]:
 
 @pytest.fixture
 def memoryless(tiny_target) -> tuple[Target, LongSpec]:
-    """A target whose next token depends on the last one alone, and LongSpec's block that computes the same."""
+    """A target whose next token depends only on the last one, and a LongSpec block that computes the same."""
     target = tiny_target(vocab_size=61, std=0.5)
     block = LongSpec(LongSpecConfig.for_target(target.model.config, window=8, final_norm=True)).requires_grad_(False)
     for name, parameter in [*target.model.named_parameters(), *block.named_parameters()]:
@@ -167,7 +167,7 @@ def target(tiny_target):
 
 @pytest.fixture(scope="session")
 def prompts() -> Callable[..., list[list[int]]]:
-    """(lengths) -> so many tokens of that target each."""
+    """(lengths) -> prompts of these lengths, in tokens of that target."""
 
     def drawn(*lengths):
         generator = torch.Generator().manual_seed(11)

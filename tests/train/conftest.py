@@ -1,4 +1,4 @@
-"""What the trainer's tests share: a tiny Hugging Face target on disk, prepared rows, a config, ranks as processes."""
+"""Shared by the trainer's tests: a tiny Hugging Face target on disk, prepared rows, a config, ranks as processes."""
 
 import json
 import multiprocessing
@@ -30,8 +30,8 @@ from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
 
 VOCAB, SEQ_LEN, LONG = 97, 24, 312
 TOKENSWIFT = ["draft.out_norm_init=target"]
-# A softmax does not see what all keys of a query share, so some gradients of the keys' bias are rounding alone, which a
-# small eps would scale up to steps of full size.
+# A softmax ignores what all keys of a query share, so some gradients of the keys' bias are pure rounding error, which a
+# small eps would scale up to full steps.
 LONGSPEC = [
     "draft.method=longspec", "draft.window=6", "draft.noise=3", "draft.final_norm=true", "optimizer.eps=1e-5",
     "heldout.every=10",
@@ -42,7 +42,7 @@ ANCHORED = [
     *LONGSPEC, f"data.seq_len={LONG}", "data.positions=anchor_offset", "data.max_position=2000", "data.sinks=2",
     "data.query_share=0.5", "draft.draft_vocab_size=80", "train.global_batch=2", "train.micro_batch=1",
 ]  # fmt: skip
-# The loss changes within the run, and levels are drawn by weights.
+# The loss changes within the run, and levels are drawn by weight.
 ACCEPTANCE = [
     *ANCHORED, "train.loss=acceptance", "train.kl_steps=12", "train.level_weights=[1,0.5,0.25]", "heldout.every=10",
 ]  # fmt: skip
@@ -64,8 +64,8 @@ log: {{wandb: disabled}}
 
 @pytest.fixture(scope="session")
 def saved_model() -> Callable[..., Path]:
-    """(folder, config, seed) -> the folder, with a transformers model of this config. Its weights come from a seed of
-    our own, so that they do not depend on how transformers draws them."""
+    """(folder, config, seed) -> the folder, with a transformers model of this config. We draw its weights ourselves, so
+    that they do not depend on how transformers initialises."""
 
     def save(folder: Path, config: PretrainedConfig, seed: int = 7) -> Path:
         model, generator = AutoModelForCausalLM.from_config(config), torch.Generator().manual_seed(seed)
@@ -87,12 +87,12 @@ def target_folder(tmp_path_factory, saved_model) -> Path:
 
 @pytest.fixture(scope="session")
 def target(target_folder) -> Target:
-    """`target_folder` in fp32; only to be read."""
+    """`target_folder` in fp32; must not be changed."""
     return load_target(target_folder, torch.float32)
 
 
 def write_rows(folder: Path, n_rows: int, seed: int, seq_len: int = SEQ_LEN) -> None:
-    """A split of rows that hold two or three pieces, each a document, and a little padding. Of every four tokens the
+    """Write a split of rows with two or three pieces, each a document, and a little padding. Of every four tokens the
     third and fourth follow from the first, so that the first two heads have something to learn."""
     generator = np.random.Philox(key=np.array([seed, 0], dtype=np.uint64))
     rows, scale = [], seq_len // SEQ_LEN
@@ -109,7 +109,7 @@ def write_rows(folder: Path, n_rows: int, seed: int, seq_len: int = SEQ_LEN) -> 
 
 
 def write_split(folder: Path, rows: Sequence[Row], seq_len: int) -> None:
-    """A prepared split of these rows in one shard."""
+    """Write a prepared split of these rows in one shard."""
     folder.mkdir(parents=True)
     shard = write_shard(folder / "shard-00000.arrow", rows, seq_len, fill_id=0)
     manifest = {"format_version": FORMAT_VERSION, "seq_len": seq_len, "tokenizer_sha256": "none", "shards": [shard]}
@@ -141,7 +141,7 @@ def long_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def poisoned(tmp_path_factory, target_folder) -> list[str]:
-    """Overrides for a target that gives NaN for the last token, and for twelve rows of which one holds that token."""
+    """Overrides: a target that gives NaN for the last token, and twelve rows, one of which has that token."""
     folder = tmp_path_factory.mktemp("poisoned")
     shutil.copytree(target_folder, folder / "target")
     weights = load_file(target_folder / "model.safetensors")
@@ -166,16 +166,16 @@ def config_file(tmp_path_factory, target_folder, data_folder) -> Path:
 
 @pytest.fixture(scope="session")
 def fork() -> "Callable[[list[str], dict[str, str]], Forked]":
-    """(script and its arguments, environment) -> a process that has what takes long imported already."""
+    """(script and its arguments, environment) -> a process that has the slow imports done already."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     return Forked
 
 
 @pytest.fixture(scope="session")
 def start_ranks(config_file, fork) -> "Callable[..., list[subprocess.Popen] | list[Forked]]":
-    """`start_ranks(2, [{"train": [override, ...]}, ...])` starts that many ranks of ranks.py, or of another script.
+    """`start_ranks(2, [{"train": [override, ...]}, ...])` starts two ranks of ranks.py, or of another script.
 
-    They are forked from a process that has imported what takes long; with `fresh` they are processes of their own.
+    They are forked from a process that has done the slow imports; with `fresh` they are started anew.
     """
 
     def start(
@@ -214,7 +214,7 @@ class Forked:
         given = {"script": command[0], "arguments": command[1:], "environment": environment, "says": says}
         started = str(Path(__file__).with_name("started.py"))
         self._process = context.Process(target=runpy.run_path, args=(started, {"given": given}))
-        with _no_launcher():  # where the server starts, with one thread
+        with _no_launcher():  # the fork server starts here, with one thread
             self._process.start()
         reader.close()
         says.close()
@@ -258,7 +258,7 @@ def finish_ranks() -> "Callable[[Sequence[subprocess.Popen | Forked]], str]":
 
 @contextmanager
 def _no_launcher() -> Iterator[None]:
-    """An environment without a launcher's variables; afterwards, without those that a single rank sets."""
+    """An environment without a launcher's variables; on exit, removes those that a single rank sets."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             patch.setenv(name, "")  # so that the patch restores it
@@ -284,8 +284,7 @@ def alone() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def train_command() -> Callable[..., tuple[int, str]]:
-    """`train_command(config, ...)` runs launch/train.py in this process, and returns its status and all that it
-    printed."""
+    """`train_command(config, ...)` runs launch/train.py in this process, and returns its status and output."""
 
     def call(*arguments: object) -> tuple[int, str]:
         printed = StringIO()
@@ -298,7 +297,7 @@ def train_command() -> Callable[..., tuple[int, str]]:
     return call
 
 
-# Runs by their number of ranks: precision and ZeRO stage, of TokenSwift's chain and of LongSpec.
+# Runs by number of ranks, as precision-ZeRO stage: HEADS of TokenSwift's chain, BLOCKS of LongSpec.
 HEADS = {1: ["fp32-1", "fp32-3", "bf16-1", "bf16-3"], 2: ["fp32-1", "fp32-2", "fp32-3", "bf16-2", "bf16-3"]}
 WHOLE = ("fp32-1-1", "bf16-1-1", "fp32-2-1")
 BLOCKS = {1: ["fp32-1", "bf16-1"], 2: ["fp32-1", "fp32-3", "bf16-2"]}
@@ -310,8 +309,8 @@ def runs(tmp_path_factory, start_ranks, long_folder, poisoned) -> Path:
 
     {fp32,bf16}-{ranks}-{stage} of HEADS: linear_chain, 20 steps of WHOLE and 10 of the others; longspec-{fp32,bf16}-
     {ranks}-{stage} of BLOCKS: 8 of LongSpec; silu_chain, medusa, longspec, longspec-anchored: 20 on one rank in fp32,
-    for golden losses; acceptance, mix: other losses, and acceptance-again gone on with from step 10;
-    offload-{stage}, micro-{rows}, longspec-micro-1: what should be {longspec-,}fp32-1-1 again, over 10 and 8 steps;
+    for golden losses; acceptance, mix: other losses; acceptance-again: resumed from step 10; offload-{stage},
+    micro-{rows}, longspec-micro-1: should equal {longspec-,}fp32-1-1, over 10 and 8 steps;
     poisoned: 3 steps of LongSpec under ZeRO-3;
     output.txt: what one rank printed.
     """
@@ -355,4 +354,4 @@ def _alone(folder: Path, train: Callable[..., dict], long_folder: Path) -> list[
     for rows in (1, 4):
         actions.append(train(f"micro-{rows}", *TOKENSWIFT, f"train.micro_batch={rows}"))
     actions.append(train("longspec-micro-1", *LONGSPEC, *FEW, "train.micro_batch=1"))
-    return [*actions, train("fp32-1-1", *TOKENSWIFT)]  # which is finished, and says so
+    return [*actions, train("fp32-1-1", *TOKENSWIFT)]  # this run is finished, and says so
