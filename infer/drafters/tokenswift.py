@@ -79,7 +79,9 @@ class TokenSwiftDrafter(HeadsDrafter):
         self.target, self._draft_pass, self._selection = target, draft_pass, Selection(budget, fixed=SINKS)
         if draft_pass == "always":
             refuse_windows(target.model.config, "draft_pass='always'")
-        self._weight_bytes = sum(p.numel() * p.element_size() for p in target.model.parameters())
+        weights = list(target.model.parameters())
+        self._expert_bytes = sum(p.nbytes for p in weights if p.dim() == 3)  # only experts have three dimensions
+        self._weight_bytes = sum(p.nbytes for p in weights) - self._expert_bytes
         self._pass_allowed = draft_pass != "never" and not any(target.model.config.sliding_windows or ())
         # The tree of a proposal with a draft pass.
         self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)))
@@ -102,13 +104,17 @@ class TokenSwiftDrafter(HeadsDrafter):
 
     def _may_pass(self, batch: int, capacity: int) -> bool:
         """Whether the draft pass may ever be taken on a full cache of this size."""
-        return self._pass_allowed and (self._draft_pass == "always" or self._pass_pays([capacity] * batch))
+        pays = self._draft_pass == "always" or any(self._pass_pays([capacity] * n_slots) for n_slots in (1, batch))
+        return self._pass_allowed and pays
 
     def _pass_pays(self, lengths: Sequence[int]) -> bool:
-        """Whether weights and selected rows are less than half of weights and all rows. lengths: of the contexts."""
+        """Whether weights and selected rows are less than half of weights and all rows, where of experts each root
+        takes its own. lengths: of the contexts; 0 for a free slot."""
         config, dtype = self.target.model.config, self.target.model.embed_tokens.weight.dtype
         all_rows, selected = sum(lengths), sum(min(length, self._selection.budget) for length in lengths)
-        full, draft = (self._weight_bytes + size_of(cache_rows(config, n, dtype)) for n in (all_rows, selected))
+        taken = sum(map(bool, lengths)) * config.experts.per_token / config.experts.number if config.experts else 1.0
+        weights = self._weight_bytes + int(self._expert_bytes * min(1.0, taken))
+        full, draft = (weights + size_of(cache_rows(config, n, dtype)) for n in (all_rows, selected))
         return draft < PASS_SHARE * full
 
     def allocations(self, batch: int, capacity: int) -> Allocations:

@@ -16,6 +16,7 @@ from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.tree import PAD, TreeShape
 from longdraft.kernels.choice import gumbel_noise
+from longdraft.models.decoder_config import ExpertsConfig
 from longdraft.models.drafts.heads import TokenSwift, TokenSwiftConfig
 from longdraft.models.passes import Pass
 
@@ -213,6 +214,18 @@ def test_auto_takes_the_pass_where_it_reads_less_than_half(target, plain_tokens,
     for length, working, takes_pass in taken:
         assert takes_pass == (length > 40 * working)
     assert {(working, takes_pass) for _, working, takes_pass in taken} == {(2, True), (1, False), (1, True)}
+
+
+@pytest.mark.parametrize(("roots", "taken"), [(1, 0.25), (3, 0.75), (9, 1.0)])
+def test_of_experts_auto_counts_those_that_the_roots_take(tiny_target, roots, taken):
+    target = tiny_target(vocab_size=VOCAB, experts=ExpertsConfig(number=8, per_token=2, size=24, normalised=True))
+    drafter, config = drafter_for(target, budget=20), target.model.config
+    experts = sum(p.nbytes for layer in target.model.layers for p in (layer.mlp.gate_up_proj, layer.mlp.down_proj))
+    weights = sum(p.nbytes for p in target.model.parameters()) - (1 - taken) * experts
+    row = 2 * config.n_layers * config.n_kv_heads * config.head_dim * 4
+    border = int(weights / row) // roots + 2 * 20  # weights + selected rows = (weights + all rows) / 2
+    assert not drafter._pass_pays([border, 0] * roots) and drafter._pass_pays([border + 2, 0] * roots)
+    assert "selected cache" in drafter.allocations(9, border + 2)  # it may pay for some of the slots alone
 
 
 @pytest.mark.parametrize("ngrams", [0, 5])
