@@ -8,7 +8,8 @@ chooses as the target would, with the noise of the target's choices (infer/choic
 Shapes: B slots, T tokens of a pass, C chain, W rows of the cache, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -137,6 +138,13 @@ class SmallModelDrafter(DeviceDrafter):
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         most = accepted.nodes.shape[1]
         self._span, self._missing, self._usual = self._span + most, self._missing + most, max(FEW, 2 * most)
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Within, it drafts after roots that are taken back: the next one comes after the root that it begins with."""
+        span = self._span
+        yield
+        self._span, self._missing = min(span, self._span), -1  # the root is read
 
     def release(self) -> None:
         self._cache = None

@@ -9,6 +9,7 @@ infer/partial_cache.py. Shapes: B slots, C chain.
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -105,15 +106,16 @@ class TriForceDrafter(Drafter):
         state.run(("inner begin",), owners, self._begin)
         self._runner.state = replace(state, **self._own, history=self._history, logprobs=False)
         left = most
-        while left > 0:
-            # One pass too many costs far more than a wait, so the host waits after those that are needed in any case.
-            n_passes = math.ceil(left / (1 + self.inner.max_depth))
-            for _ in range(n_passes):
-                self._runner.step()
-                left_0 = state.run(("inner left", most), owners, partial(self._left, most))
-            left -= n_passes  # a pass commits one token at least
-            if left > 0:
-                left = int(left_0)
+        with self.inner.trying() if isinstance(self.inner, SmallModelDrafter) else nullcontext():
+            while left > 0:
+                # One pass too many costs far more than a wait, so the host waits after those needed in any case.
+                n_passes = math.ceil(left / (1 + self.inner.max_depth))
+                for _ in range(n_passes):
+                    self._runner.step()
+                    left_0 = state.run(("inner left", most), owners, partial(self._left, most))
+                left -= n_passes  # a pass commits one token at least
+                if left > 0:
+                    left = int(left_0)
         return state.run(("inner chain", most), owners, partial(self._chain, most))
 
     def _begin(self, state: SlotState) -> None:

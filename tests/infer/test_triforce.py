@@ -109,6 +109,27 @@ def test_a_small_model_reads_the_end_of_a_text_and_each_token_of_it_about_twice(
     assert sum(count for count in rows if count < 17) < 100 + 2 * result.stats.steps
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_within_triforce_a_small_model_begins_anew_only_when_its_cache_is_full(
+    target, small, monkeypatch, temperature, prompts
+):
+    """Whether most of the inner chains are taken back or not: what they added counts no longer."""
+    monkeypatch.setattr(SmallModelDrafter, "window", 64)
+    drafter, filled = TriForceDrafter(target, small, budget=32), []
+    plan = drafter.inner.plan
+
+    def watched(state, budget):
+        rows, planned = int(drafter.inner._cache.lengths.max()), plan(state, budget)
+        filled.extend([rows] if planned[2] else [])
+        return planned
+
+    drafter.inner.plan = watched
+    params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=120)
+    Engine(target, drafter, nodes=None).generate(prompts(80), params)
+    # Beside the next chain and what a step of each level may have committed.
+    assert len(filled) > 2 and min(filled[1:]) >= 64 - 6 - 7 - 3
+
+
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_a_full_cache_begins_anew_and_proposes_what_the_model_chooses_after_those_tokens(
     target, small, monkeypatch, gamma, prompts
