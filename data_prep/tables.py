@@ -153,7 +153,7 @@ def _parsed(value: Any, kind: pa.DataType) -> Any:
 
 def _mds_cell(encoding: str, raw: bytes) -> Any:
     kind, *parameters = encoding.split(":")
-    if kind == "str":
+    if kind in ("str", "bytes"):
         return raw
     if kind == "json":
         return json.loads(raw)

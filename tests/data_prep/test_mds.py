@@ -1,4 +1,4 @@
-"""MDS shards, as mosaicml-streaming 0.13.0 wrote those in `mds/`: plain, under zstd, and with a pickled column."""
+"""MDS shards that mosaicml-streaming 0.13.0 wrote, in `mds/`: plain, under zstd, with a pickled column, with bytes."""
 
 import io
 from pathlib import Path
@@ -47,6 +47,12 @@ def test_every_column_comes_back(kind):
             assert type(sample[name]) is type(value), name
             np.testing.assert_array_equal(sample[name], value)
             assert getattr(sample[name], "dtype", None) == getattr(value, "dtype", None), name
+
+
+def test_a_column_of_bytes_can_hold_the_text():
+    segments = scan(list_files([Source(path=str(WRITTEN / "bytes"))]), 1)[1]
+    found = [document.text for segment in segments for document in read_documents(segment)]
+    assert found == ["text é 0\n", "text é 1\n"]
 
 
 def test_only_what_is_asked_for_is_decoded():
