@@ -180,9 +180,9 @@ def _new_tokens(body: Chat | Completion, prompt_tokens: int, max_length: int, na
     room, asked = max_length - prompt_tokens, getattr(body, names["max_new_tokens"])
     if room < 1 or (asked is not None and asked > room):
         field = names["prompt" if room < 1 else "max_new_tokens"]
-        text = (
-            f"{field}: the prompt has {prompt_tokens} tokens, and with the new ones there may be {max_length}; "
-            "shorten the prompt, or ask for less"
+        text = (  # in OpenAI's words, by which litellm recognises it
+            f"{field}: this model's maximum context length is {max_length}, with the new tokens, and the prompt has "
+            f"{prompt_tokens}; shorten the prompt, or ask for less"
         )
         raise ApiError(400, text, field, "context_length_exceeded")
     return room if asked is None else asked

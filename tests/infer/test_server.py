@@ -311,11 +311,13 @@ def test_a_clients_body_is_answered_like_the_simple_one(service, asked, simply):
     ("path", "words", "limit"),
     [("chat/completions", 300, 4), ("chat/completions", 20, 9999), ("completions", 300, None)],
 )
-def test_a_prompt_that_is_too_long_is_known_by_its_code(service, path, words, limit):
+def test_a_prompt_that_is_too_long_is_known_by_its_code_and_words(service, path, words, limit):
     text = "x " * words
     body = {"messages": [{"role": "user", "content": text}]} if path.startswith("chat") else {"prompt": text}
     answer = post(service, path, **body | {"max_tokens": limit, "stream": True})
-    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == "context_length_exceeded"
+    assert "this model's maximum context length is" in error["message"]  # how litellm knows it
 
 
 def test_log_probabilities_of_a_chat_are_the_engines_whole_and_streamed(client, target):
