@@ -50,8 +50,8 @@ def accept(
     """Go down from each root along the target's choices, and write the new tokens to the history.
 
     On a CPU a choice is made only at nodes that a path reaches, so P is the length of the longest path. Elsewhere
-    reading a choice would wait for the device, so choices are made at all nodes, and P = 1 + max_depth; on a CPU those
-    would take longer than the pass.
+    reading a choice would wait for the device, so choices are made at all nodes, and P = 1 + max_depth. On a CPU
+    choices at all nodes would take longer than the pass.
 
     Args:
         tree: the verified tree; no node lies deeper than `max_depth`.
@@ -61,18 +61,18 @@ def accept(
         choices_BN = state.sampling.choose_all(logits_BNV, state.history, tree.tokens, positions_BN, ancestors_BNN)
         result = AcceptResult(*accepted_path(tree.tokens, tree.parents, choices_BN, state.active, max_depth))
         places_P = torch.arange(1, 2 + max_depth, device=logits_BNV.device)
-        # What comes after the path comes after the new root, and is void.
+        # Tokens after the path's end lie beyond the new root and are ignored.
         state.history.write(state.positions[:, None] + places_P, result.tokens)
         return result
     all_tokens, all_parents, _ = tree.lists
-    here = [0] * len(all_tokens)  # the node that each slot's path has reached, the last one where the path has ended
+    here = [0] * len(all_tokens)  # the last node of each slot's path so far
     alive = state.active.tolist()
     nodes, tokens, counts = [], [], [0] * len(here)
     for depth in range(max_depth + 1):
         # One slot's row is a view; of several slots the rows are gathered.
         logits_BV = logits_BNV[:, here[0]] if len(here) == 1 else logits_BNV[torch.arange(len(here)), here]
         chosen_B = state.sampling.choose(logits_BV, state.history, state.positions + depth)
-        # For a path that has ended already, this comes after the new root and is void.
+        # For a path that has ended, this lies beyond the new root and is ignored.
         state.history.write((state.positions + depth + 1)[:, None], chosen_B[:, None])
         nodes.append(list(here))
         tokens.append(chosen_B)

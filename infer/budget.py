@@ -1,18 +1,18 @@
 """Decides what a step drafts and verifies, by expected tokens per second.
 
-What it learned is in infer/costs.py; no other file uses measured times.
+Its measurements are in infer/costs.py; no other file uses measured times.
 
-A step takes the seconds of its draft, by stages, and of the target's pass, by width. It is expected to commit the
-root's choice and, for each verified node, the chance that it is reached: the product of the rates along its path. A
-stage is a pass of the draft that adds a level to the tree. In the order of a step:
+A step costs the seconds of its draft, which depend on the number of stages, and of the target's pass, which depend on
+the width. A stage is a pass of the draft that adds a level to the tree. The expected number of committed tokens is one
+plus each verified node's chance of acceptance: the product of the rates along its path. In the order of a step:
 
 1. `Policy.rests` says whether there is a proposal at all.
 2. `Policy.budget` begins a proposal. `Budget` goes to the drafter and says how many stages it runs: chosen before the
    first one where the host may not wait for the device, else from stage to stage.
-3. `Policy.prune` keeps the nodes worth verifying, at the width that `decide` chooses. Of a tree on a device, for which
-   the host may not wait, `decide` is called when the step is read, and chooses the width of a later step.
-4. `Policy.learn` and `Policy.record` take what the step taught, when it is read. Nodes that were not verified are
-   learned from too: the committed tokens tell which of them were right.
+3. `Policy.prune` keeps the nodes worth verifying, at the width that `decide` chooses. For a tree on a device, for which
+   the host must not wait, `decide` is called when the step is read, and chooses the width of a later step.
+4. `Policy.learn` and `Policy.record` update the measurements when the step is read. Pruned nodes count too: the
+   committed tokens show which of them were right.
 
 Only speed depends on this, never a token. Shapes: B slots, N nodes, C classes.
 """
@@ -34,39 +34,39 @@ from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, Lists, TokenTree
 from longdraft.kernels.transfer import fill_from_host
 
-# Query tokens a slot that a pass may have, where the policy chooses; the widest is the drafter's own.
+# Widths that the policy may choose: query tokens of a pass for each slot. The widest one is the drafter's own.
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 RECORDED_WIDTHS = (1, 4, 8, 16, 32, 64, 128)  # each is recorded; and a GPU takes hardly longer for a few more
 ALL_STAGES = 1000  # more than any drafter has
-# A wider pass, or a stage after several nodes, must promise this much more speed; less is noise of the measurements.
+# A wider pass, or a stage after several nodes, must promise a speed higher by this factor; less is measurement noise.
 HURDLE = 1.05
-# While proposals do not pay, they come so seldom that they take this fraction of plain decoding's time.
+# While proposals do not pay, they are tried so rarely that they cost this fraction of plain decoding's time.
 TRYING = 0.01
-# A request that begins fewer steps after the last trial of the drafter does without one.
+# A new request tries the drafter again only if the last trial began at least this many steps ago.
 TRIAL_EVERY = 32
-# One proposal in so many runs a stage more than pays, so that its seconds and chance stay known.
+# One proposal in this many runs one stage more than pays, so that the stage's seconds and rate stay known.
 EXPLORE_EVERY = 32
 # Before it is measured, each further query token is assumed to cost this fraction of a pass of one token.
 ROW_COST = 0.04
 
 
 def widths_up_to(max_nodes: int, automatic: bool, recorded: bool = False) -> list[int]:
-    """Widths a pass may have: the root alone, the root with all nodes, and some between. Where work is recorded, only
-    the policy has these."""
+    """Widths a pass may have: the root alone, the root with all nodes, and some between, which recorded work has only
+    if `automatic`."""
     between = RECORDED_WIDTHS if recorded else WIDTHS
     return [1, *(width for width in between if (automatic or not recorded) and width <= max_nodes), 1 + max_nodes]
 
 
 class Policy:
-    """Learns rates and seconds, and chooses by them.
+    """Measures rates and seconds, and decides by them what to draft and to verify.
 
     Args:
         n_classes: the drafter's number of node classes.
         widths: query tokens that a pass may have, 1 included.
-        automatic: False verifies every proposal whole.
+        automatic: False verifies all nodes of every proposal.
         stages: for each class, the stage of the proposal that it comes from (`Drafter.class_stages`).
-        on_host: whether the host reads results without waiting for a device. A query token in each of B slots is then
-            assumed to cost as much as B of one slot, before it is measured.
+        on_host: whether the host reads results without waiting for a device. Before measurements, a query token in each
+            of B slots is then assumed to cost as much as B in one slot.
 
     Attributes:
         width: the width chosen last. stages_run: how many stages the current or the last proposal runs.
@@ -83,7 +83,7 @@ class Policy:
     ):
         self.widths, self.automatic, self._on_host = tuple(sorted(set(widths))), automatic, on_host
         self.stage_of_class, self.n_stages = tuple(stages), max((1, *stages))
-        # After the rates of the nodes' classes, those of each stage where the one above is right.
+        # The rates of the nodes' classes, then each stage's: how often it is right where the stage above it is.
         zeros, self._stages_from = [0.0] * (n_classes + 1 + self.n_stages), n_classes
         self._earlier = Rates(zeros, zeros.copy(), EARLIER_FADING)  # of all requests so far
         self._seconds: dict[int, tuple[Seconds, Seconds]] = {}  # by the number of slots
@@ -96,19 +96,19 @@ class Policy:
         self.start_request()
 
     def start_request(self) -> None:
-        """Begin a request, with the rates of all earlier ones, and give the drafter a new trial, if the last one began
+        """Start a request with the rates of all earlier ones. Try the drafter again if its last trial began at least
         TRIAL_EVERY steps ago."""
         self._rates = self._earlier.passed_on()
         if self._steps_since_trial < TRIAL_EVERY:  # short answers, or many slots: trials alone would cost too much
             return
         self._steps_since_trial = 0
-        # Of the last proposals, what was expected and what came, over plain decoding.
+        # Expected and measured speed of the last proposals, relative to plain decoding.
         self._expected, self._gains = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
         self._steps_off = 0  # how many steps from now on go without a proposal
 
     @contextmanager
     def rehearsing(self, width: int, stages: int) -> Iterator[None]:
-        """Within, steps have this width, with a proposal of so many stages, or without one, and nothing is decided."""
+        """In this context steps have this width and this many proposal stages (0: no proposal); nothing is decided."""
         self._rehearsed = width, stages
         try:
             yield
@@ -116,7 +116,7 @@ class Policy:
             self._rehearsed = None
 
     def start_step(self, n_slots: int) -> None:
-        """Begin a step in which `n_slots` slots take part. Costs are learned for each number of slots by itself."""
+        """Begin a step in which `n_slots` slots take part. Costs are measured separately for each number of slots."""
         if n_slots not in self._seconds:
             passes = Seconds(self.widths, ROW_COST * (n_slots if self._on_host else 1))
             self._seconds[n_slots] = passes, Seconds(range(1, 1 + self.n_stages), 1.0)
@@ -134,9 +134,9 @@ class Policy:
         return next(wider for wider in self.widths if wider >= width)
 
     def _choose(self, expected: Sequence[float], stages: int) -> tuple[float, int]:
-        """The most tokens a second, and the number of nodes that brings them; HURDLE counts against more than the root.
+        """The most expected tokens a second and their number of nodes. Widths above 1 count with their speed / HURDLE.
 
-        expected: [w - 1], tokens of the w best nodes. stages: of the proposal.
+        expected: entry [w - 1] is the expected tokens of the w best nodes. stages: of the proposal.
         """
         drafting = self.drafting.table[stages] if self.drafting.medians else 0.0
         speed, nodes = expected[0] / (self.passes.table[1] + drafting), 1
@@ -149,15 +149,15 @@ class Policy:
         return speed, nodes
 
     def decide(self, expected: list[float]) -> None:
-        """Choose the width with the most expected tokens a second. expected: [w - 1], tokens of the w best nodes."""
+        """Choose the width with the most expected tokens a second. expected: as in `_choose`."""
         speed, self.width = self._choose(expected, self.stages_run)
         self._expected.append(speed * (HURDLE if self.width > 1 else 1.0) * self.passes.table[1] / expected[0])
 
     def prune(self, tree: TokenTree, state: SlotState) -> tuple[TokenTree, Tensor | None]:
-        """Keep the nodes of `tree` that are worth a step, best first, padded to one of the widths.
+        """Keep the nodes of `tree` that are worth verifying, best first, padded to one of the widths.
 
         Returns: the pruned tree; and the expected tokens by width, which `decide` must get once the host has read them.
-            None where it has decided already.
+            None if it has decided already.
         """
         rehearsed, stages = self._rehearsed or (0, 0)
         if not self.automatic or (tree.width == 1 and not stages):
@@ -177,13 +177,13 @@ class Policy:
         return state.run(("prune", width), (self._rates_C,), partial(_best, width, self._rates_C), tree)
 
     def _worth(self, tree: TokenTree) -> Tensor:
-        """fp32 [B, N]: each node's chance to be reached, 0 for padding. It is computed from lists, because a matrix of
+        """fp32 [B, N]: each node's chance of acceptance, 0 for padding. It is computed from lists, because a matrix of
         ancestors costs far more for thousands of nodes."""
         of_slots = enumerate(tree.lists.parents)
         return torch.tensor([worth_of(it, tree.lists.classes_of(slot), self._rates.values) for slot, it in of_slots])
 
     def budget(self, max_nodes: int, working: Sequence[int]) -> "Budget":
-        """Begin a proposal of at most `max_nodes` nodes. working: the slots with a request.
+        """Start a proposal of at most `max_nodes` nodes. working: the slots with a request.
 
         The first proposal runs all stages, so that their seconds are known.
         """
@@ -203,8 +203,8 @@ class Policy:
         return Budget(max_nodes, self.stages_run)
 
     def goes_on(self, tree: TokenTree, first_class: int) -> bool:
-        """Whether one more stage pays after `tree`, which the draft has proposed so far. The stage is taken to add a
-        child to every node of the last one, right as often as it was, whether it extends all of them or the best.
+        """Whether one more stage pays after `tree`, which the draft has proposed so far. The stage is assumed to add a
+        child to every node of the last one, at the stage's own rate, whether it extends all of them or the best.
         first_class: the first of the draft's own classes among the policy's."""
         proposal, now, then, stage, hurdle = tree.lists, list[list[float]](), list[list[float]](), 1, 1.0
         for slot in self._working:
@@ -214,7 +214,7 @@ class Policy:
             stage = max(stages)
             chance = self.chance(1 + stage)
             children = [chance * worth[node] for node, its_stage in enumerate(stages) if its_stage == stage]
-            if len(children) > 1:  # the chance is that of all of them together, and is counted for each
+            if len(children) > 1:  # the rate is that of all of them together, but counts for each
                 hurdle = HURDLE
             now.append(worth)
             then.append(worth + children)
@@ -226,19 +226,19 @@ class Policy:
         return pays
 
     def _speed(self, worths: Iterable[Iterable[float]], stages: int) -> float:
-        """Tokens a second at the best width. worths: for each slot, its nodes' chances to be reached, the root's too.
-        stages: of the proposal."""
+        """Tokens a second at the best width. worths: each slot's nodes' chances of acceptance, root included. stages:
+        of the proposal."""
         of_nodes = map(sum, zip_longest(*(sorted(worth, reverse=True) for worth in worths), fillvalue=0.0))
         return self._choose(list(accumulate(of_nodes)), stages)[0]
 
     def chance(self, stage: int) -> float:
-        """How often this stage holds the right token where the one above does. A stage that was never tried is taken to
-        be as good as the one above it."""
+        """How often this stage has the right token where the stage above has it. A stage that was never tried is
+        assumed to be as good as the one above it."""
         above = {} if stage == 1 else {"before": self.chance(stage - 1)}
         return self._rates.rate(self._stages_from + stage, **above)
 
     def learn(self, slot: int, proposal: Lists, committed: Sequence[int]) -> None:
-        """Learn which nodes of a slot's whole proposal were right. committed: the new tokens after the root."""
+        """Update the rates by a slot's proposal, pruned nodes included. committed: the new tokens after the root."""
         found = list(_judged(proposal, slot, committed))
         events = found.copy()
         if self.n_stages > 1:
@@ -254,13 +254,13 @@ class Policy:
     def record(
         self, width: int, seconds: float, draft_seconds: float, tokens: float, stages: int = 1, typical: bool = True
     ) -> None:
-        """Learn what a step cost, and give the drafter a rest where its last proposals did not pay.
+        """Record the cost of a step, and pause the drafter if its last proposals did not pay.
 
         Args:
             width: query tokens of its pass.
             seconds: of the whole step. draft_seconds: of the proposal in it. stages: of the proposal.
-            tokens: new ones a slot that took part.
-            typical: False where it did what later steps will not do again; then its time says nothing.
+            tokens: new tokens per slot that took part.
+            typical: False if the step did work that later steps do not repeat; its time is then ignored.
         """
         self._steps_since_trial += 1
         if typical:
@@ -281,7 +281,7 @@ class Budget:
     Attributes:
         max_nodes: the most nodes below each root.
         stages: the most passes of the draft.
-        policy: decides from stage to stage whether a further one pays; None: `stages` are run.
+        policy: decides after each stage whether another one pays; None: all `stages` are run.
         first_class: the first of the drafter's own classes among the policy's.
     """
 
@@ -296,7 +296,7 @@ class Budget:
 
 
 def _best(width: int, rates_C: Tensor, state: SlotState, tree: TokenTree) -> tuple[TokenTree, Tensor]:
-    """What `prune` returns, without the host: the `width` nodes that are worth most, and the expected tokens."""
+    """`prune` on the device: the `width` nodes with the best chances, and the expected tokens by width."""
     classes_BN = tree.classes
     if classes_BN is None:
         classes_BN = torch.arange(tree.width, device=rates_C.device).expand(tree.tokens.shape)
@@ -311,12 +311,12 @@ def _best(width: int, rates_C: Tensor, state: SlotState, tree: TokenTree) -> tup
 
 
 def _expected(worth_BN: Tensor, active_B: Tensor) -> Tensor:
-    """[w - 1], the tokens expected of the w best nodes of the slots that take part. worth_BN: in descending order."""
+    """Entry [w - 1]: expected tokens of the w best nodes, summed over active slots. worth_BN: in descending order."""
     return (worth_BN * active_B[:, None]).sum(0).cumsum(0)
 
 
 def worth_of(parents: Sequence[int], classes: Sequence[int], rates: Sequence[float]) -> list[float]:
-    """Each node's chance to be reached: the product of the rates along its path. The root's is 1, padding's 0."""
+    """Each node's chance of acceptance: the product of the rates along its path. The root's is 1, padding's 0."""
     worth = [1.0]
     for parent, kind in zip(parents[1:], classes[1:], strict=True):
         worth.append(worth[parent] * rates[kind] if parent >= 0 else 0.0)

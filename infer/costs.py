@@ -1,4 +1,4 @@
-"""What decoding measures about itself: seconds by size, and rates by class. infer/budget.py decides by it."""
+"""The measurements by which infer/budget.py decides: seconds by size, and hit rates by class."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,14 +6,15 @@ from statistics import median
 
 import numpy as np
 
-# Steps of which a median of seconds or a mean of gains is taken.
+# A median of seconds or a mean of gains is over this many steps.
 RECENT = 8
-# A size's seconds are forgotten after this many steps without it: measured in a slow moment, it would never be tried
-# again.
+# A size's seconds are forgotten after this many steps without it; a size measured in a slow moment would otherwise
+# never be tried again.
 STALE = 128
-# A class that was never seen is right this often, which counts as one trial.
+# The prior rate of a class, which counts as one trial.
 FIRST_RATE = 0.3
-# A request starts with the rates of earlier ones, which count as EARLIER trials. Its trials fade, and theirs.
+# A request starts with the rates of earlier ones, which count as at most EARLIER trials. Each trial decays the
+# request's own counts by FADING, and those of all requests by EARLIER_FADING.
 EARLIER, FADING, EARLIER_FADING = 12.0, 0.97, 0.999
 
 
@@ -21,7 +22,7 @@ class Seconds:
     """Measured seconds by size, for a fixed list of sizes: query tokens of a pass, or stages of a proposal.
 
     Args:
-        per_unit: what one unit more is taken to cost before it is measured, as a fraction of the smallest size's cost.
+        per_unit: assumed cost of one unit more before it is measured, as a fraction of the smallest size's cost.
 
     Attributes:
         medians: the median seconds of the last steps, by measured size.
@@ -37,7 +38,7 @@ class Seconds:
         self.table = {size: 1 + per_unit * (size - self._sizes[0]) for size in self._sizes}
 
     def record(self, size: int, seconds: float) -> None:
-        """Note what a step of this size took."""
+        """Add the measured seconds of a step of this size."""
         self._steps += 1
         self._last_step[size] = self._steps
         self._samples.setdefault(size, deque(maxlen=RECENT)).append(seconds)
@@ -54,7 +55,7 @@ class Seconds:
 
 
 class Rates:
-    """How often events of each class happened. Attributes: values: the rates, never quite 0 or 1."""
+    """Hit rates by class. Attributes: values: the rates, limited to 0.001 to 0.999."""
 
     def __init__(self, hits: list[float], trials: list[float], fading: float):
         self._hits, self._trials, self._fading = hits, trials, fading
@@ -67,7 +68,7 @@ class Rates:
         self.values[kind] = self.rate(kind)
 
     def rate(self, kind: int, before: float = FIRST_RATE) -> float:
-        """The rate of a class. before: what it is before the first trial."""
+        """The rate of a class. before: the prior, which counts as one trial."""
         return min(max((self._hits[kind] + before) / (self._trials[kind] + 1), 1e-3), 0.999)
 
     def passed_on(self) -> "Rates":

@@ -1,7 +1,7 @@
-"""The engine: prompts in, generations out, on slots that take the next prompt as soon as one is done.
+"""The engine decodes prompts with continuous batching: a slot takes the next prompt as soon as it is free.
 
-The loop is `_decode`; infer/slot_pool.py puts prompts into slots, infer/runner.py takes a step. Plain decoding is the
-same loop with a drafter that proposes only roots.
+The loop is `_decode`; infer/slot_pool.py prefills prompts into slots, infer/runner.py takes a step. Plain decoding is
+the same loop with a drafter that proposes only roots.
 """
 
 import logging
@@ -24,10 +24,10 @@ from longdraft.models.schema import Bool, Instance, Str, validated
 from longdraft.models.target import Target
 
 GREEDY = SamplingParams()
-# What a server records before its first request; other kinds are recorded with the first request of each.
+# The kinds of sampling that a server records before its first request; any other kind is recorded at its first use.
 SERVED = (GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 MOST_SLOTS = 8
-POSITIONS = 2048  # a larger cache has a multiple of them, as far as max_length allows
+POSITIONS = 2048  # a larger cache is rounded up to a multiple of this, up to max_length
 # Called between two steps; returns the newly arrived requests, or None when no more will arrive. The argument says
 # whether the engine is idle, so that the call may block.
 Arrivals = Callable[[bool], Sequence[Request] | None]
@@ -38,27 +38,27 @@ class Engine:
 
     Args:
         target: from `load_target`.
-        drafter: a name from `infer/drafters/build.py`, or a Drafter, which only one engine at a time can decode with.
+        drafter: a name from `infer/drafters/build.py`, or a Drafter, which serves one engine at a time.
         draft: the trained draft of a named drafter: a draft folder or a loaded module.
-        nodes: how many of the proposed nodes a step verifies: "auto" learns what pays (infer/budget.py), a number is
-            the most, None is all. Only speed depends on it.
-        slots: sequences decoded together; None is one per prompt, at most 8, and 8 for `serve`. More prompts wait for a
-            free slot.
+        nodes: how many of the proposed nodes a step verifies: "auto" decides by measured speed (infer/budget.py), a
+            number is an upper limit, None verifies all. Only speed depends on it.
+        slots: how many sequences are decoded together. None: one per prompt, at most 8; 8 for `serve`. Further prompts
+            wait for a free slot.
         max_length: positions a sequence may have; None is the target's own limit. The cache is allocated for what a
-            call needs (a power of two up to 2,048 and then a multiple of that) and kept for the next call.
+            call needs, rounded up to a power of two or, above 2,048, to a multiple of that, and kept for the next call.
         prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
         options: keyword arguments of a named drafter.
-        graphs: whether work is recorded before the first request and then replayed (infer/graphs.py); None: where it
-            can be, which is on CUDA. Only speed depends on it.
-        keep_prompts: whether a prompt of several prefill passes reuses the keys and values of an earlier one that began
-            alike, by whole passes, so that they have the bits that they would have anew. Changed weights are noticed
-            where PyTorch counts the writes, which `weight.data` and fused optimizers evade, and through `refresh`;
-            nothing is kept while weights require gradients.
-        log: called with a line about what will be allocated; None is the logger "longdraft", level INFO.
+        graphs: whether to record work as CUDA graphs before the first request and replay it (infer/graphs.py). None:
+            where possible. Only speed depends on it.
+        keep_prompts: prefix caching: whether a prompt of several prefill passes reuses the keys and values of an
+            earlier prompt with the same prefix. Only complete passes are reused, so the bits are those of a fresh
+            prefill. Changed weights are noticed through PyTorch's count of writes, which `weight.data` and fused
+            optimizers bypass, and through `refresh`. Nothing is kept while weights require gradients.
+        log: receives lines about allocations and recordings; None is the logger "longdraft", level INFO.
     """
 
     @validated
-    @torch.inference_mode(False)  # what is kept for later calls must not be tensors of the caller's inference mode
+    @torch.inference_mode(False)  # tensors kept for later calls must not be inference tensors of the caller
     def __init__(
         self,
         target: Instance[Target],
@@ -80,7 +80,7 @@ class Engine:
         if isinstance(drafter, str):
             drafter = build_drafter(drafter, target, draft, options or {})
         elif draft is not None or options:
-            raise ValueError("draft and options go with a drafter's name; a Drafter instance already has its own")
+            raise ValueError("draft and options apply to a named drafter; a Drafter instance already has its own")
         self.target, self.slots, self.drafter = target, slots, drafter
         self.max_length = max_length or limit
         self.runner = Runner(target.model, drafter, nodes, graphs)
@@ -105,20 +105,19 @@ class Engine:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
     ) -> Generator[Piece]:
-        """Like `generate`, but yields every sequence's tokens as soon as they are committed. Closing it ends all
-        sequences."""
+        """Like `generate`, but yields every sequence's tokens as soon as they are committed. Closing the generator ends
+        all sequences."""
         return self._decode(*self._prepare(prompts, params))
 
     @torch.inference_mode(False)
     def reserve(self) -> None:
-        """Allocate what `serve` needs and record its work, which it otherwise does at its start. Raises ValueError
-        where there is too little memory."""
+        """Allocate the memory and record the work that `serve` needs; otherwise `serve` does so when it starts. Raises
+        ValueError if memory is too small."""
         self.pool.start(self.slots or MOST_SLOTS, self.max_length, SERVED, self._log)
 
     def serve(self, arrivals: Arrivals) -> Generator[Piece]:
-        """Like `stream`, for requests that come while others run (`read_requests` makes them; each needs its own
-        index). A request takes the first free slot and does not wait for running ones. Slots are allocated for
-        `max_length`."""
+        """Like `stream`, for requests that arrive while others run. `read_requests` makes requests; each needs its own
+        index. A request starts as soon as a slot is free. Slots are allocated for `max_length`."""
         self._cancelled.clear()
         return self._decode((), self.slots or MOST_SLOTS, self.max_length, arrivals)
 
@@ -134,7 +133,7 @@ class Engine:
         if self.drafter.user is not self:
             self._cancelled.clear()
         longest = max((len(one.prompt) + one.sampling.max_new_tokens for one in requests), default=0)
-        # A little longer text must not take a new cache, which begins without kept prompts and recorded work.
+        # Rounded up, because a new cache for a slightly longer text would lose kept prompts and recorded work.
         unit = min(POSITIONS, 1 << max(longest - 1, 0).bit_length())
         longest = -(-longest // unit) * unit
         return requests, self.slots or min(len(requests), MOST_SLOTS), min(longest, self.max_length)
@@ -164,7 +163,7 @@ class Engine:
                     return
                 if self._cancelled:
                     yield from self._drop(waiting)
-                pool.admit(waiting, one_pass=arrivals is not None)  # others may arrive, or this one be cancelled
+                pool.admit(waiting, one_pass=arrivals is not None)  # requests may arrive or be cancelled between passes
                 if any(decoding := pool.decoding):
                     unread.append((decoding, runner.step()))
                 if len(unread) > runner.lag:
@@ -175,7 +174,7 @@ class Engine:
 
     def _drop(self, waiting: deque[ActiveSequence]) -> Iterator[Piece]:
         """End the cancelled requests: those on a slot, in a prefill or still waiting."""
-        # Whoever reads a piece may cancel another prompt meanwhile; that one is for the next call.
+        # The reader of a piece may cancel another prompt; the next call handles that one.
         cancelled, self._cancelled = self._cancelled, set()
         ended = [sequence for sequence in waiting if sequence.request.index in cancelled]
         for sequence in ended:
@@ -204,9 +203,9 @@ class Engine:
 
 
 def check_exact(target: Target, max_nodes: int) -> None:
-    """Raise ValueError if LONGDRAFT_EXACT=1 asks for plain decoding's bits where these are not to be had: in half
-    precision on a GPU, with more nodes in a tree than kernels take, of transformers' classes, or of any target without
-    the packages that it takes."""
+    """Raise ValueError if LONGDRAFT_EXACT=1 asks for plain decoding's bits in half precision on a GPU, and they are not
+    available: the tree has more nodes than the kernels take, transformers' own classes compute the target, or packages
+    are missing."""
     weight = target.model.embed_tokens.weight
     exact = backend.exact_kernels("linear", weight) is not None
     if exact and max_nodes >= MOST_ROWS:
@@ -222,7 +221,7 @@ def check_exact(target: Target, max_nodes: int) -> None:
 
 
 def _count(stats: Statistics, step: Step, slot: int, accepted: int) -> None:
-    """Add a step to a sequence's statistics. accepted: how many nodes of it the sequence took."""
+    """Add a step to a sequence's statistics. accepted: how many of its nodes were committed."""
     stats.steps += 1
     stats.decode_seconds += step.seconds
     stats.drafted += step.drafted[slot]

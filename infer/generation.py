@@ -1,4 +1,4 @@
-"""A request while it is decoded, and what decoding returns: generations with their statistics, pieces of streams."""
+"""The state of a request during decoding, and the results: generations with statistics, and pieces of a stream."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,9 +11,9 @@ from longdraft.models.target import Target
 
 @dataclass
 class Statistics:
-    """What one generation cost. Seconds are wall-clock time; on a GPU the parts are times of launching, not of running.
+    """The cost of a generation. Seconds are wall-clock; on a GPU draft, target and commit seconds measure launches.
 
-    All slots that took part in a step count its whole time; it is not divided by the batch.
+    Every slot that took part in a step counts the step's full time; it is not divided by the batch.
     """
 
     steps: int = 0
@@ -22,7 +22,7 @@ class Statistics:
     taken_over: int = 0  # tokens of the prompt whose keys and values were reused from an earlier prompt
     prefill_seconds: float = 0.0  # host time to queue the passes; a GPU may still be running them
     first_token_seconds: float = 0.0  # from the start of the prefill to the first step's tokens
-    decode_seconds: float = 0.0  # of steps that it took part in, without prefills, its own or others'
+    decode_seconds: float = 0.0  # of the steps that it took part in; excludes all prefills
     draft_seconds: float = 0.0
     target_seconds: float = 0.0  # verification: the target's passes
     commit_seconds: float = 0.0  # choice, accept, commit, on_step
@@ -36,9 +36,9 @@ class Generation:
     Attributes:
         index: the prompt's place in the call.
         tokens: the new tokens, including the stop token or those that completed a stop string.
-        text: the tokens decoded without special ones, up to a stop string; after a text prompt, what they add to it.
-            None if the target has no tokenizer.
-        seed: the seed they were chosen with.
+        text: the tokens decoded without special ones, up to a stop string; after a text prompt, what they add to its
+            text. None if the target has no tokenizer.
+        seed: the seed that was used.
         finish_reason: "stop" (an end token or stop string), "length" (max_new_tokens), "capacity" (no positions left)
             or "cancelled".
         logprobs: of each new token; None if the request did not ask for them.
@@ -82,11 +82,11 @@ class Piece:
     Attributes:
         index: the prompt's place in the call.
         tokens: the next tokens.
-        accepted: how many of them, from the first on, a drafter had proposed.
+        accepted: how many of the leading tokens a drafter had proposed.
         logprobs: the tokens' log-probabilities, if the request asks for them.
-        text: what can be shown now; all texts of a request together are the generation's. Empty without a tokenizer.
-        accepted_text: how many characters of it, from the first on, are those of accepted tokens.
-        generation: of a finished request.
+        text: what can be shown now; a request's pieces concatenate to the generation's text. Empty without a tokenizer.
+        accepted_text: how many leading characters of `text` come from accepted tokens.
+        generation: the result, in a request's last piece; None in the others.
     """
 
     index: int
@@ -99,7 +99,7 @@ class Piece:
 
 
 class ActiveSequence:
-    """A request while it is decoded: what is committed, its text, and why it ended.
+    """A request during decoding: its committed tokens, its text and its finish reason.
 
     Attributes:
         committed: the prompt and all new tokens.

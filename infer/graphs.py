@@ -1,8 +1,8 @@
 """CUDA graphs: device work that is recorded once and then replayed in one call.
 
 A step of decoding is hundreds of small kernels, and launching them one by one takes the host longer than a GPU takes to
-run them. What is recorded is a function of tensors; their shapes, and everything else that steers it on the host, are
-in its key. The runner records the target's pass and what follows it, for every width (infer/runner.py); drafters record
+run them. A function of tensors is recorded; its key has their shapes and everything else on the host that the work
+depends on. The runner records the target's pass and what follows it, for every width (infer/runner.py); drafters record
 their networks (`SlotState.run`).
 """
 
@@ -32,9 +32,9 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 class _Recorded:
     """The recorded work of one key.
 
-    Outputs lie outside of the recording's memory. Inputs are copies, or the outputs of other recorded work, which are
-    then read in place. All stay where they are. `owners` keeps alive whatever else the work reads and writes, so that
-    no key ever comes to mean other memory.
+    Outputs are outside the recording's memory pool. Inputs are copies, or outputs of other recorded work, which are
+    read in place. None of them moves. `owners` keeps alive whatever else the work reads and writes, so that a key
+    always means the same memory.
     """
 
     owners: tuple
@@ -44,15 +44,15 @@ class _Recorded:
 
 
 class Graphs:
-    """Recorded work, by key. The first time a key comes, its work is queued normally, which compiles and allocates; the
-    second time it is recorded; from then on it is replayed. While `rehearsing`, the first time does both.
+    """Recorded work, by key. A key's first call queues the work normally, which compiles and allocates; the second call
+    records it; later calls replay it. While `rehearsing`, the first call does both.
 
     Args:
         recorder: None records nothing, and `run` calls the work every time.
 
     Attributes:
         recording: False if nothing is ever recorded.
-        fresh: set to True when a key comes for the first or second time; whoever times steps sets it back to False.
+        fresh: set to True by a key's first and second call; the code that times steps sets it back to False.
     """
 
     rehearsing = False
@@ -73,24 +73,24 @@ class Graphs:
         """Queue `work(*inputs)`.
 
         Args:
-            key: the name of the work, and everything else on the host that steers it.
-            owners: objects whose memory the work reads or writes besides its inputs; each keeps that memory where it is
-                as long as it lives.
-            work: does nothing but queue. It must not read a tensor on the host, copy from the host, or change anything
-                on the host that is read later. It returns tensors, a tuple or dataclass of them, or None.
-            inputs: tensors that may lie elsewhere the next time, or tuples or dataclasses of them.
+            key: the name of the work, and everything else on the host that it depends on.
+            owners: objects whose memory the work reads or writes besides its inputs; each keeps that memory in place as
+                long as it lives.
+            work: only queues. It must not read a tensor on the host, copy from the host, or change anything on the host
+                that is read later. It returns tensors, a tuple or dataclass of them, or None.
+            inputs: tensors whose memory may differ in the next call, or tuples or dataclasses of them.
             widest: rows of the widest pass in the work; above MOST_ROWS attention reads lengths on the host, so it
                 cannot be recorded.
 
-        Returns: what the work returned. Where it is recorded, this memory is overwritten when the key runs again.
+        Returns: what the work returned. If it is recorded, the next call with this key overwrites the result.
         """
         if self._recorder is None or widest > MOST_ROWS:
             return work(*inputs)
         key = (*key, *map(id, owners), *((x.shape, x.dtype) for x in _tensors(inputs)))
         known = self._known.get(key)
         if known is None:
-            # On copies of the inputs, which each run fills anew: a tree of a fixed shape is its drafter's own. From the
-            # first run on, because kernels are compiled for strides and alignment.
+            # Work on copies of the inputs, which each call refills, because a drafter's static tree must not be
+            # overwritten. The first call uses them too, because kernels are compiled for strides and alignment.
             copies = _twin(inputs, lambda x: x if id(x) in self._outputs else x.clone())
             known = self._known[key] = _Recorded(owners, copies, _twin(work(*_twin(copies)), Tensor.clone))
             self._outputs |= {id(x): x for x in _tensors(known.outputs)}
@@ -100,7 +100,7 @@ class Graphs:
         elif not self.rehearsing:
             fill(known.inputs, inputs)
         if known.replay is None:
-            # What the work caches in its inputs must not stay there, so it is given a twin.
+            # The work gets a twin of its inputs, so that what it caches in them does not stay there.
             known.replay = self._recorder(lambda: fill(known.outputs, work(*_twin(known.inputs))))
             self.fresh = True
         if not self.rehearsing:
@@ -109,7 +109,7 @@ class Graphs:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Within, work is recorded at once, and what is recorded is not replayed: it returns what it did before."""
+        """In this context a key's first call records it; recorded work is not replayed but returns its last outputs."""
         self.rehearsing = True
         try:
             yield
@@ -136,9 +136,9 @@ class Graphs:
 def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
     """The Graphs for an engine with this target. wanted: None records where it is possible.
 
-    It is not possible with a rotary table that is made anew for every length; with layers that are gathered from other
-    ranks, because a replay would read weights that are gone while the others wait for this rank; with experts whose
-    products wait for the host (kernels/experts.py); and with the classes of transformers.
+    It is not possible with a rotary table that is recomputed for every length; with layers that are gathered from other
+    ranks, because a replay would read freed weights while the other ranks wait for this one; with experts whose
+    products wait for the host (kernels/experts.py); and with transformers' own classes.
 
     Raises ValueError if recording is wanted and not possible.
     """
@@ -148,29 +148,29 @@ def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
     possible = on_device and model.records and model.config.rope.type != "dynamic" and model.weights_stay and not waits
     if wanted and not possible:
         raise ValueError(
-            f"graphs=True: this target on {device} cannot be recorded, which needs CUDA and triton, weights that stay "
-            "there, no rope_type 'dynamic', no experts whose products wait for the host, no model of transformers"
+            f"graphs=True: this target on {device} cannot be recorded; that needs CUDA and triton, weights that stay "
+            "on it, no rope_type 'dynamic', no experts whose products wait for the host, no class of transformers"
         )
     return cuda_graphs(device) if possible and wanted is not False else Graphs()
 
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all engines of a device, because cuBLAS keeps memory for every stream it was ever called on."""
+    """One stream for all engines of a device, because cuBLAS keeps memory for every stream it was called on."""
     return torch.cuda.Stream(device)
 
 
 def cuda_graphs(device: torch.device) -> Graphs:
-    """Graphs that CUDA records. All share one pool of memory, which is a graph's own only while it runs, so whatever is
-    read later is copied out of it."""
+    """Graphs that CUDA records. All share one memory pool, which a graph owns only while it runs, so whatever is read
+    later is copied out of it."""
     stream, alive = _capture_stream(device), WeakSet[torch.cuda.CUDAGraph]()
     pool = torch.cuda.graph_pool_handle()
 
     def record(work: Callable[[], None]) -> Callable[[], None]:
-        # As torch.cuda.graph, but that also collects garbage and empties the memory cache every time, which takes long.
-        # Garbage must not be collected meanwhile: freeing memory ends a recording.
+        # Like torch.cuda.graph, but without collecting garbage and emptying the memory cache every time, which is slow.
+        # Garbage collection is off during a recording, because freeing memory ends it.
         nonlocal pool
-        if not alive:  # a pool ends with the last graph in it
+        if not alive:  # a pool is freed with its last graph
             pool = torch.cuda.graph_pool_handle()
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         torch.cuda.synchronize(device)
@@ -179,11 +179,11 @@ def cuda_graphs(device: torch.device) -> Graphs:
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 _capture(graph, pool, work)
         except Exception as error:
-            # PyTorch's allocator goes on recording to the pool of a recording that failed, and refuses another there.
+            # After a failed recording, PyTorch's allocator keeps recording to its pool and refuses another one there.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(device.index, pool)
             pool = torch.cuda.graph_pool_handle()
-            raise RuntimeError(f"a step could not be recorded ({error}); Engine(graphs=False) does without") from error
+            raise RuntimeError(f"a step could not be recorded ({error}); use Engine(graphs=False)") from error
         finally:
             if collects:
                 gc.enable()
@@ -214,8 +214,8 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 
 
 def _twin(found: Any, of_tensor: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
-    """A copy of nested tuples and dataclasses, with `of_tensor` applied to their tensors. A dataclass keeps those of
-    its cached properties that are tensors, and loses what was read of it on the host."""
+    """A copy of nested tuples and dataclasses, with `of_tensor` applied to their tensors. A dataclass keeps its cached
+    tensors, and drops what was read of it on the host."""
     if isinstance(found, Tensor):
         return of_tensor(found)
     if isinstance(found, tuple):

@@ -1,7 +1,7 @@
-"""Every slot's tokens by absolute position, on the device. Penalties look back on them.
+"""Every slot's tokens by absolute position, on the device. Penalties read them.
 
-`accept` writes each choice where it will stand if the path goes on, so a node's history is the context and its
-ancestors in the tree, and no node is penalised for another branch. Shapes: B slots, S capacity, P positions, C tokens.
+`accept` writes each choice to its position if the path continues, so a node's history is the context and its ancestors
+in the tree, and no node is penalised for another branch. Shapes: B slots, S capacity, P positions, C tokens.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from longdraft.kernels.transfer import fill_from_host
 class History:
     """int64 [B, S] tokens, valid up to each slot's root, and int64 [B] prompt lengths.
 
-    What the last step wrote beyond the root is void.
+    Tokens beyond the root are leftovers of the last step.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu"):
-        # One more column receives what is dropped, so that writing never reads positions on the host.
+        # One more column receives dropped tokens, so that `write` never reads positions on the host.
         self._with_dropped = torch.zeros(batch, capacity + 1, dtype=torch.int64, device=device)
         self.tokens = self._with_dropped[:, :capacity]
         self.prompt_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -32,7 +32,7 @@ class History:
         return some
 
     def start(self, slot: int, prompt: Sequence[int]) -> None:
-        """Begin a sequence on this slot with this prompt."""
+        """Start a sequence on this slot with this prompt."""
         fill_from_host(self.tokens[slot, : len(prompt)], torch.tensor(prompt))
         self.prompt_lengths[slot].fill_(len(prompt))
 

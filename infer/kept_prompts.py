@@ -1,11 +1,11 @@
-"""Prompts whose keys and values stay in their slots, for later prompts that begin alike.
+"""Prefix caching: a prompt's keys and values stay in its slot for later prompts with the same prefix.
 
-Only whole chunks of a prefill in several chunks are reused. The passes over them would be the same passes over the same
-tokens, so the rows have the bits that they would have anew, and no text depends on what was decoded before.
+Only complete chunks of a prefill of several chunks are reused. A fresh prefill would run the same passes over the same
+tokens, so reused rows have the same bits, and no text depends on what was decoded before.
 
-A slot without a request has length 0, so no pass reads what it holds; but every pass writes its pending rows from there
-on. Therefore the slot's first rows are copied before. infer/slot_pool.py reads prompts and calls this. Shapes: L
-layers, W rows of the widest pass of a step, K key/value heads, d head width.
+A slot without a request has length 0, so no pass reads its rows, but every pass overwrites its first ones with pending
+rows. So these are copied when the slot is freed. infer/slot_pool.py prefills prompts and calls this. Shapes: L layers,
+W rows of the widest pass of a step, K key/value heads, d head width.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class KeptPrompts:
     """What each slot of a cache holds of its last prompt.
 
     Args:
-        model: the model of the cache. Once its weights have been written to, nothing is reused.
+        model: the model of the cache. After a write to its weights, nothing older is reused.
         chunk: tokens of a prefill pass.
         width: query tokens of the widest pass of a step.
     """
@@ -35,8 +35,8 @@ class KeptPrompts:
         self._weights: object = None  # `_weights_version` of the weights of the rows
 
     def choose_slot(self, prompt: Sequence[int], free: Sequence[int]) -> int:
-        """Choose one of the free slots for this prompt: where no kept tokens are lost, the one with most of the
-        prompt's beginning; if all would lose some, the one with the oldest prompt."""
+        """Choose a free slot for this prompt: of those that lose no kept tokens, the one with the longest common
+        prefix; if all would lose some, the one with the oldest prompt."""
         counts = self._reusable_counts(prompt)
 
         def order(slot: int) -> tuple[bool, int, int]:
@@ -46,8 +46,8 @@ class KeptPrompts:
         return min(free, key=order)
 
     def begin(self, slot: int, prompt: Sequence[int]) -> int:
-        """Begin this prompt in a slot of length 0, with the rows of the slot that has most of its beginning. Returns
-        how many tokens that is; the token before the last is never reused, so that something is left to read."""
+        """Start this prompt in a slot of length 0, with the rows of the slot that has the longest common prefix.
+        Returns the prefix's length. It excludes the token before the last, so that something is left to prefill."""
         counts = self._reusable_counts(prompt)
         source = max(range(len(counts)), key=lambda candidate: (counts[candidate], candidate == slot))
         n_rows, n_copied, cache = counts[source], 0, self._cache
@@ -76,8 +76,8 @@ class KeptPrompts:
             self._first_rows[slot] = keys_LWKd, values_LWKd
 
     def _reusable_counts(self, prompt: Sequence[int]) -> list[int]:
-        """How many of its first tokens each slot has, by whole passes."""
-        if len(prompt) - 1 <= self._chunk:  # it is read in one pass, which is of another kind
+        """How many of the prompt's first tokens each slot has, in complete passes."""
+        if len(prompt) - 1 <= self._chunk:  # a prompt of one pass is always prefilled
             return [0] * len(self._tokens)
         if (now := _weights_version(self._model)) is None or now != self._weights:
             self._weights, self._tokens = now, [()] * len(self._tokens)

@@ -1,5 +1,5 @@
-"""Log-probabilities of tokens under the target's own distribution: the softmax of its logits, before anything that a
-request asks of the choice (infer/choice/slots.py). They are computed only where a request asks for them.
+"""Log-probabilities of tokens under the target's own distribution: the softmax of its logits, before a request's
+penalties, temperature and filters (infer/choice/slots.py). They are computed only where a request asks for them.
 
 Shapes: B slots, N tree nodes, P places of a path, R rows, V vocabulary, k alternatives.
 """
@@ -14,8 +14,8 @@ from longdraft.infer.sampling import MOST_LOGPROBS
 
 
 class TokenLogprob(NamedTuple):
-    """A token's log-probability, and the ids and log-probabilities of the most probable tokens in its place, the most
-    probable one first."""
+    """A token's log-probability, and the ids and log-probabilities of the most probable tokens at its position, the
+    most probable one first."""
 
     token: int
     logprob: float
@@ -24,7 +24,7 @@ class TokenLogprob(NamedTuple):
 
 def logprobs_of(logits_RV: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Each row's log-probability of its token, fp32 [R]; the k = MOST_LOGPROBS greatest ones, fp32 [R, k]; and their
-    ids, int64. Always so many: which of several equal ones come first must not depend on what others ask for."""
+    ids, int64. k is fixed, because the order of equal ones must not depend on what other requests ask for."""
     logprobs_RV = logits_RV.float().log_softmax(-1)
     top = logprobs_RV.topk(min(MOST_LOGPROBS, logits_RV.shape[-1]), dim=-1)
     return logprobs_RV.gather(-1, tokens_R[:, None])[:, 0], top.values, top.indices

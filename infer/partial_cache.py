@@ -2,7 +2,7 @@
 
 Rows are picked for one slot at a time, separately for each layer and KV head; kernels/selection.py computes the scores.
 A decoder runs on it as on a full cache, with explicit positions: attention does not depend on the order of rows, and
-RoPE is in the keys already.
+keys are stored after RoPE.
 Shapes: L layers, B slots, S tokens of the full cache, M rows copied at once, H query heads, K KV heads, d head width, R
 rows picked, C chunks.
 """
@@ -28,7 +28,7 @@ class Selection:
 
     Attributes:
         budget: rows a slot, for each layer and KV head.
-        fixed: how many of the first rows hold the text's first tokens and are never overwritten; a multiple of `chunk`.
+        fixed: how many rows hold the text's first tokens and are never overwritten; a multiple of `chunk`.
         chunk: keys that are picked together.
     Raises ValueError if the budget does not exceed `fixed`, or is no multiple of the chunk.
     """
@@ -45,9 +45,9 @@ class Selection:
             )
 
     def pick(self, keys_LSKd: Tensor, queries_LHd: Tensor) -> Tensor:
-        """Pick R = `budget` of S tokens, a multiple of the chunk and at least as many: their indices, int64 [L, R, K].
+        """Pick R = `budget` of S tokens and return their indices, int64 [L, R, K]. S >= R is a multiple of the chunk.
 
-        The fixed ones come first, then the others from the least important on, the order in which they are overwritten.
+        The fixed ones come first, then the others in ascending importance, the order in which they are overwritten.
         """
         if self.chunk == 1:
             means_LCKd = keys_LSKd
@@ -63,7 +63,7 @@ class Selection:
         return (chunks_LKC[..., None] * self.chunk + inside).flatten(2).transpose(1, 2)
 
     def rows(self, capacity: int) -> int:
-        """The budget on a full cache of `capacity` tokens: no more rows than they need."""
+        """The budget on a full cache of `capacity` tokens, limited to the rows that these need."""
         return min(self.budget, max(capacity, self.fixed + 1))
 
     def allocations(self, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int, tail: int) -> Allocations:
@@ -78,11 +78,11 @@ class Selection:
 class SelectedCache(KVCache):
     """The rows of a full cache that a selection picks for each layer and KV head, and every token committed since.
 
-    Rows [0, fixed) hold the text's first tokens for good, rows [fixed, budget) are a ring, and a tail follows:
-    what passes on this cache have committed (`append`, `commit`); a step of the full cache drops it. The others
-    stand for the text's first `held` tokens. If these exceed the budget, new ones overwrite the least important ones.
-    Before these run out, a rebuild is `due`: `needs` asks for queries from the target's next pass, and the `on_step`
-    after that pass rebuilds. The host then waits for the device, once in so many steps as a budget has room for.
+    Rows [0, fixed) always hold the text's first tokens, and rows [fixed, budget) are a ring. Together they stand for
+    the text's first `held` tokens; if these exceed the budget, new tokens overwrite the least important ones. A tail
+    follows: the rows that passes on this cache have committed (`append`, `commit`), which a step of the full cache
+    drops. Before all picked rows are overwritten, a rebuild is `due`: `needs` asks for queries from the target's next
+    pass, and the `on_step` after that pass rebuilds. Only a rebuild makes the host wait for the device.
 
     Attributes:
         held: int64 [B].
@@ -92,7 +92,7 @@ class SelectedCache(KVCache):
         full: where exact rows come from. It must outlive this cache.
         tail: rows for passes on this cache, committed and pending.
         depth: depth of the longest path that a step usually accepts.
-        stride: committed tokens after which a slot is rebuilt although there is room.
+        stride: committed tokens after which a slot is rebuilt even if there is room.
     """
 
     def __init__(self, full: KVCache, selection: Selection, tail: int, depth: int = 0, stride: int = sys.maxsize):
@@ -104,8 +104,8 @@ class SelectedCache(KVCache):
         super().__init__(n_layers, batch, capacity, n_kv_heads, head_dim, keys.dtype, keys.device)
         self.held = torch.zeros_like(self.lengths)
         self._written = torch.full_like(self.lengths, -self.fixed)  # ring writes since row `fixed` was the next one
-        # Of each slot: how many tokens fit after a build before a row that was picked for its importance is
-        # overwritten, and how many have come since then, at most.
+        # For each slot: how many tokens fit after a build (into free rows or, after a pick, over the picked ones), and
+        # an upper bound on those that have come since.
         self._room, self._since = [self.budget] * full.batch, [0] * full.batch
         self.needs = frozenset[str]()
 
@@ -118,7 +118,7 @@ class SelectedCache(KVCache):
         self.needs = frozenset({"queries"})
 
     def due(self, most: int) -> list[int]:
-        """Slots that may lose picked rows within `most` more tokens, or have come to their stride."""
+        """Slots whose room may run out within `most` more tokens, or that have reached their stride."""
         if self.budget >= self.full.capacity:  # every token is there
             return []
         limits = [min(room - most + 1, self._stride) for room in self._room]
@@ -150,7 +150,7 @@ class SelectedCache(KVCache):
         self._ask(0)
 
     def _due_soon(self, most: int) -> list[int]:
-        """What is due within the next step, and the one whose pass brings the queries."""
+        """Slots that are due within two steps: the next one, and the one whose pass brings the queries."""
         return self.due(2 * max(most, self._depth + 1))
 
     def _ask(self, most: int) -> None:
@@ -168,7 +168,7 @@ class SelectedCache(KVCache):
 
     def build(self, slot: int, queries_LHd: Tensor, total: int, seen: int) -> None:
         """Pick this slot's rows anew from its `total` committed keys, and drop its tail. Tokens after the first `seen`,
-        which the queries do not see, and an incomplete last chunk are kept as new ones.
+        which the queries do not see, and an incomplete last chunk are added as new ones.
 
         queries_LHd: post-RoPE queries of a committed token.
         """
@@ -192,7 +192,7 @@ class SelectedCache(KVCache):
 
     def _copy_new(self, most: int, lengths_B: Tensor) -> None:
         """Copy the full cache's rows from `held` up to lengths_B, at most `most` a slot, into the ring. Rows that a
-        later one of them overwrites, and those beyond, go to the last row, which nobody reads."""
+        later one overwrites, and rows beyond the count, go to the last row, which nobody reads."""
         counts_B, ring_size = (lengths_B - self.held).clamp(0, most), self.budget - self.fixed
         places_M = torch.arange(most, device=counts_B.device)
         positions_BM = (self.held[:, None] + places_M).clamp(max=self.full.capacity - 1)
@@ -207,7 +207,7 @@ class SelectedCache(KVCache):
 
 
 def refuse_windows(like: DecoderConfig, what: str) -> None:
-    """Raise ValueError, about `what`, if a layer has a sliding window: it counts rows, and selected ones are in no
-    order."""
+    """Raise ValueError, about `what`, if a layer has a sliding window: a window counts rows, and selected rows are
+    unordered."""
     if like.sliding_windows and any(like.sliding_windows):
-        raise ValueError(f"{what} does not go with this model's sliding windows; use a drafter that needs none")
+        raise ValueError(f"{what} does not support this model's sliding windows; use a drafter without a partial cache")

@@ -17,7 +17,7 @@ from longdraft.models.special_tokens import TEMPLATE_ERRORS, special_tokens
 from longdraft.models.target import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-# A text that UTF-8 can encode; without a constraint pydantic does not look.
+# Text that UTF-8 can encode; pydantic checks this only if the field has a constraint.
 Encodable = Annotated[Str, Field(min_length=0)]
 
 
@@ -27,9 +27,9 @@ class Request:
 
     Attributes:
         index: the prompt's place in the call.
-        sampling: its seed is not None, and its `stop_token_ids` have the target's end tokens too.
-        continues: whether the new text continues that of the prompt, unlike the answer in a chat.
-        skip_special: whether special tokens have no text; otherwise only the end token has none.
+        sampling: with a seed; its `stop_token_ids` include the target's end tokens, unless `ignore_eos`.
+        continues: whether the new text continues the prompt's text; False for a chat's answer.
+        skip_special: whether the text omits all special tokens; otherwise it omits only the end token.
     """
 
     index: int
@@ -48,15 +48,15 @@ def read_requests(
 ) -> list[Request]:
     """Make one request of each prompt: a text, token ids, or a chat's messages, which the tokenizer's template formats.
 
-    Special tokens among the stop strings, which are no text to be found, become stop tokens.
+    Stop strings that are special tokens become stop tokens, because special tokens have no text.
 
     Args:
         params: one for all prompts, or one for each.
         first: the index of the first prompt.
 
     Raises:
-        ValueError: a prompt that is empty, too long for `max_length` positions, or no prompt; a text if the target has
-            no tokenizer; banned or stop token ids outside the vocabulary; not as many params as prompts.
+        ValueError: a prompt that is empty, too long for `max_length` positions, or of another type; a text if the
+            target has no tokenizer; banned or stop token ids outside the vocabulary; not as many params as prompts.
     """
     if isinstance(prompts, str) or (
         isinstance(prompts, list) and prompts and isinstance(prompts[0], Mapping | Integral)
@@ -83,11 +83,11 @@ def read_requests(
 def prompt_tokens(
     target: Target, prompt: Any, name: str = "prompt", options: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """The token ids of a text, of a chat (up to where the answer begins) or of token ids, whose range is not checked.
+    """The token ids of a text, of a chat (up to the start of the answer) or of token ids, whose range is not checked.
 
-    options: what the tokenizer gets beside a text, or a chat's template beside the messages.
+    options: further arguments for the tokenizer (text) or the chat template (chat).
 
-    Raises ValueError, beginning with `name`, for anything else, and if the tokenizer or its template cannot read it.
+    Raises ValueError, whose message starts with `name`, for other types and if the tokenizer or its template fails.
     """
     listed, options = isinstance(prompt, list | tuple), options or {}
     if listed and all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
@@ -108,7 +108,7 @@ def prompt_tokens(
         messages.append({**message, "content": None if is_call else read.content})
     render = partial(target.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False, **options)
     try:
-        with suppress(*TEMPLATE_ERRORS):  # of a template that takes arguments as text
+        with suppress(*TEMPLATE_ERRORS):  # raised by a template that expects arguments as text
             return render(_with_objects(messages))
         return render(messages)
     except TEMPLATE_ERRORS as error:
@@ -116,13 +116,13 @@ def prompt_tokens(
 
 
 def _with_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the arguments of tool calls as objects, as transformers' templates expect them, where they are
-    OpenAI's JSON text."""
+    """A copy of the messages with the arguments of tool calls parsed: OpenAI sends JSON text, but transformers'
+    templates expect objects."""
     messages = copy.deepcopy(messages)
     for message in messages:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
-            with suppress(LookupError, TypeError, ValueError):  # what is none is the template's to refuse
+            with suppress(LookupError, TypeError, ValueError):  # the template refuses malformed calls
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return messages
 
@@ -133,14 +133,14 @@ class _TextPart(Schema, extra="ignore"):
 
 
 def _as_text(content: Any) -> Any:
-    """One text of the parts that some interfaces write."""
+    """Joins a list of text parts, which some clients send, to one text."""
     if not isinstance(content, list | tuple) or not content:
         return content
     return "".join(part.text for part in validate(tuple[_TextPart, ...], content))
 
 
 class _Message(Schema, extra="ignore"):
-    """What is read of a chat's message; the template gets the other fields as they are."""
+    """The fields of a chat message that are validated; the template gets the other fields unchanged."""
 
     role: Text
     content: Annotated[Encodable, BeforeValidator(_as_text)]
@@ -149,7 +149,7 @@ class _Message(Schema, extra="ignore"):
 def _check_tokens(target: Target, index: int, tokens: list[int], sampling: SamplingParams, max_length: int) -> None:
     vocab = target.model.config.vocab_size
     if not tokens:
-        raise ValueError(f"prompt {index} has no tokens; give at least one (the BOS token, for an open start)")
+        raise ValueError(f"prompt {index} has no tokens; give at least one, such as the BOS token")
     for name, ids in [
         (f"prompt {index}: token ids", tokens),
         ("logit_bias", list(sampling.logit_bias)),
@@ -162,7 +162,7 @@ def _check_tokens(target: Target, index: int, tokens: list[int], sampling: Sampl
         raise ValueError("banned_token_ids: all tokens are banned; leave at least one")
     if len(tokens) >= max_length:
         raise ValueError(
-            f"prompt {index} has {len(tokens)} tokens; at most {max_length - 1} fit, to leave room for one"
+            f"prompt {index} has {len(tokens)} tokens; give at most {max_length - 1}, so that one new token fits"
         )
 
 

@@ -2,7 +2,7 @@
 
 The Runner takes steps on the cache and the state that the owner of the slots has given it: the engine's SlotPool
 (infer/slot_pool.py), or a drafter that decodes on a cache of its own (infer/drafters/triforce.py). It records and
-replays a step's work where that pays (infer/graphs.py), and has the clock by which infer/budget.py decides what pays.
+replays a step's work where that pays (infer/graphs.py), and takes the times by which infer/budget.py decides.
 Shapes: B slots, N tree nodes.
 """
 
@@ -35,26 +35,26 @@ from longdraft.models.passes import Pass, TargetOutput, spread
 
 @dataclass
 class Step:
-    """A step: what was queued, and once `Runner.read` has read it, its results. Lists have one entry a slot.
+    """A queued step and, once `Runner.read` has read it, its results. Lists have one entry a slot.
 
-    Seconds are the host's: on a GPU they are times of launching, and where steps are recorded, `commit_seconds` has
-    everything but the proposal. Where steps are recorded, the next step overwrites the tensors, so whatever the host
-    reads is copied before.
+    Draft, target and commit seconds are host times: on a GPU they measure launches. Where steps are recorded,
+    `commit_seconds` includes all but the proposal. There the next step overwrites the tensors, so results are copied
+    first.
 
     Attributes:
         proposed: the drafter's tree, before pruning.
         num_query_tokens: query tokens of the target's pass in each slot, padding counted.
-        results: on their way to the host: int64 [B, 2 + P] with each slot's count of `AcceptResult`, its number of
-            verified nodes and its tokens of `AcceptResult`; the `n_logprobs` tensors of `path_logprobs`; those of
-            `TokenTree.unread`; and what the policy decides by (`Policy.prune`), if it has yet to.
-        undecided: whether it has.
-        drafting: when the proposal began and ended, on the device. ended: when the step did.
-        stages: stages of the proposal.
+        results: tensors on their way to the host: int64 [B, 2 + P] with each slot's `AcceptResult.counts`, number of
+            verified nodes and `AcceptResult.tokens`; the `n_logprobs` tensors of `path_logprobs`; those of
+            `TokenTree.unread`; and, if `undecided`, the expected tokens of `Policy.prune`.
+        undecided: whether the policy chooses its next width when this step is read.
+        drafting: when the proposal began and ended, on the device. ended: when the step ended.
+        stages: draft stages of the proposal.
         tokens: the newly committed tokens; none for a slot that took no part.
         drafted: nodes that were verified below the root.
-        logprobs: those of the tokens of each slot; none if no request asks for them.
-        seconds: time since the step began or the one before it was read, whichever was later; if passes over prompts
-            were queued, the device's time for the step.
+        logprobs: of each slot's tokens; empty if no request asks for them.
+        seconds: time since the step began or the one before it was read, whichever was later; if prefill passes were
+            queued, the device's time for the step.
         read_at: when it was read, by `time.perf_counter`.
     """
 
@@ -80,15 +80,15 @@ class Runner:
     """Takes the steps of a target with one drafter.
 
     Args:
-        nodes: how many of the proposed nodes are verified: "auto" learns what pays, a number is the most, None is all.
-        graphs: whether work is recorded and replayed; None: where it can be.
+        nodes: how many of the proposed nodes are verified: "auto" decides by speed, a number is a limit, None is all.
+        graphs: whether work is recorded and replayed; None: where possible.
 
     Attributes:
-        cache, state: the slots'; their owner sets both.
-        lag: how many steps are read late, while a later one runs already: 1 on a GPU, so that its next step does not
-            wait for the host; 0 on a CPU, which would gain nothing and take one step too many for each request.
-        rehearsed: what a drafter is told of slots where work is recorded before there is a request.
-        work_clock: seconds of work. What the policy learns about costs must not depend on what else the machine does.
+        cache, state: of the slots; their owner sets both.
+        lag: by how many steps reading lags behind queueing: 1 on a GPU, so that its next step does not wait for the
+            host; 0 on a CPU, which would gain nothing and run one useless step for each request.
+        rehearsed: a placeholder request, with which work is recorded before the first real one.
+        work_clock: seconds; on a CPU without the machine's other load, which must not affect the measured costs.
     """
 
     def __init__(self, model: Decoder, drafter: Drafter, nodes: int | str | None, graphs: bool | None):
@@ -103,31 +103,30 @@ class Runner:
         self.graphs = graphs_for(graphs, model)
         automatic = nodes == "auto" and self.max_nodes > 0
         widths = widths_up_to(self.max_nodes, automatic, self.graphs.recording)
-        # Its prompt is longer than what drafters usually have to catch up with.
+        # The prompt is longer than what drafters usually have to catch up with.
         length = min(64 + 2 * drafter.max_depth, model.config.max_positions - 1)
         self.rehearsed = Request(0, [0] * length, SamplingParams(seed=0, max_new_tokens=1))
         self.policy = Policy(drafter.n_classes, widths, automatic, drafter.class_stages, on_host=self.on_cpu)
-        self._began: tuple[float, float] | None = None  # time and work from which the next step to be read is timed
-        self._queued = 0  # steps that were not read
-        self._disturbed = 0  # how many of the next steps read have no typical time
-        self._beside_prompts = 0  # in the time of how many a GPU ran passes over prompts
+        self._began: tuple[float, float] | None = None  # time and work clock when the next step to be read began
+        self._queued = 0  # steps that are not read yet
+        self._disturbed = 0  # how many of the next steps to be read have an untypical time
+        self._beside_prompts = 0  # during how many of the next steps to be read a GPU also prefills
         self._passed = 0.0  # when the target's pass of this step was queued
 
     def start(self) -> None:
-        """Begin a call, or go on after a wait: forget the steps that were not read."""
+        """Start a call, or resume after a wait: forget unread steps."""
         self._began, self._queued, self._disturbed, self._beside_prompts = None, 0, 0, 0
 
     def note_prompt(self) -> None:
-        """Note that a pass over a prompt was queued: a GPU runs it in the time of the steps that were not read, and of
-        the next one."""
+        """Note that a prefill pass was queued: a GPU's times of the unread steps and of the next one may include it."""
         if self.lag:
             self._beside_prompts = 1 + self._queued
 
     def rehearse(self, lengths: Sequence[int]) -> None:
-        """Record the work of all steps that requests will take, so that none of them waits for a recording. All slots
-        are free, so that nothing is committed or learned.
+        """Record the work of all steps that requests may need, so that no request waits for a recording. All slots are
+        free, so nothing is committed or learned.
 
-        lengths: tokens of the texts that the drafter is to take the slots for, because some go by it.
+        lengths: text lengths in tokens to record for, because some drafters decide by the length.
         """
         state, cache, policy = self.state, self.cache, self.policy
         assert cache is not None
@@ -199,8 +198,8 @@ class Runner:
         ancestors_BNN: Tensor | None = None,
         depths_BN: Tensor | int = 0,
     ) -> tuple[AcceptResult, TargetOutput, tuple[Tensor, ...]]:
-        """The target's pass over the nodes, its choices, and the commit of the accepted path, whose end is the new
-        root. The third result is the first tensors of `Step.results`. This is what is recorded of a step."""
+        """Run the target over the nodes, make its choices, commit the accepted path and advance the roots. This is the
+        part of a step that is recorded. The third result holds the first tensors of `Step.results`."""
         nodes = TokenTree(tokens_BN, parents_BN)
         if ancestors_BNN is None and nodes.width > 1:
             ancestors_BNN, depths_BN = nodes.ancestors, nodes.depths
@@ -217,11 +216,11 @@ class Runner:
         n_verified_B = (parents_BN >= 0).sum(dim=1)
         results_BR = torch.cat([accepted.counts[:, None], n_verified_B[:, None], accepted.tokens], dim=1)
         logprobs = path_logprobs(output.logits, accepted.nodes, accepted.tokens) if state.logprobs else ()
-        # Recorded work keeps what it returns, so logits that nobody needs are omitted.
+        # Recorded work keeps its outputs in memory, so unused logits are omitted.
         return accepted, output if "logits" in needs else replace(output, logits=None), (results_BR, *logprobs)
 
     def _propose(self) -> TokenTree:
-        """The drafter's tree, or the roots alone while it rests."""
+        """The drafter's tree, or the roots alone while the policy pauses the drafter."""
         state = self.state
         if self.max_nodes == 0 or self.policy.rests:
             return state.run(("roots",), (), lambda state: TokenTree.roots(state.roots))
@@ -234,7 +233,7 @@ class Runner:
     def read(self, step: Step, present: Sequence[bool] = ()) -> Step:
         """Wait for a step's results, let the policy learn from them, and return the step with them.
 
-        present: for each slot, whether it still has the request of that step; without any, all have.
+        present: for each slot, whether it still has the request of that step; empty: all have.
         """
         assert self._began is not None
         results, *rest = step.results.lists()

@@ -10,9 +10,9 @@ from pydantic import AfterValidator, Field, Strict
 
 from longdraft.models.schema import Bool, Int, Str, validated_dataclass
 
-# Below this a logit / T could overflow; long before, the choice is the greedy one.
+# Below this, logit / T could overflow; at far higher T the choice is already greedy.
 COLDEST = 1e-6
-# Above this T would leave fp32, and infinities would be divided.
+# Far above this, T would overflow fp32, and -inf / inf is NaN.
 WARMEST = 1e30
 MOST_LOGPROBS = 20  # as in other servers
 
@@ -36,7 +36,7 @@ Text = Annotated[Str, Field(min_length=1)]
 
 @validated_dataclass
 class SamplingParams:
-    """How one request is decoded. Penalties, biases and bans hold also when greedy, filters only above temperature 0.
+    """How one request is decoded. Penalties, biases and bans apply at every temperature, filters only above 0.
 
     Order: contextual, repetition, presence and frequency penalty, biases, bans, temperature, top-k, top-p, min-p, eta.
 
@@ -47,14 +47,14 @@ class SamplingParams:
         min_p: drop tokens less probable than min_p times the most probable one; 0 is off.
         seed: 64-bit; the same seed gives the same text with every drafter. None draws one, which the result reports.
         max_new_tokens: at least 1.
-        min_new_tokens: before so many new tokens no end or stop token is chosen, and no stop string looked for; 0 is
-            off.
+        min_new_tokens: until there are this many new tokens, no end or stop token is chosen and stop strings are
+            ignored; 0 is off.
         stop_token_ids: end the sequence; the stop token is the last one returned, and has no text.
-        ignore_eos: go on after the target's own end tokens.
+        ignore_eos: continue after the target's own end tokens.
         eta_cutoff: drop tokens less probable than min(eta_cutoff, sqrt(eta_cutoff) * exp(-entropy)), never the most
             probable one (Hewitt et al. 2022); 0 is off.
         min_tokens_to_keep: min-p and eta keep at least this many of the most probable tokens (ties with the last one
-            stay), as TokenSwift's program does with 20; 1 is off.
+            stay); TokenSwift's code uses 20; 1 is off.
         contextual_penalty: logits of tokens among the last `contextual_window` ones are divided by it where positive,
             multiplied by it where negative (TokenSwift, section 3.3); 1 is off.
         contextual_window: how far that penalty looks back, in tokens.
@@ -63,9 +63,9 @@ class SamplingParams:
         frequency_penalty: subtracted from the logits of a token for each time that it was generated; 0 is off.
         banned_token_ids: tokens that are never chosen.
         logit_bias: numbers by token id that are added to the logits.
-        stop_strings: texts that end the sequence, also across the borders of tokens.
-        logprobs: the result has the log-probability of every new token under the target's own distribution, the softmax
-            of its logits, and of this many most probable tokens in its place. None is off.
+        stop_strings: texts that end the sequence; they may span several tokens.
+        logprobs: return the log-probability of every new token under the target's own distribution (the softmax of its
+            logits), and those of this many most probable tokens at its position. None is off.
     """
 
     temperature: Annotated[Number, AfterValidator(_warm_or_greedy)] = 0.0
@@ -95,9 +95,9 @@ def draw_seed() -> int:
     return secrets.randbits(63)
 
 
-# Published settings by name, as keywords of SamplingParams. Source: TokenSwift (arXiv 2502.18890), Table 10. What the
-# table leaves out is from the authors' program: min-p and eta always keep 20 tokens, and with Llama-3.1 two tokens are
-# banned.
+# Published settings by name, as keywords of SamplingParams. Source: TokenSwift (arXiv 2502.18890), Table 10. Settings
+# that the table omits are from the authors' code: min-p and eta always keep 20 tokens, and with Llama-3.1 two tokens
+# are banned.
 _TOKENSWIFT = {"temperature": 1.0, "contextual_window": 1024}
 _MIN_P = _TOKENSWIFT | {"min_tokens_to_keep": 20}
 PRESETS: dict[str, Mapping[str, Any]] = {

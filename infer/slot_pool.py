@@ -1,7 +1,7 @@
-"""The slots that an engine decodes on: their memory, and how a sequence gets into one of them and leaves it.
+"""The slots that an engine decodes on: their memory, and how sequences are admitted and freed.
 
-The pool allocates the cache and the state, reads prompts, and says which sequence is on which slot. The steps between
-are the Runner's (infer/runner.py). Shapes: T tokens of a prefill pass.
+The pool allocates the cache and the state, prefills prompts, and maps sequences to slots. The Runner (infer/runner.py)
+takes the steps. Shapes: T tokens of a prefill pass.
 """
 
 import time
@@ -34,11 +34,11 @@ from longdraft.models.passes import Pass, TargetOutput, prompt_rows
 from longdraft.models.rope import LENGTH_DEPENDENT
 
 IDLE = SamplingParams()
-# Steps are recorded for this many kinds of sampling: which filters and penalties there are, not how strong they are,
-# but of bans, biases and held back end tokens also which ones.
+# Steps are recorded for at most this many kinds of sampling. A kind is the set of filters and penalties in use,
+# whatever their strength, and the lists of bans, biases and held-back end tokens.
 KINDS_OF_SAMPLING = 8
-# Recorded passes over prompts have so many rows, or `prefill_chunk`: what fits the rest of the prompt with less than
-# SPARE_ROWS unused, else the most that it fills. A pass of so few rows takes as long as reading the weights.
+# Row counts of recorded prefill passes, besides `prefill_chunk`. A pass has the smallest that fits the rest of the
+# prompt with fewer than SPARE_ROWS unused, which cost little beside reading the weights; else the largest full one.
 RECORDED_ROWS, SPARE_ROWS = (128, 256, 512), 256
 
 
@@ -50,34 +50,34 @@ def tune_for(model: Decoder, capacity: int, n_slots: int, widths: Iterable[int],
 
 
 class SlotPool:
-    """The slots of one engine, whose runner gets their cache and state from here.
+    """The slots of one engine. The pool gives the engine's runner their cache and state.
 
     Args:
         prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
         keep_prompts: whether a prompt reuses the keys and values of an earlier one that began alike.
 
     Attributes:
-        sequences: of each slot; None for a free one.
+        sequences: one a slot; None for a free slot.
     """
 
     def __init__(self, runner: Runner, prefill_chunk: int | None, keep_prompts: bool):
         self.runner, self.model, self.drafter, self.device = runner, runner.model, runner.drafter, runner.device
         self.prefill_chunk = prefill_chunk or prompt_rows(self.device.type)
-        # Some kinds of RoPE rotate a prompt by its length; weights that are gathered for each pass cannot be watched.
+        # Not if RoPE depends on the prompt's length, or if weights are gathered for each pass: changes would go unseen.
         length_dependent = self.model.config.rope.type in LENGTH_DEPENDENT
         self._keeps = keep_prompts and not length_dependent and self.model.weights_stay
         self._kept: KeptPrompts | None = None
-        # Where steps are recorded, the last sampling of each kind, and whether its steps with and without
-        # log-probabilities are.
+        # Where steps are recorded: the last sampling of each kind, and for which values of `state.logprobs` its steps
+        # are recorded.
         self._samplings: dict[SlotSampling, set[bool]] = {}
         self.sequences: list[ActiveSequence | None] = []
-        self._row_counts: Sequence[int] = ()  # of the recorded passes over prompts, ascending; none where none is
-        self._prefilling: int | None = None  # the slot whose prompt is being read
+        self._row_counts: Sequence[int] = ()  # of the recorded prefill passes, ascending; may be empty
+        self._prefilling: int | None = None  # the slot that is being prefilled
         self._prefill_passes: Iterator[None] = iter(())
 
     @property
     def decoding(self) -> list[ActiveSequence | None]:
-        """The sequences of the slots that take part in a step: without the one whose prompt is being read."""
+        """Each slot's sequence that takes part in a step; None for free slots and the one that is being prefilled."""
         return [None if slot == self._prefilling else one for slot, one in enumerate(self.sequences)]
 
     def start(
@@ -105,7 +105,7 @@ class SlotPool:
         runner.start()
 
     def _allocate(self, batch: int, capacity: int, n_kinds: int, log: Callable[[str], object]) -> None:
-        """Replace cache and state, for recordings of so many kinds of sampling."""
+        """Replace cache and state. n_kinds: kinds of sampling that will be recorded."""
         runner, widths = self.runner, self.runner.policy.widths
         runner.graphs.clear()
         self._samplings.clear()
@@ -119,7 +119,7 @@ class SlotPool:
         check_memory(parts, batch, capacity, self.device)
         log(f"memory for {batch} x {capacity} positions: {text_of(parts)}")
         tune_for(self.model, capacity, batch, widths, log)
-        # A prompt's short passes too, one slot each: a shape's first launch fixes its choice for the process.
+        # A prompt's short passes too, each over one slot: a shape's first launch fixes its tuning for the process.
         tune_for(self.model, capacity, 1, [min(MOST_ROWS, chunk)], log)
         cache = self.model.new_cache(batch, capacity)
         zeros_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -134,11 +134,11 @@ class SlotPool:
         )
         if self._keeps and capacity > self.prefill_chunk:
             self._kept = KeptPrompts(self.model, cache, self.prefill_chunk, widths[-1])
-        runner.cache = cache  # only now that everything was allocated
+        runner.cache = cache  # set last, so that it stays None if an allocation fails
 
     def _record(self, kinds: Sequence[tuple[SlotSampling, bool]], log: Callable[[str], object]) -> None:
-        """Record the passes over prompts and the steps for these kinds of sampling, each with or without
-        log-probabilities, as far as they are not yet, while all slots are free."""
+        """Record the prefill passes, and the steps of these kinds of sampling with or without log-probabilities, unless
+        they are recorded already. All slots must be free."""
         runner, begin, before = self.runner, time.perf_counter(), len(self.runner.graphs)
         if not self._samplings:
             self._record_prompts(log)
@@ -153,7 +153,7 @@ class SlotPool:
             log(f"recorded {count} pieces of work in {time.perf_counter() - begin:.1f} s")
 
     def _record_prompts(self, log: Callable[[str], object]) -> None:
-        """Record the passes over prompts for each slot, if attention can be recorded there."""
+        """Record the prefill passes of each slot, if attention can be recorded there."""
         runner = self.runner
         assert runner.cache is not None
         try:
@@ -162,12 +162,12 @@ class SlotPool:
                 with runner.graphs.rehearsal(), torch.no_grad():
                     self._forward(slot, [], n_rows, self._needs())
         except RuntimeError as error:
-            log(f"passes over prompts are not recorded: {error}")
+            log(f"prefill passes are not recorded: {error}")
             self._row_counts = ()
 
     def admit(self, waiting: deque[ActiveSequence], one_pass: bool = False) -> None:
-        """Give free slots the next of the waiting sequences. While sequences are decoded, or with `one_pass`, only one
-        pass over a prompt runs."""
+        """Prefill waiting sequences into free slots. While sequences are decoded, or with `one_pass`, run only one
+        prefill pass."""
         one_pass = one_pass or any(self.decoding)
         while self._prefilling is not None or (waiting and None in self.sequences):
             if self._prefilling is None:
@@ -178,12 +178,12 @@ class SlotPool:
                 break
 
     def _prefill(self, sequence: ActiveSequence) -> Iterator[None]:
-        """Read a prompt into a free slot: all tokens but the last, which becomes the root. Then let it take part in
-        steps. Yields between two passes; the caller may take steps there, in which this slot takes no part."""
+        """Prefill a free slot with a prompt's tokens but the last, which becomes the root. The slot then takes part in
+        steps. Yields between two passes, where the caller may take steps without this slot."""
         begin, stats, prompt = time.perf_counter(), sequence.result.stats, sequence.request.prompt
         slot, end, length = self._start_slot(sequence), stats.taken_over, len(prompt) - 1
         sequence.began = begin
-        needs = self._needs()  # asked once, because steps between two passes change it
+        needs = self._needs()  # read once, because steps between two passes change it
         while end < length:
             n_rows = self._rows_of_pass(length - end)
             start, end = end, min(end + n_rows, length)
@@ -200,7 +200,7 @@ class SlotPool:
         self._assign()
 
     def _start_slot(self, sequence: ActiveSequence) -> int:
-        """Begin a prompt in a free slot, with what it reuses of an earlier one. Returns the slot."""
+        """Start a sequence in a free slot, with the rows that it reuses of an earlier prompt. Returns the slot."""
         cache, state, request = self.runner.cache, self.runner.state, sequence.request
         assert cache is not None
         free = [slot for slot, other in enumerate(self.sequences) if other is None]
@@ -219,7 +219,7 @@ class SlotPool:
         return slot
 
     def _rows_of_pass(self, left: int) -> int:
-        """Rows of the next pass over a prompt, of which so many tokens are left; not more but where it is recorded."""
+        """Rows of the next prefill pass of a prompt with `left` tokens to go; only recorded passes have more rows."""
         if not self._row_counts:
             return min(self.prefill_chunk, left)
         fitting = next((count for count in self._row_counts if count >= left), None)
@@ -236,12 +236,12 @@ class SlotPool:
             self.drafter.on_prefill(slot, prompt, start, end, output.first(end - start))
 
     def _needs(self) -> frozenset[str]:
-        """What the drafter needs of a prompt. Where nobody reads hidden states, the last layer's keys and values end
-        the pass."""
+        """The output fields that the drafter needs of a prefill. If it needs none, the pass stops after the last
+        layer's keys and values."""
         return self.drafter.needs or frozenset({"last_kv"})
 
     def _forward(self, slot: int, tokens: Sequence[int], n_rows: int, needs: frozenset[str]) -> TargetOutput:
-        """The target's pass of `n_rows` rows, which commits those of the next tokens of this slot's prompt."""
+        """Run a target pass of `n_rows` rows over the next tokens of this slot's prompt, and commit them."""
         runner, count = self.runner, len(tokens)
         assert runner.cache is not None
         tokens_1T = integers([*tokens, *[0] * (n_rows - count)], self.device)[None]
@@ -250,7 +250,7 @@ class SlotPool:
         def read(tokens_1T: Tensor, count_1: Tensor) -> TargetOutput:
             output = self.model(Pass(tokens_1T, cache, needs=needs, queries_at_B=count_1 - 1))
             cache.commit(None, count_1)
-            # Recorded work keeps what it returns, so what nobody asked for is omitted.
+            # Recorded work keeps its outputs in memory, so unused ones are omitted.
             return output if self.drafter.needs or not self._row_counts else TargetOutput()
 
         inputs = tokens_1T, integers([count], self.device)
@@ -259,17 +259,17 @@ class SlotPool:
         return runner.graphs.run(("read", slot, needs), (self.model, runner.cache), read, *inputs)
 
     def _prefill_threads(self, n_tokens: int) -> AbstractContextManager[None]:
-        """The threads of a prefill pass of `n_tokens` tokens: the C kernels', or PyTorch's."""
+        """The thread pool for a prefill pass of `n_tokens` tokens: that of the C kernels, or PyTorch's."""
         if prompt_in_c(n_tokens, self.model.embed_tokens.weight.dtype):
             return library.decoding(self.runner.on_cpu)
         return library.free_processors(self.runner.on_cpu)
 
     def _assign(self) -> None:
-        """Give the state the sequences that take part in steps now."""
+        """Update the state to the sequences that now take part in steps."""
         state, recording, decoding = self.runner.state, self.runner.graphs.recording, self.decoding
         given = [sequence and sequence.request.sampling for sequence in decoding]
         with on_device(self.device):
-            # Where steps are recorded, a free slot has the parameters of another one: one kind of sampling less.
+            # Where steps are recorded, a free slot has the parameters of another one, which saves a kind of sampling.
             idle = next(one for one in given if one) if recording else IDLE
             sampling = SlotSampling([one or idle for one in given], self.device)
             state.sampling = self._recorded_sampling(sampling) if recording else sampling
@@ -281,7 +281,7 @@ class SlotPool:
         return any(one is not None and one.result.logprobs is not None for one in self.decoding)
 
     def _recorded_sampling(self, sampling: SlotSampling) -> SlotSampling:
-        """The sampling that recorded steps of this kind read, with these parameters; if there is none yet, this one."""
+        """The sampling that recorded steps of this kind read, updated to these parameters, else `sampling` itself."""
         found = next((kept for kept in self._samplings if kept.follow(sampling)), sampling)
         if found is sampling and len(self._samplings) == KINDS_OF_SAMPLING:
             oldest = next(iter(self._samplings))
@@ -291,7 +291,7 @@ class SlotPool:
         return found
 
     def free(self, slot: int) -> None:
-        """Take the sequence off this slot."""
+        """Free this slot."""
         state = self.runner.state
         self.sequences[slot] = None
         self._prefilling = None if self._prefilling == slot else self._prefilling
@@ -302,7 +302,7 @@ class SlotPool:
         state.logprobs = self._ask_for_logprobs()
 
     def _empty(self, slot: int) -> None:
-        """Void the slot's rows, except for what is kept of its prompt."""
+        """Discard the slot's rows, except those that are kept of its prompt."""
         assert self.runner.cache is not None
         if self._kept is not None:
             self._kept.leave(slot)
@@ -310,7 +310,7 @@ class SlotPool:
 
 
 def _different(samplings: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """These parameters, each once, whatever the seed and the length."""
+    """The distinct parameters, ignoring seed and length."""
     found = list[SamplingParams]()
     for params in (replace(one, seed=0, max_new_tokens=1 << 60) for one in samplings):
         if params not in found:
@@ -328,9 +328,9 @@ def memory_parts(
     prompt_rows: Sequence[int] = (),
     n_kinds: int = 1,
 ) -> dict[str, int]:
-    """Bytes by name of what decoding takes: the target's (`estimate_memory`), the choices', and the drafter's.
+    """The memory of decoding in bytes, by name: the target's (`estimate_memory`), the choice rule's and the drafter's.
 
-    prompt_rows: of the recorded passes over prompts; none where nothing is recorded.
+    prompt_rows: row counts of the recorded prefill passes; empty if nothing is recorded.
     """
     recorded = drafter.needs | drafter.learns_from if prompt_rows else None
     parts = estimate_memory(model, batch, capacity, widths, chunk, recorded, prompt_rows, n_kinds)

@@ -1,4 +1,4 @@
-"""Where every slot of a runner stands between two steps, and what a drafter may ask about it.
+"""The state of a runner's slots between two steps, and what a drafter may read of it.
 
 Shapes: B slots, N tree nodes, T nodes of one level, V vocabulary.
 """
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 @dataclass
 class SlotState:
-    """Where every slot stands between two steps. Only the runner and the owner of the slots write it; they write roots,
-    positions and active in place, so that recorded work reads them where they are.
+    """The state of all slots between two steps. Only the runner and the owner of the slots write it. They write roots,
+    positions and active in place, because recorded work reads these tensors.
 
     Attributes:
         roots: int64 [B], the last committed token of each slot.
@@ -57,29 +57,29 @@ class SlotState:
 
     @property
     def working(self) -> slice:
-        """The slots from the first to the last one with a request on a CPU, where a pass costs by its rows, so that
-        free slots at the ends stay out of it; elsewhere, where the host would have to wait to know, all of them."""
+        """The slots that a step computes. On a CPU, where every row costs time: from the first slot with a request to
+        the last. Elsewhere all slots, because the host would have to wait for `active`."""
         active = [] if self.graphs.recording or not is_host(self.active.device) else self.active.nonzero().tolist()
         return slice(active[0][0], active[-1][0] + 1) if active else slice(0, len(self.roots))
 
     def leading(self) -> "SlotState":
-        """The state of the slots up to the last one of those `working`."""
+        """The state of the slots up to the last one of `working`."""
         stop = self.working.stop
         return self.of_slots(slice(0, stop)) if stop < len(self.roots) else self
 
     def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Any, widest: int = 1) -> T:
         """Queue `work(state, *inputs)` on the device. On a CPU this is a plain call. Where steps are recorded, the
-        second call with this key records the work, and later calls replay it (infer/graphs.py).
+        second call with a key records the work, and later calls replay it (infer/graphs.py).
 
         Args:
-            key: the name of the work, and everything else on the host that steers it.
+            key: the name of the work, and everything else on the host that it depends on.
             owners: objects whose memory the work uses beside the state and the inputs, such as a network and a cache.
-            work: does nothing but queue. Of the state that it is given it may use roots, positions, active, history
-                and sampling (as `best` does); it may read no tensor on the host.
+            work: only queues work. Of its state it may use roots, positions, active, history and sampling (as `best`
+                does). It must not read a tensor on the host.
             inputs: tensors, or tuples or dataclasses of them.
             widest: rows of the widest pass in the work, for each slot.
 
-        Returns: what the work returned. Where it is recorded, the next call with this key overwrites that.
+        Returns: what the work returned. If it is recorded, the next call with this key overwrites the result.
         """
         if not self.graphs.recording:
             return work(self, *inputs)
@@ -87,8 +87,8 @@ class SlotState:
         return self.graphs.run(key, owners, partial(work, self), *inputs, widest=widest)
 
     def rounded(self, count: int, usual: int, most: int) -> int:
-        """`count`, a size up to `most` that steers the work of a step. Where work is recorded, which is done for each
-        size by itself, it is rounded up to one of the two."""
+        """`count`, a size up to `most` that a step's work depends on. Where work is recorded, every size needs its own
+        recording, so the count is rounded up to `usual` or `most`."""
         return (usual if count <= usual else most) if self.graphs.recording else count
 
     def best(

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache, partial
 
-# What a tokenizer decodes bytes to that are no character, or not yet one.
+# What a tokenizer decodes invalid or incomplete UTF-8 to.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # A character has at most 4 bytes, so after this many tokens an unfinished end is not going to be one.
 MOST_HELD = 8
@@ -14,14 +14,14 @@ CONTEXT = 16
 
 @lru_cache(maxsize=1 << 18)
 def token_text(tokenizer, token: int) -> str:
-    """The text that a token adds after another one, here itself; a special token's is its spelling."""
+    """The text that a token adds after another token (here after itself). A special token's text is its spelling."""
     alone, twice = (tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
     return twice[len(alone) :]
 
 
 @lru_cache(maxsize=1 << 18)
 def token_bytes(tokenizer, token: int) -> bytes:
-    """The bytes of `token_text`, also of a token that is no whole character, if the vocabulary tells them."""
+    """The bytes of `token_text`, also of a token that is part of a character, if the vocabulary has its bytes."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     text, spelled = token_text(tokenizer, token), tokenizer.convert_ids_to_tokens(token)
@@ -42,19 +42,19 @@ def text_after(tokenizer, prompt: Sequence[int], tokens: Sequence[int], skip_spe
 
 
 class ShownText:
-    """The text of a growing list of tokens up to the first stop string, as it can be shown. What may become a stop
+    """The text of a growing list of tokens up to the first stop string, as it can be shown. Text that may become a stop
     string is held back, and so are bytes that may become a character.
 
-    Only the last tokens are decoded, once without and once with the new one, so that a token costs the same however
-    long the text is.
+    Only the last tokens are decoded, once without and once with the new one, so the cost of a token does not depend on
+    the length of the text.
 
     Args:
-        prompt: the tokens before, if the text continues theirs. A leading space that is part of a token is no text
-            without them.
+        prompt: the tokens before, if the text continues theirs. Without them, a first token's leading space would be
+            lost.
         skip_special: whether special tokens have no text.
 
     Attributes:
-        stopped: whether a stop string has come. The text ends before it.
+        stopped: whether a stop string was found. The text ends before it.
     """
 
     def __init__(self, tokenizer, stop_strings: Sequence[str] = (), prompt: Sequence[int] = (), skip_special=True):
@@ -86,8 +86,8 @@ class ShownText:
         return fresh
 
     def finish(self) -> tuple[str, str]:
-        """The whole text, and the rest of it that was not shown. Bytes at its end that are no character become marks,
-        now that no token will follow; a stop string may have come with them."""
+        """The full text, and the part that was not shown yet. No token will follow, so an incomplete character at the
+        end becomes a replacement character, and the text held back with it may contain a stop string."""
         if not self.stopped:
             text = self._text
             self._text, self._new = text + self._added(), []
@@ -96,20 +96,20 @@ class ShownText:
         return self._text, self._text[shown:]
 
     def _stop(self, before: str) -> None:
-        """End the text at the first stop string. One that lies wholly in the text `before` came too early and ends
-        nothing."""
+        """End the text at the first stop string. One that lies entirely in the text `before` came too early and is
+        ignored."""
         begins = (self._text.find(string, max(0, len(before) - len(string) + 1)) for string in self._strings)
         if self._searched and (found := [place for place in begins if place >= 0]):
             self.stopped, self._text = True, self._text[: min(found)]
 
     def _added(self) -> str:
-        """The text of the new tokens, which may end in bytes that are no character yet."""
+        """The text of the new tokens, which may end in an incomplete character."""
         if not self._new:
             return ""
         text = self._decode(self._known + self._new)
         if text.startswith(self._known_text):
             return text[len(self._known_text) :]
-        return self._decode(self._new)  # bytes that are no character, of which some decoders blame those before too
+        return self._decode(self._new)  # for invalid bytes some decoders change the text before, too
 
 
 def _begun(text: str, string: str) -> int:

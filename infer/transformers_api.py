@@ -1,8 +1,8 @@
 """transformers' `model.generate` on our engine: the same arguments, types and shapes, in fewer steps.
 
 Greedy tokens are those of `model.generate`, in half precision up to the rounding of nearly equal logits. Sampled tokens
-follow the same distribution, with our own noise. Whatever a configuration asks for that is not a field of `Supported`
-is refused by name; nothing is ignored. The model is converted in models/hf.py.
+follow the same distribution, with our own noise. A configuration's fields outside `Supported` are refused by name if
+they would have an effect; nothing is ignored. The model is converted in models/hf.py.
 Shapes: B prompts, R rows (each prompt num_return_sequences times), P prompt tokens with padding, T = P + the longest
 row's new tokens.
 """
@@ -31,12 +31,12 @@ from longdraft.models.target import Target
 
 DEFAULT_DRAFTER = "token_recycling"
 _own_tokenizer = cache(load_tokenizer)
-# Numbers that SamplingParams takes as they are.
+# Numbers that SamplingParams takes unchanged.
 PASSED_ON = ("temperature", "top_k", "top_p", "min_p", "eta_cutoff")
 
 
 def _as_list(ids: Any) -> Any:
-    """Token ids or strings in any form in which a configuration has them, as a list."""
+    """A configuration's token ids or strings, in any of their forms, as a list."""
     ids = ids.tolist() if isinstance(ids, Tensor) else ids
     return [] if ids is None else [ids] if isinstance(ids, int | str) else ids
 
@@ -67,7 +67,7 @@ class Supported(Schema):
 
 
 @validated
-@torch.inference_mode(False)  # the copies are kept, and written outside the caller's inference mode too
+@torch.inference_mode(False)  # the copies are kept, and also written outside the caller's inference mode
 def generate(
     model: Any,
     input_ids: Instance[Tensor],
@@ -84,15 +84,15 @@ def generate(
     """Generate as `model.generate` does, with a drafter.
 
     Some of the model's weights are copied once (see `target_from_transformers`) and kept, with an engine and its cache,
-    as long as the model lives or until `forget(model)`. Every call compares the copies with the model's own weights,
-    so it notices training in between, however that writes.
+    as long as the model lives or until `forget(model)`. Every call compares the copies with the model's own weights, so
+    it notices any training in between.
 
     Args:
         model: a loaded transformers model of a supported architecture.
         input_ids: int [B, P], padded on the left.
         attention_mask: [B, P], 0 on padding. None: inferred from pad_token_id as transformers does, else all ones.
         generation_config, kwargs: as for `model.generate`. kwargs take precedence, and the model's own
-            generation_config supplies what neither says.
+            generation_config supplies the rest.
         tokenizer: needed with stop_strings, and with a draft folder, which is checked against it.
         drafter, draft, options: as for `Engine`. A Drafter instance serves one call at a time.
         seed: the first row's; row i has seed + i. None draws the seeds from torch's generator (`torch.manual_seed`).
@@ -131,8 +131,8 @@ def generate(
 
 
 def _supported(values: Mapping[str, Any]) -> Supported:
-    """The fields of a configuration, checked. Raises ValueError for the first that asks for something and is not
-    supported: anything but None, False, an empty list and transformers' default."""
+    """The fields of a configuration, checked. Raises ValueError for the first unsupported field whose value is not
+    None, False, an empty list or transformers' default."""
     defaults, asked = GenerationConfig._get_default_generation_params(), {}
     for name, value in sorted(values.items()):
         off = value is None or value is False or (not isinstance(value, Tensor) and value in ([], defaults.get(name)))
@@ -161,7 +161,7 @@ def forget(model: Any) -> None:
 
 
 class _Kept:
-    """A model's target, and the last call's engine with its cache and what its drafter and policy have learned."""
+    """A model's target, and the last call's engine with its cache, drafter and policy."""
 
     def __init__(self, target: Target):
         self.target = target
@@ -169,7 +169,7 @@ class _Kept:
 
     @contextmanager
     def engine(self, drafter: str | Drafter, draft: Any, options: Mapping[str, Any] | None) -> Iterator[Engine]:
-        """The engine for these arguments. Calls that run at the same time, in several threads, have one each."""
+        """The engine for these arguments. Concurrent calls in several threads get one each."""
         key = drafter, draft, dict(options or {})
         engine = self._engine if self._key == key else None
         if engine is None:
@@ -184,7 +184,7 @@ _KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
 
 
 def _keep(model: Any, tokenizer: Any) -> _Kept:
-    """What is kept for this model, up to date with its weights. It is made anew if the model has changed otherwise."""
+    """What is kept for this model, with its current weights. It is rebuilt if the model has changed otherwise."""
     kept, weight = _KEPT.get(model), model.get_input_embeddings().weight
     if kept is not None:
         target, copy = kept.target, kept.target.model.embed_tokens.weight
@@ -204,7 +204,7 @@ def _read_prompts(input_ids: Tensor, mask: Tensor | None, pad: int | None, ends:
     if mask is None:
         mask = input_ids != pad if pad is not None and pad not in ends else torch.ones_like(input_ids)
     if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask: {list(mask.shape)}, and input_ids is {list(input_ids.shape)}; give the same")
+        raise ValueError(f"attention_mask: {list(mask.shape)}, but input_ids is {list(input_ids.shape)}; give the same")
     is_token = mask != 0
     counts, places = is_token.sum(1), torch.arange(mask.shape[1], device=mask.device)
     if not counts.all() or not torch.equal(is_token, places >= mask.shape[1] - counts[:, None]):
@@ -216,7 +216,7 @@ def _read_prompts(input_ids: Tensor, mask: Tensor | None, pad: int | None, ends:
 
 
 def _new_tokens(config: Supported, default: bool, width: int, longest: int, positions: int) -> int:
-    """The new tokens that were asked for: max_new_tokens, else max_length, else transformers' 20. `width` is that of
+    """The number of new tokens to generate: max_new_tokens, else max_length, else transformers' 20. `width` is that of
     input_ids with padding, `longest` the length of the longest prompt."""
     name, length = "max_new_tokens", config.max_length or 20
     new = config.max_new_tokens

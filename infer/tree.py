@@ -1,7 +1,7 @@
 """TokenTree: the candidates of one step, a trie below the last committed token of every sequence.
 
-Drafters fill it (infer/drafters), those on the host by way of a Trie, those with a static tree by way of a TreeShape;
-infer/accept.py goes down it. Shapes: B sequences, N nodes with the root, W nodes taken, I levels, K ranks.
+Drafters (infer/drafters) fill it: those on the host through a Trie, those with a static tree through a TreeShape.
+infer/accept.py walks down it. Shapes: B sequences, N nodes with the root, W nodes taken, I levels, K ranks.
 """
 
 import heapq
@@ -76,14 +76,14 @@ class TokenTree:
     Attributes:
         tokens: int64 [B, N].
         parents: int64 [B, N]; -1 for the root, -2 for padding, else an index smaller than the node's own.
-        classes: int64 [B, N] or None: the class of a node, whose rate the policy learns (infer/budget.py). With it a
-            drafter tells what it knows about a node's chances. None: a node's class is its index.
+        classes: int64 [B, N] or None: each node's class. The policy measures a rate for each class (infer/budget.py),
+            so a drafter gives one class to nodes of similar chances. None: a node's class is its index.
     Siblings carry different tokens, so no prefix is verified twice and the accepted path is never ambiguous.
 
-    `lists` holds the nodes on the host. A tree of tries has them from the start, with its tensors on the CPU; those of
-    any other tree are read from its device when they are first asked for. On a GPU that would stop the step, so whoever
-    needs them there (the runner for the policy, `Combined` for its union) reads `unread` together with other tensors
-    and gives the result to `take_lists`. Code that does not know where the tree is asks `on_host` first.
+    `lists` holds the nodes on the host. A tree made of tries has them from the start, with its tensors on the CPU; any
+    other tree reads them from its device at first access. On a GPU that would stall the step, so code that needs them
+    there (the runner for the policy, `Combined` for its union) reads `unread` together with other tensors and gives the
+    result to `take_lists`. Code that does not know where the tree is asks `on_host` first.
     """
 
     tokens: Tensor
@@ -97,7 +97,7 @@ class TokenTree:
         return TokenTree(tokens, torch.full_like(tokens, ROOT))
 
     def with_roots(self, roots_B: Tensor) -> "TokenTree":
-        """This tree of the first slots, and bare roots for those after them."""
+        """This tree of the first slots, extended to all slots with their roots alone."""
         if (some := len(self.tokens)) == len(roots_B):
             return self
         shape, given = (len(roots_B), self.tokens.shape[1]), (self.tokens, self.parents, self.classes)
@@ -132,7 +132,7 @@ class TokenTree:
 
     @staticmethod
     def from_tries(tries: Sequence[Trie], with_classes: bool = True) -> "TokenTree":
-        """Build the tree of one trie a sequence, padded to the widest. It is the host's, and its lists are kept."""
+        """Build the tree of one trie a sequence, padded to the widest. It is on the host and keeps its lists."""
         width = max(map(len, tries))
         lists = Lists(
             [trie.tokens + [0] * (width - len(trie)) for trie in tries],
@@ -150,19 +150,18 @@ class TokenTree:
 
     @property
     def on_host(self) -> bool:
-        """Whether `lists` waits for no device: it is there already, or the tensors are on a CPU."""
+        """Whether `lists` needs no wait for a device: it is cached, or the tensors are on a CPU."""
         return "lists" in self.__dict__ or backend.is_host(self.tokens.device)
 
     @property
     def unread(self) -> tuple[Tensor, ...]:
-        """The tensors that the host has to read before `lists` is there, for `take_lists`; none where it waits for
-        nothing."""
+        """The tensors whose lists `take_lists` needs; none if the tree is `on_host`."""
         if self.on_host:
             return ()
         return self.tokens, self.parents, *([] if self.classes is None else [self.classes])
 
     def take_lists(self, read: Sequence[list[list[int]]]) -> "TokenTree":
-        """Keep the lists of `unread`, which somebody has read, for `lists`. Returns the tree itself."""
+        """Cache these lists of `unread` as `lists`. Returns the tree itself."""
         if read:
             self.__dict__["lists"] = Lists(*read, *[None] * (3 - len(read)))
         return self
@@ -201,14 +200,14 @@ class TokenTree:
     def with_tokens(self, tokens_BN: Tensor, parents_BN: Tensor | None = None) -> "TokenTree":
         """A tree of this shape with other tokens, which shares the ancestors and depths computed so far.
 
-        parents_BN: this tree's parents, with PAD for nodes that are taken out.
+        parents_BN: this tree's parents, with PAD for removed nodes.
         """
         tree = TokenTree(tokens_BN, self.parents if parents_BN is None else parents_BN, self.classes)
         tree.__dict__.update({name: self.__dict__[name] for name in ("ancestors", "depths") if name in self.__dict__})
         return tree
 
     def to(self, device: torch.device) -> "TokenTree":
-        """The same tries on a device, without what is known of them beside. From the host in one copy."""
+        """The same tries on a device, without cached properties. A tree on the host goes there in one copy."""
         if self.tokens.device == device:
             return self
         rows = torch.stack([x for x in (self.tokens, self.parents, self.classes) if x is not None])

@@ -1,8 +1,8 @@
 """The filters of a request at T > 0: top-k, top-p, min-p and eta drop what is too unlikely.
 
-They come after penalties, bans and the temperature (infer/choice/slots.py). Each filter sees what the one before has
-left, renormalised. A filter is a border that probabilities must reach, so equal ones stay or go together, whatever
-their ids. Shapes: B slots, N nodes, V vocabulary.
+They come after penalties, bans and the temperature (infer/choice/slots.py). Each filter sees what the filter before it
+has left, renormalised. A filter is a threshold on probabilities, so tokens of equal probability stay or go together,
+whatever their ids. Shapes: B slots, N nodes, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels import backend
 from longdraft.kernels.choice import top_p_border
 
-ALIGNED = 8  # numbers in fp32 that a GPU reads at once, at the most
+ALIGNED = 8  # the most fp32 numbers that a GPU loads at once
 GREEDY = SamplingParams()
 
 
@@ -25,12 +25,12 @@ class Filters:
 
     Attributes:
         any: whether any slot has a filter.
-        limits: numbers that steer the work on the host: powers of two, of which there are few to be recorded, not below
-            the largest top_k and the largest min_tokens_to_keep.
+        limits: the largest top_k and min_tokens_to_keep, each rounded up to a power of two. Recorded work depends on
+            them, so there must be few.
     """
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device):
-        # A greedy slot has no filter, so its settings cannot reach its neighbours.
+        # A greedy slot has no filter, so its settings must not affect other slots.
         params = [p if p.temperature > 0 else GREEDY for p in params]
 
         def of_all(name: str, off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -50,7 +50,7 @@ class Filters:
         return self._top_k, self._top_p, self._min_p, self._eta, self._least
 
     def apply(self, scaled_BNV: Tensor) -> Tensor:
-        """Write -inf to what the filters drop of these logits / T in fp32, and return them."""
+        """Set the logits / T (fp32) that the filters drop to -inf in place, and return them."""
         if self._top_k is not None:
             k_B11 = self._top_k[:, None]
             is_dropped = (scaled_BNV < _kth_largest(scaled_BNV, k_B11, self._most_k)) & (k_B11 > 0)
@@ -66,13 +66,13 @@ class Filters:
 
     def _below_eta(self, scaled_BNV: Tensor, eta_B11: Tensor) -> Tensor:
         probs_BNV = _softmax(scaled_BNV)
-        # A running sum, because `sum` adds up in another order for one row than for several.
+        # A running sum, because the order in which `sum` adds depends on the number of rows.
         entropy_BN1 = _running_sum(torch.special.entr(probs_BNV))[..., -1:].float()
         border_BN1 = torch.minimum(eta_B11, eta_B11.sqrt() * (-entropy_BN1).exp())
         return (probs_BNV < border_BN1) & (scaled_BNV < self._last_kept(scaled_BNV))
 
     def _last_kept(self, scaled_BNV: Tensor) -> Tensor:
-        """The least score that min-p and eta always keep."""
+        """The lowest score that min-p and eta always keep."""
         if self._least is None:
             return scaled_BNV.amax(-1, keepdim=True)
         return _kth_largest(scaled_BNV, self._least[:, None], self._most_least)
@@ -86,7 +86,7 @@ def _kth_largest(x_BNV: Tensor, k_B11: Tensor, most: int) -> Tensor:
 
 
 def _softmax(x_BNV: Tensor) -> Tensor:
-    """Softmax over the last dimension, with the same bits for a row alone and among others.
+    """Softmax over the last dimension, with the same bits for a row alone and in a batch.
 
     PyTorch's sum on a GPU depends on the alignment of a row's first number, so all rows get the same one.
     """
@@ -95,8 +95,8 @@ def _softmax(x_BNV: Tensor) -> Tensor:
 
 
 def _running_sum(x_BNV: Tensor) -> Tensor:
-    """The running sum over the last dimension, with the same bits for a row alone and among others.
+    """The running sum over the last dimension, with the same bits for a row alone and in a batch.
 
-    It is taken in order on the CPU, and in fp64 on a GPU, whose scans add up in an order of their own.
+    On the CPU it adds in order. On a GPU it is in fp64, because the order of a scan's additions is not fixed.
     """
     return x_BNV.cumsum(-1) if x_BNV.device.type == "cpu" else x_BNV.double().cumsum(-1)

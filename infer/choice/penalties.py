@@ -1,9 +1,9 @@
-"""Penalties, biases and bans: how a request changes the target's logits, by earlier tokens or by its own list.
+"""Penalties, biases and bans: a request's changes to the target's logits, by earlier tokens or by its own lists.
 
 They see a node's own history: the context and its ancestors in the tree (infer/history.py). They come before
-temperature and filters (infer/choice/slots.py), in the order contextual, repetition, presence and frequency, biases
-and bans.
-Shapes: B slots, N nodes of a tree, M of them, V vocabulary, C tokens of history looked at, R restricted vocabulary.
+temperature and filters (infer/choice/slots.py), in the order contextual, repetition, presence and frequency, biases and
+bans.
+Shapes: B slots, N nodes of a tree, M of these nodes, V vocabulary, C tokens of history, R restricted vocabulary.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class Penalties:
         first: int = 0,
         ids_R: Tensor | None = None,
     ) -> Tensor:
-        """Penalised logits, fp32; the logits themselves where there is nothing to do. Nothing is written to `history`.
+        """The penalised logits in fp32, or the logits themselves if there is nothing to do. `history` is not written.
 
         Args:
             logits_BMV: without a tree, of nodes whose history is `history` up to and including positions_BN[:, 0]; with
@@ -76,7 +76,7 @@ class Penalties:
             history: valid through positions_BN[:, 0].
             positions_BN, tokens_BN: int64, of all nodes of the tree; node 0 is the root.
             ancestors_BNN: bool, [b, i, j]: j is i itself or above it; None without a tree.
-            ids_R: int64, the target's ids of a restricted vocabulary, if the logits are of one.
+            ids_R: int64, if the logits are of a restricted vocabulary: its ids in the target's.
         """
         if not self.any:
             return logits_BMV
@@ -95,7 +95,7 @@ class Penalties:
                 places_BC = torch.cat([positions_BN[:, 1:], places_BC], 1)
                 path_BMN = ancestors_BNN[:, some, 1:]
                 seen_BMC = torch.cat([path_BMN, seen_BMC.expand(-1, path_BMN.shape[1], -1)], 2)
-            last = logits_BMV.shape[2] - 1  # an id beyond a restricted vocabulary is none of its tokens
+            last = logits_BMV.shape[2] - 1  # takes ids beyond a restricted vocabulary
             own_BM1, tokens_B1C = own_BM.clamp(max=last)[:, :, None], tokens_BC.clamp(max=last)[:, None]
             if self._contextual is not None:
                 inside_BMC = seen_BMC & (places_BC[:, None] > (positions_BM - self._windows[:, None])[:, :, None])
@@ -114,9 +114,9 @@ class Penalties:
         return logits_BMV if ids_R is None else logits_BMV[..., ids_R]
 
     def _history(self, history: History, positions_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The last tokens up to positions_B, as many as matter, and their positions, [B, C]; and bool [B, 1, C], which
-        of them are there. On a GPU, where the host does not know positions, they are the most that can matter; on a CPU
-        that would make a short text in a long slot slow."""
+        """The last tokens up to positions_B that may matter, and their positions, [B, C]; and bool [B, 1, C], which of
+        them exist. On a GPU, where the host does not know positions, C is the largest possible. On a CPU it is the
+        text's length at most, because a short text in a long slot would be slow."""
         capacity = history.tokens.shape[1]
         count = capacity if self._reads_all else min(capacity, self.widest)
         if backend.is_host(positions_B.device):
@@ -138,7 +138,7 @@ class Penalties:
         return logits_BMV.scatter(2, index_BMC, logits_BMV.gather(2, index_BMC) - less_BMC)
 
     def width_of(self, ids_R: Tensor) -> int:
-        """How many ids there are up to the greatest of `ids_R`, and one more; cached, because it waits for a device."""
+        """max(ids_R) + 2: ids up to the greatest, and one for those beyond. Cached, because it waits for the device."""
         if id(ids_R) not in self._widths:
             self._widths[id(ids_R)] = ids_R, int(ids_R.max()) + 2
         return self._widths[id(ids_R)][1]
@@ -165,8 +165,8 @@ def _scale_seen(
 ) -> Tensor:
     """logit / penalty where positive, logit * penalty where negative, once for each token inside.
 
-    Every occurrence of a token writes the same number. In the place of tokens that are not inside stands the node's
-    own, which always is. A penalty of 1 leaves every bit as it is.
+    Every occurrence of a token writes the same number. Tokens that are not inside are replaced by the node's own, which
+    always is. A penalty of 1 leaves every bit as it is.
     """
     index_BMC = torch.where(inside_BMC, tokens_B1C, own_BM1).expand(-1, logits_BMV.shape[1], -1)
     seen_BMC, penalty_B11 = logits_BMV.gather(2, index_BMC), penalty_B1[:, None]

@@ -2,8 +2,8 @@
 
 choice(t) = argmax_v( filter(penalised logits / T)_v + g(seed, t, v) ), and at T = 0 the argmax of the penalised logits.
 Plain decoding and the verification of a tree apply this same rule, so every drafter gives plain decoding's text
-(Drafter-invariant speculative decoding, arXiv 2408.07978). The parameters are infer/sampling.py's, the penalties
-infer/choice/penalties.py's, the filters infer/choice/filters.py's, and the noise g is kernels/choice.py's.
+(Drafter-invariant speculative decoding, arXiv 2408.07978). The parameters are in infer/sampling.py, the penalties in
+infer/choice/penalties.py, the filters in infer/choice/filters.py, and the noise g in kernels/choice.py.
 Shapes: B slots, N nodes, V vocabulary.
 """
 
@@ -20,15 +20,15 @@ from longdraft.kernels.beam import best_tokens
 from longdraft.kernels.choice import choose, gumbel_noise
 from longdraft.kernels.transfer import from_host, integers
 
-# Rows of noise kept for each slot on the CPU: drafting, verifying and the next step ask for the same positions, so a
-# step would compute each row two or three times.
+# Rows of noise cached for each slot on the CPU. Drafting, verifying and the next step need the same positions, so
+# without a cache each row would be computed two or three times.
 KEPT_ROWS = 32
-# Scores that are filtered at once (some 64 nodes with a vocabulary of 128k), and the bytes that each takes meanwhile.
+# Scores that are filtered at once (some 64 nodes with a vocabulary of 128k), and the temporary bytes of each.
 MOST_SCORES, SCORE_BYTES = 1 << 23, 40
 
 
 def choice_bytes(batch: int, width: int, vocab_size: int, device: torch.device) -> int:
-    """The most bytes that choosing takes, for `width` nodes in each of `batch` slots."""
+    """The most temporary bytes of the choice rule, for `width` nodes in each of `batch` slots."""
     if backend.is_host(device):
         return batch * vocab_size * 8
     # Filters and penalties take all nodes at once (infer/accept.py).
@@ -36,7 +36,7 @@ def choice_bytes(batch: int, width: int, vocab_size: int, device: torch.device) 
 
 
 class SlotSampling:
-    """The sampling parameters of B slots as tensors, and the noise of the positions they are at.
+    """The sampling parameters of B slots as tensors, and the noise of their positions.
 
     A free slot is greedy; where steps are recorded, it has the parameters of another slot.
 
@@ -68,8 +68,8 @@ class SlotSampling:
         return self._of_slots[key]
 
     def follow(self, other: "SlotSampling") -> bool:
-        """Copy another's parameters into the tensors of this one, so that recorded work (infer/graphs.py) goes on with
-        them. Returns False, and copies nothing, if they need other work."""
+        """Copy another's parameters into the tensors of this one, so that recorded work (infer/graphs.py) uses them.
+        Returns False, and copies nothing, if the kinds differ."""
         if self.kind != other.kind:
             return False
         fill(self._columns, other._columns)
@@ -84,7 +84,7 @@ class SlotSampling:
 
     @property
     def kind(self) -> tuple:
-        """Everything that steers the work on the host: equal kinds queue the same work."""
+        """Everything on the host that the work depends on: equal kinds queue the same work."""
         absent = tuple(column is None for column in self._columns)
         penalties = self.penalties.widest, self.penalties.biases, self.penalties.held_back
         limits = *self.filters.limits, *penalties
@@ -94,7 +94,7 @@ class SlotSampling:
         """The noise g(seed, t, v) of the token at absolute position t = positions_B[b] of each slot, fp32 [B, V]; 0 for
         a greedy slot.
 
-        Drafter and verifier get the same; do not write to it.
+        Drafter and verifier share this tensor; do not write to it.
         """
         if not backend.is_host(self.device):  # only a CPU keeps rows, see KEPT_ROWS
             return gumbel_noise(self.seeds, positions_B[:, None], vocab_size)[:, 0] * self._sampled
@@ -124,7 +124,7 @@ class SlotSampling:
         logits / T + its noise. Filters are skipped, because they only drop what ranks low anyway.
 
         Args:
-            history: valid through the roots; penalties count as they do there.
+            history: valid through the roots; penalties are those of the roots.
             positions_B: int64, the roots' absolute positions.
             token_ids: int64 [V], the target's ids of a restricted vocabulary; None: all, in order.
 

@@ -33,7 +33,7 @@ Levels = Annotated[
 class Drafter:
     """Proposes candidates. Whatever they are, the output is plain decoding's; they only decide how many steps it takes.
 
-    A drafter that is made of others lists them in `parts`, and what it does not override goes to all of them.
+    A drafter that is made of others lists them in `parts`; methods that it does not override call those of all parts.
 
     Attributes:
         parts: the drafters that it is made of.
@@ -56,7 +56,7 @@ class Drafter:
         """Reserve this drafter for `engine`. Raises RuntimeError if an engine is already decoding with it."""
         if self.user is not None:
             what = "engine" if self.user is engine else "drafter"
-            raise RuntimeError(f"this {what} is decoding already; finish or close its stream, or give a second one")
+            raise RuntimeError(f"this {what} is already decoding; finish or close its stream, or use a second one")
         self.user = engine
         try:
             yield
@@ -71,8 +71,8 @@ class Drafter:
     @property
     def class_stages(self) -> Sequence[int]:
         """For each class, the stage of the proposal that adds its nodes; 0 for the root's class. A drafter that runs a
-        pass for each level has a stage for each: it runs at most `Budget.stages`, and asks `Budget.goes_on` between
-        two. Others have one stage, or 0 beside a drafter with several."""
+        pass for each level has one stage a level: it runs at most `Budget.stages`, and asks `Budget.goes_on` between
+        two. Others have one stage, or 0 when combined with a drafter that has several."""
         return [0, *[1] * (self.n_classes - 1)]
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
@@ -85,8 +85,8 @@ class Drafter:
         index of the prompt's last token, which is the root. A prompt of one token has no call.
 
         Args:
-            output: of these tokens, B = 1. Without fields if their rows were copied from an earlier prompt's, which is
-                never the case in the last call.
+            output: the target's for these tokens, B = 1. It has no fields if their rows were copied from an earlier
+                prompt, which never happens in the last call.
         """
         for part in self.parts:
             part.on_prefill(slot, prompt, start, end, output)
@@ -96,10 +96,10 @@ class Drafter:
         raise NotImplementedError
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        """Learn what the target computed for `tree` and which tokens were committed. `state` is that after the step.
+        """Learn what the target computed for `tree` and which tokens were committed. `state` is the one after the step.
 
-        The tree may hold other drafters' nodes or only some of those proposed, and the committed tokens may be none of
-        this drafter's: catch up. Slots with `accepted.counts[b] == 0` took no part.
+        The tree may hold other drafters' nodes or only some of those proposed, and another drafter may have proposed
+        the committed tokens: catch up with them. Slots with `accepted.counts[b] == 0` took no part.
         """
         for part in self.parts:
             part.on_step(state, tree, accepted, output)
@@ -138,16 +138,16 @@ class DeviceDrafter(Drafter):
     Order of calls in a step. The runner calls `propose` and `on_step`; these call the other three:
 
         propose(state, budget)
-            plan(state, budget)         on the host: decides everything that steers `grow`
+            plan(state, budget)         on the host: decides everything that `grow` depends on
             grow(state, budget, plan)   on the device: the tree
         the runner prunes the tree, the target verifies it, the accepted path is committed
         on_step(state, tree, accepted, output)
             update(...)                 on the device: learns; not called if the output lacks a field of `learns_from`
 
-    On a GPU `grow` is recorded for each plan, and `update` too, and from then on they are replayed. So both queue work
-    and read nothing on the host, and the memory that they use beside their arguments stays in place for as long as the
-    cache of `on_start` lives. What a subclass does on the host after a step goes into its own `on_step`. Before the
-    first request all plans are recorded in steps without one (`Runner.rehearse`): `on_start` then gets a made-up one.
+    On a GPU `grow` is recorded for each plan, `update` once, and both are replayed from then on. So both only queue
+    work and read nothing on the host, and the memory that they use besides their arguments stays in place as long as
+    the cache of `on_start` lives. Host work after a step goes into a subclass's own `on_step`. Before the first request
+    all plans are recorded in steps without a request (`Runner.rehearse`); `on_start` then gets a placeholder.
 
     Attributes:
         num_query_tokens: query tokens of its widest pass for each slot, if it contains attention.
@@ -163,11 +163,11 @@ class DeviceDrafter(Drafter):
         )
 
     def plan(self, state: SlotState, budget: Budget) -> Hashable:
-        """Decide on the host, before `grow`, all that steers it: `grow` is recorded for each plan separately."""
+        """Decide on the host everything that `grow` depends on; `grow` is recorded for each plan separately."""
         return budget.max_nodes
 
     def grow(self, state: SlotState, budget: Budget, plan: Any) -> TokenTree:
-        """Build the tree on the device. Of `budget` it asks only `goes_on`, which always holds where it is recorded."""
+        """Build the tree on the device. It uses only `budget.goes_on`, which is always True where it is recorded."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -176,11 +176,11 @@ class DeviceDrafter(Drafter):
         if any(value is None for value in fields.values()):  # not asked for, because the drafter did not propose
             return
         owners = self, *self.buffers()
-        nodes = TokenTree(tree.tokens, tree.parents)  # whatever else is known of the tree, the same is recorded
+        nodes = TokenTree(tree.tokens, tree.parents)  # without cached properties, so that all trees share a recording
         state.run(("on_step",), owners, self.update, nodes, accepted, TargetOutput(**fields))
 
     def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
-        """Learn from a step on the device. Arguments as of `on_step`; `output` has only the fields of `learns_from`."""
+        """Learn from a step on the device. Arguments as in `on_step`; `output` has only the fields of `learns_from`."""
 
     def buffers(self) -> tuple[object, ...]:
         """What `on_start` allocated that `grow` and `update` use. Work recorded with other buffers is not replayed:

@@ -21,7 +21,7 @@ from longdraft.infer.tree import PAD, Lists, TokenTree, Trie
 from longdraft.kernels.transfer import read_together
 from longdraft.models.schema import Instance, validated
 
-# In a larger tree the last nodes cost more than they bring.
+# In a larger tree the last nodes cost more than they gain.
 MOST_NODES = 127
 _EXHAUSTED = object()
 
@@ -34,7 +34,7 @@ class Combined(Drafter):
 
     @validated
     def __init__(self, drafters: Annotated[Sequence[Instance[Drafter]], Field(min_length=2)]):
-        # A combination among them is replaced by its drafters.
+        # Nested combinations are flattened.
         drafters = [part for one in drafters for part in (one.parts if isinstance(one, Combined) else [one])]
         if len({id(drafter) for drafter in drafters}) < len(drafters):
             raise ValueError("drafters: one object is listed twice; each drafter needs its own state")

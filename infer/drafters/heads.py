@@ -1,5 +1,5 @@
-"""Heads on the target's own state fill a static tree: Medusa-1's drafter (arXiv 2401.10774), and what TokenSwift's has
-in common with it.
+"""Heads on the target's hidden state fill a static tree: Medusa-1's drafter (arXiv 2401.10774), and the base of
+TokenSwift's.
 
 The heads read the state that the target's last pass computed just before the root: at position p - 1 for a root at p.
 So head i proposes the token at p + i. The heads themselves are in models/drafts/.
@@ -34,7 +34,7 @@ class HeadsDrafter(DeviceDrafter):
         target: the loaded target (models/target.py).
         draft: trained heads, in the target's dtype and on its device.
         shape: which rank combinations are nodes, or the number of ranks in each level of a full Cartesian tree; None
-            means 3 ranks for each head. A lower `max_nodes` leaves its first nodes.
+            means 3 ranks for each head. A lower `max_nodes` keeps only its first nodes.
 
     Attributes:
         hidden_BD: each slot's state at the last committed position before its root; zeros if there is none.
@@ -48,7 +48,7 @@ class HeadsDrafter(DeviceDrafter):
         self.draft, self._head_ED = draft, draft.head(target.model.lm_head.weight)
         n_heads = draft.config.n_heads
         shape = shape if isinstance(shape, TreeShape) else TreeShape.cartesian(shape or (3,) * n_heads)
-        # Without ranks that a small vocabulary does not have.
+        # Drop ranks that a small draft vocabulary does not have.
         self.shape = TreeShape(tuple(node for node in shape.nodes if max(node) < len(self._head_ED)))
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
         if self.max_depth > n_heads:

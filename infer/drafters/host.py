@@ -1,7 +1,7 @@
 """Drafters on the host: they propose from a sequence's committed tokens, lists in and lists out.
 
-Each slot has a table that follows its text. Tokens that the host does not know yet are read from the device once a
-step, together with other drafters' trees (infer/drafters/combine.py). Shapes: B slots, R recent tokens.
+Each slot has an n-gram table of its text. Tokens that the host does not know yet are read from the device once a step,
+together with other drafters' trees (infer/drafters/combine.py). Shapes: B slots, R recent tokens.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree, Trie
 from longdraft.models.kv_cache import KVCache
 
-# How many of the last committed tokens are read from the device in every step, because the host may hear of them a step
-# late. If a step commits more, the slot proposes nothing until the host knows them.
+# How many of the last committed tokens every step reads from the device, because the host may lag by one step. If a
+# step commits more, the slot proposes nothing until the host knows them.
 READ_AHEAD = 128
 
 
@@ -66,8 +66,8 @@ class HostDrafter(Drafter):
         table.extend(request.prompt)
 
     def device_rows(self, state: SlotState) -> Tensor:
-        """int64 [B, 3 + R], to be read for `tries`: active, root, position, and the last R tokens up to the root; the
-        host may not know all of these yet."""
+        """int64 [B, 3 + R], the rows that `tries` needs: active, root, position, and the last R tokens up to the root;
+        the host may not know all of these yet."""
         return state.run(("device_rows",), (), _device_rows)
 
     def tries(self, state: SlotState, rows: list[list[int]], max_nodes: int) -> list[Trie]:

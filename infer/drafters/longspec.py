@@ -118,12 +118,12 @@ class LongSpecDrafter(DeviceDrafter):
         n_missing, *widths = plan
         assert self._passes is not None
         roots_B = state.roots
-        # A slot whose prompt is being read has no text yet, but is caught up with already.
+        # A slot in prefill is inactive but counts as caught up, so it takes part if more than the usual is missing.
         if self._kind is _CPasses and n_missing <= self._passes.usual:
             state = state.leading()
         self._passes.catch_up(state, n_missing)
         level = self._root_level(state)
-        nodes_3BN, first = level.nodes_3BW, 0  # of the tree so far; index in it of the first node that is extended
+        nodes_3BN, first = level.nodes_3BW, 0  # the tree so far; index of its first node that is extended
         tree = TokenTree(*nodes_3BN)
         for stage, width in enumerate(widths, start=1):
             tokens_BT, scores_BT, ancestors_BTN = level.nodes_3BW[0], level.scores_BW, level.ancestors_BWN
@@ -169,8 +169,8 @@ class DraftPasses:
     Attributes:
         cache: the target's.
         window: how many positions before its own a query reads at most: the configured window, or fewer positions.
-        kept: the block's own keys and values [B, P + rows of a tree, K, d]: of the token at position p in row p % P.
-        keeps_roots: whether the keys of a root that was a query are kept from then on.
+        kept: the block's own keys and values [B, P + rows of a tree, K, d]; the token at position p has row p % P.
+        keeps_roots: whether a root's keys are kept once it was a query.
 
     Args:
         tree_rows: the most rows of a tree that are ever queries.
@@ -185,8 +185,8 @@ class DraftPasses:
         keys, values = head_ED.new_zeros(self.kept_shape(draft.config, cache.batch, cache.capacity, tree_rows))
         self.kept, self._n_positions = (keys, values), keys.shape[1] - tree_rows
         self._slots_B1 = torch.arange(cache.batch, device=head_ED.device)[:, None]
-        self._missing = 0  # the most tokens before its root whose keys a slot lacks
-        self.usual = 0  # as many as the last step committed at most
+        self._missing = 0  # the most tokens before its root that any slot lacks keys of
+        self.usual = 0  # the most tokens that the last step may have committed
         self._roots_queried = False  # whether the roots were queries in this step
 
     @classmethod
@@ -196,7 +196,7 @@ class DraftPasses:
 
     @staticmethod
     def n_positions(config: LongSpecConfig, capacity: int) -> int:
-        """P: of how many positions keys and values are kept, at least the `window`."""
+        """P: the number of positions whose keys and values are kept, at least the `window`."""
         return min(config.window, config.max_positions)
 
     def note_prompt(self, length: int) -> None:
@@ -210,7 +210,7 @@ class DraftPasses:
         self._roots_queried = False
 
     def begin(self, state: SlotState) -> int:
-        """The host's part of a proposal: how many tokens it has to `catch_up` with, which then lack nothing."""
+        """Start a proposal on the host. Returns how many tokens `catch_up` must process; none is missing after that."""
         count = state.rounded(self._missing, min(self.usual, self.window), self.window)
         self._missing, self._roots_queried = 0, True
         return count
@@ -234,8 +234,8 @@ class DraftPasses:
 
 
 class _TorchPasses(DraftPasses):
-    """Passes by PyTorch's operations. Keys and values are kept of the last W positions before the root, and a proposal
-    catches up with these. The tree's rows follow, so that a pass attends to one piece of memory under one mask."""
+    """Passes in PyTorch. The keys and values of the last W positions before the root are kept, and a proposal catches
+    up with them. The tree's rows follow in the same tensor, so that a pass attends to one tensor under one mask."""
 
     def logits(self, state: SlotState, nodes_BT: Tensor, level: int, ancestors_BTN: Tensor) -> Tensor:
         cache, n_rows, n_nodes = self.cache, *ancestors_BTN.shape[1:]
@@ -276,7 +276,7 @@ def _attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask_BTS: Tensor) ->
 
 
 class _CPasses(DraftPasses):
-    """Passes by one C call a level, over keys and values of all positions; none before the window is read."""
+    """Passes by one C call a level, over keys and values of all positions; those before the window are not read."""
 
     keeps_roots = True
 
@@ -287,12 +287,12 @@ class _CPasses(DraftPasses):
         self._n_missing = 0  # tokens before the roots that the next level's call catches up with
         scale, weights = _scale_of(embed), block_weights(draft, head_ED)
         assert scale is not None
-        # A level is bound by the bytes that it reads, and its first candidates hardly change.
+        # A level is bound by the bytes that it reads, and int8 hardly changes its first candidates.
         in_int8 = weights.dtype == torch.bfloat16 and rows.multiplies_bf16()
         self._block = draft_block.DraftBlock(
             weights.in_bytes() if in_int8 else weights,
             draft_block.Inputs(embed.weight.detach(), scale, cos.flatten(0, -2), sin.flatten(0, 1).flatten(1)),
-            config.n_heads, config.n_kv_heads, config.rms_norm_eps, self.window + 1,  # with a row's own key
+            config.n_heads, config.n_kv_heads, config.rms_norm_eps, self.window + 1,  # and a row's own key
             self.kept, (cache.keys[-1], cache.values[-1]),
         )  # fmt: skip
 
@@ -302,7 +302,7 @@ class _CPasses(DraftPasses):
 
     def catch_up(self, state: SlotState, n_missing: int) -> None:
         if len(state.roots) * n_missing <= rows.MOST_LINEAR_ROWS:
-            self._n_missing = n_missing  # they go along with the first level
+            self._n_missing = n_missing  # computed with the first level
         else:
             super().catch_up(state, n_missing)
 
@@ -322,7 +322,7 @@ def _runs_in_c(draft: LongSpec, embed: nn.Embedding, head_ED: Tensor) -> bool:
 
 
 def _scale_of(embed: nn.Embedding) -> float | None:
-    """The factor of the table's rows; None for a class that may do anything with them."""
+    """The factor that scales the table's rows; None for other embedding classes."""
     if isinstance(embed, Embedding):
         return embed.scale
     return 1.0 if type(embed) is nn.Embedding and embed.max_norm is None else None

@@ -1,8 +1,8 @@
 """Prompt lookup: find earlier occurrences of the text's longest suffix, and propose what followed them.
 
 Matches come from the request's own tokens, prompt and generation alike (n-gram match on the context; Saxena, "Prompt
-Lookup Decoding", 2023), the longest first. A continuation that reaches the end of the text goes on with its own start,
-so a loop is proposed whole. Text that is copied with edits differs in one token and then goes on, so there is one more
+Lookup Decoding", 2023), the longest first. A continuation that reaches the end of the text restarts from its own start,
+so loops are proposed to full length. Copied text with edits may differ in one token only, so there is one more
 candidate: the place that matches the text without its last token, continued after the token that was replaced there.
 """
 
@@ -15,9 +15,9 @@ from longdraft.infer.tree import Trie
 from longdraft.models.schema import validated
 
 # Lower bounds of the groups of match lengths: matches within a group are about equally good, and a node's class names
-# the group. Length 0 is right after a replaced token.
+# the group. Length 0 is directly after a replaced token.
 GROUPS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 20)
-TOP_K = 3  # of a node among its siblings; later ones count as the last
+TOP_K = 3  # ranks among siblings that have their own classes; later ranks count as the last
 SEARCHED = 64  # occurrences of an n-gram that are compared, the most recent ones
 LONGEST = 32  # matches are not measured beyond this length
 
@@ -35,7 +35,7 @@ def matches(table: NgramIndex, enough: int, skipped: int = 0) -> list[tuple[int,
     sequence, end = table.tokens, len(table) - skipped
     found: dict[int, int] = {}
     for n in range(min(len(table.ends), end), 0, -1):
-        # Without the suffix itself, and what ends in skipped tokens.
+        # Exclude the suffix itself, and occurrences that end in skipped tokens.
         earlier = [at for at in table.ends[n - 1][tuple(sequence[end - n : end])][-SEARCHED:] if at < end]
         for at in earlier:
             if at not in found:
@@ -46,7 +46,7 @@ def matches(table: NgramIndex, enough: int, skipped: int = 0) -> list[tuple[int,
 
 
 def _match_length(sequence: Sequence[int], at: int, end: int, known: int) -> int:
-    """How many tokens before index `at` equal those before `end`; `known` of them are known to."""
+    """How many tokens before index `at` equal those before `end`; `known` of them are known to be equal."""
     back, stop, place = end - at, max(at - LONGEST, 0), at - known
     while place > stop and sequence[place - 1] == sequence[place - 1 + back]:
         place -= 1
@@ -54,7 +54,7 @@ def _match_length(sequence: Sequence[int], at: int, end: int, known: int) -> int
 
 
 def continuation(sequence: Sequence[int], at: int, count: int) -> list[int]:
-    """The `count` tokens from index `at` on; at the sequence's end they start over from `at`, as in a loop."""
+    """The `count` tokens from index `at` on; at the sequence's end they restart from `at`, as in a loop."""
     tokens, period = list(sequence[at : at + count]), len(sequence) - at
     for i in range(len(tokens), count):
         tokens.append(tokens[i - period])
@@ -64,9 +64,9 @@ def continuation(sequence: Sequence[int], at: int, count: int) -> list[int]:
 class PromptLookup(HostDrafter):
     """Proposes the continuations of earlier occurrences, as one trie.
 
-    When verification reaches a node, the tokens of its occurrence's match and of the nodes above it agree with the
-    text. The node's class is the group of their number, how many siblings came before it, and whether it is a child of
-    the root, where the last proposal may just have failed.
+    When verification reaches a node, the matched tokens of its occurrence and the nodes above it agree with the text.
+    The node's class is the group of their number, its rank among siblings, and whether it is a child of the root, where
+    the last proposal may just have failed.
 
     Args:
         length: tokens proposed after an occurrence.

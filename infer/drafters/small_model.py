@@ -1,10 +1,10 @@
 """A small model of the same vocabulary drafts a chain: classic draft-model speculation, and TriForce's lowest tier
 (arXiv 2404.11912, section 4.2).
 
-It reads the first tokens of the text (the attention sinks of StreamingLLM, arXiv 2309.17453) and the last ones, with
-positions inside its cache, so that it drafts at any length. When the cache is full, it is emptied and filled anew with
-the sinks and the last tokens, half a window in all. What it has read stays as far as the text agrees with it. It
-chooses as the target would, with the noise of the target's choices (infer/choice/slots.py).
+It reads the first tokens of the text (the attention sinks of StreamingLLM, arXiv 2309.17453) and the last ones, at
+their positions in its cache, so it drafts at any length. A full cache is emptied and refilled with the sinks and the
+last tokens, half a window in total. Rows stay valid as long as the text agrees with their tokens. The model chooses
+with the noise of the target's choices (infer/choice/slots.py).
 Shapes: B slots, T tokens of a pass, C chain, W rows of the cache, V vocabulary.
 """
 
@@ -25,7 +25,7 @@ from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
-# A few more rows before the root cost a GPU little.
+# The usual number of tokens before the root in a recorded pass: a few more rows cost a GPU little.
 FEW = 16
 
 
@@ -38,7 +38,7 @@ class SmallModelDrafter(DeviceDrafter):
         gamma: tokens a step (TriForce: 2).
 
     Attributes:
-        window: rows of its cache. sinks: of them for the first tokens of the text (TriForce: 256 and 16).
+        window: rows of its cache. sinks: rows for the first tokens of the text (TriForce: 256 and 16).
 
     Raises ValueError for vocabularies or tokenizers that differ, and if gamma exceeds half the window.
     """
@@ -49,13 +49,13 @@ class SmallModelDrafter(DeviceDrafter):
     def __init__(self, target: Instance[Target], small: Instance[Target], gamma: Count = 2):
         check_small(target, small)
         if 2 * gamma > self.window:
-            raise ValueError(f"gamma={gamma}: at most half of the small model's window of {self.window} tokens")
+            raise ValueError(f"gamma={gamma}: give at most half of the small model's window of {self.window} tokens")
         self.small, self.gamma = small, gamma
         self.max_nodes = self.max_depth = gamma
         self._cache: KVCache | None = None
-        # Of all slots at most: rows of the cache for the tokens before the root, and how many of these it lacks.
+        # Upper bounds over all slots: cache rows for the tokens before the root, and how many of these are missing.
         self._span = self._missing = 0
-        self._usual = FEW  # where work is recorded, one pass reads this many tokens before the root, or half a window
+        self._usual = FEW  # a recorded pass reads this many tokens before the root, or half a window
 
     @property
     def class_stages(self) -> Sequence[int]:
@@ -81,7 +81,7 @@ class SmallModelDrafter(DeviceDrafter):
 
     def plan(self, state: SlotState, budget: Budget) -> tuple[int, int, bool]:
         """How many tokens to draft, the most tokens that a slot must read before its root, and whether the caches of
-        all slots begin anew."""
+        all slots are refilled."""
         count = min(self.gamma, budget.max_nodes, budget.stages)
         half = self.window // 2
         missing = state.rounded(max(0, self._missing), min(self._usual, half), half)
@@ -111,16 +111,16 @@ class SmallModelDrafter(DeviceDrafter):
         return TokenTree.from_chain(state.roots, chain_BC)
 
     def _keep_agreeing(self, state: SlotState) -> None:
-        """Drop the rows from the first one on whose token is not the text's, and the root's: its logits are needed."""
+        """Drop the rows from the first one whose token differs from the text, and the root's: its logits are needed."""
         assert self._cache is not None
-        # Within TriForce the cache may begin anew after a root that is then taken back.
+        # In TriForce the cache may have been refilled at a root of the inner level that the outer one rejected.
         self._skipped.copy_(torch.minimum(self._skipped, state.positions))
         rows_1W = torch.arange(self.window, device=state.positions.device)[None]
         agreeing_BW = (self._text(state, rows_1W) == self._read) & (rows_1W < self._cache.lengths[:, None])
         self._cache.rewind(torch.minimum(agreeing_BW.cumprod(1).sum(1), state.positions - self._skipped))
 
     def _text(self, state: SlotState, rows_BT: Tensor) -> Tensor:
-        """The tokens of the text that these rows of the cache stand for."""
+        """The text's tokens at these rows of the cache."""
         return state.history.read_at(torch.where(rows_BT < self.sinks, rows_BT, rows_BT + self._skipped[:, None]))
 
     def _pass(self, tokens_BT: Tensor, counts_B: Tensor, at_B: Tensor) -> Tensor:
@@ -141,10 +141,10 @@ class SmallModelDrafter(DeviceDrafter):
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Within, it drafts after roots that are taken back: the next one comes after the root that it begins with."""
+        """In this context it drafts after roots that are then rejected: the next root follows the present one."""
         span = self._span
         yield
-        self._span, self._missing = min(span, self._span), -1  # the root is read
+        self._span, self._missing = min(span, self._span), -1  # the present root has its row
 
     def release(self) -> None:
         self._cache = None
@@ -156,8 +156,8 @@ def check_small(target: Target, small: Target) -> None:
     differ = "none" not in tokenizers and tokenizers[0] != tokenizers[1]
     if differ or target.model.config.vocab_size != small.model.config.vocab_size:
         raise ValueError(
-            f"small: {small.name} has another vocabulary than {target.name}; choose a small model of its family"
+            f"small: {small.name} and {target.name} differ in vocabulary; choose a small model of its family"
         )
     devices = [model.model.embed_tokens.weight.device for model in (target, small)]
     if devices[0] != devices[1]:
-        raise ValueError(f"small: {small.name} is on {devices[1]}, and {target.name} on {devices[0]}; load both there")
+        raise ValueError(f"small: {small.name} is on {devices[1]}, but {target.name} on {devices[0]}; load both there")

@@ -1,9 +1,9 @@
-"""Token Recycling: the target's own candidates after a token are proposed again when the token comes up again.
+"""Token Recycling: the target's candidates after a token are proposed again when the token recurs.
 
 A table holds, for every token of the vocabulary, the 8 best candidates that the target last computed after it. Each
 step fills a fixed tree from the table, level by level, and writes back the candidates of every verified node, accepted
 or not (Luo et al., "Turning Trash into Treasure", arXiv 2408.08696). There is no training and no draft pass. The table
-lives as long as the drafter, so requests start with what earlier ones left.
+lives as long as the drafter, so requests start with the entries of earlier ones.
 
 The table also holds the candidates' logits, so that at T > 0 they are ranked with the known noise of their position; a
 request's penalties are left to verification.
@@ -39,12 +39,12 @@ CHILD_COUNTS = (
     (3, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0),
     (2, 0, 0, 1, 0, 0, 0, 0),
 )
-# While a prompt is read, logits of so many rows are computed at once.
+# During a prefill, the logits of this many rows are computed at once.
 SEED_ROWS = 256
-# Rows of a column in `largest`: fewer make its first round longer, more its second.
+# Rows of a column in `largest`. Fewer make its first round slower, more make its second round slower.
 BLOCK = 32
-# What prefill passes are asked for: the candidates after every prompt token are written, so that the first steps have
-# something to propose.
+# What the drafter needs of prefill passes. They write the candidates after every prompt token, so that the first steps
+# have something to propose.
 SEEDING = frozenset({"post_norm"})
 
 
@@ -67,8 +67,8 @@ def static_tree() -> list[tuple[int, ...]]:
 class TokenRecycling(DeviceDrafter):
     """Fills the first `nodes` nodes of the static tree from the table.
 
-    Every verified node writes its token's row. If several nodes have the same token, the first one wins, which is the
-    likeliest; of a prompt's tokens the last occurrence.
+    Every verified node writes its token's row. If several nodes have the same token, the first one counts, which is the
+    likeliest; in a prompt, a token's last occurrence.
 
     Args:
         target: the loaded target, for its LM head and its vocabulary.
@@ -76,7 +76,7 @@ class TokenRecycling(DeviceDrafter):
 
     Attributes:
         candidates: int32 [V + 2, K], the table; -1 in rows that were never written. After the tokens' rows come one for
-            void writes, and one that stays -1 and is read at index -1.
+            discarded writes, and one that stays -1 and is read at index -1.
         logits: fp16 [V + 2, K], the candidates' logits, largest first.
     """
 
@@ -105,7 +105,7 @@ class TokenRecycling(DeviceDrafter):
 
     @torch.no_grad()
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
-        if output.post_norm is None:  # rows of an earlier prompt, which the table has seen
+        if output.post_norm is None:  # rows of an earlier prompt, which the table already has
             return
         # Only a token's last occurrence in the chunk is written, so the LM head runs only there.
         last = {token: place for place, token in enumerate(prompt[start:end])}
@@ -116,7 +116,7 @@ class TokenRecycling(DeviceDrafter):
             self._write(tokens, *largest(logits_MV, CANDIDATES))
 
     def _write(self, tokens_M: Tensor, logits_MK: Tensor, ids_MK: Tensor) -> None:
-        """Write rows of the table. tokens_M are all different, except for void ones."""
+        """Write rows of the table. tokens_M are all different, except for discarded ones."""
         self.candidates[tokens_M, : ids_MK.shape[1]] = ids_MK.int()
         self.logits[tokens_M, : ids_MK.shape[1]] = logits_MK.half()
 
@@ -139,7 +139,7 @@ class TokenRecycling(DeviceDrafter):
     def _ranked(self, state: SlotState, tokens_BL: Tensor, depth: int) -> Tensor:
         """int64 [B, L, K]: the candidates after these nodes, best first; -1 for none.
 
-        tokens_BL: -1 for a missing node, which has none.
+        tokens_BL: -1 for a missing node, which has no candidates.
         """
         ids_BLK = self.candidates[tokens_BL].long()
         if state.sampling.greedy:
@@ -168,7 +168,7 @@ def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest logits of each row (all, if there are fewer) and their indices.
 
     On a CPU this takes two rounds: the k largest values are in those k columns of a [BLOCK, V / BLOCK] view that have
-    the largest maxima. The last V % BLOCK tokens are no candidates there.
+    the largest maxima. It ignores the last V % BLOCK tokens.
     """
     vocab = logits_MV.shape[1]
     columns = vocab // BLOCK

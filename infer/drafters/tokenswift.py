@@ -3,9 +3,9 @@
 Without a draft pass the heads read the state just before the root, at p - 1 for a root at p (infer/drafters/heads.py):
 head i proposes the token at p + i, and the levels are [3, 3, 3]. With a draft pass the target runs over the root on a
 selected cache (infer/partial_cache.py): its own logits propose the token at p + 1, head i that at p + 1 + i, and the
-levels are [1, 3, 3, 3]. The heads are in models/drafts/heads.py.
-They are joined by the text's most frequent continuations of the root, or after a draft pass of the token that the
-target itself proposed (section 3.3). These are counted on the device, with shapes that do not depend on the text.
+levels are [1, 3, 3, 3]. The heads are in models/drafts/heads.py. The tree also has the text's most frequent
+continuations of the root or, after a draft pass, of the token that the target itself proposed (section 3.3). These are
+counted on the device, with shapes that do not depend on the text.
 Shapes: B slots, D hidden, I levels, K ranks, N tree nodes, S capacity, R occurrences of a token, G n-grams.
 """
 
@@ -34,13 +34,13 @@ from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.schema import Instance, validated
 from longdraft.models.target import Target
 
-# First tokens that always stay in the selected cache.
+# How many of the first tokens always stay in the selected cache.
 SINKS = 16
-# Tokens that follow the first one of a 4-gram, and the bits that each takes in a number that stands for all three.
+# Tokens after the first one of a 4-gram, and the bits of each in an integer that encodes all three.
 FOLLOWING, TOKEN_BITS = 3, 21
-# How many occurrences of a token are counted, the last ones.
+# How many of a token's last occurrences are counted.
 SEARCHED = 1024
-# A draft pass adds a level; it pays where it reads less than this fraction of what a pass of the target reads.
+# A draft pass adds a level; it pays if it reads less than this fraction of the bytes of a target's pass.
 PASS_SHARE = 0.5
 BUDGET = 4096
 
@@ -48,16 +48,16 @@ BUDGET = 4096
 class TokenSwiftDrafter(HeadsDrafter):
     """TokenSwift as published: its heads, and in the same tree the text's most frequent n-grams.
 
-    A node's class is its place in the heads' tree, or its n-gram's rank, in powers of two, and its depth; and whether
-    both proposed it.
+    A node's class is its index in the heads' tree, or its n-gram's rank (in powers of two) and depth, and whether both
+    proposed it.
 
     Args:
         shape: which rank combinations of the heads are nodes, best first, or the number of ranks in each level of a
             full Cartesian tree; None means 3 ranks for each head. A draft pass puts one more node, the target's own
             proposal, between the root and this tree.
-        draft_pass: "always", "never", or "auto": where it reads less than half of what a pass of the target reads.
+        draft_pass: "always", "never", or "auto": where it reads less than half the bytes of a target's pass.
         budget: rows of the draft pass's selected cache, for each layer and KV head; not with "never".
-        ngrams: how many 4-grams join the tree, as far as it has room; 0 for none.
+        ngrams: how many 4-grams join the tree, if it has room; 0 for none.
 
     Raises:
         ValueError: a draft that does not fit the target, a tree that does not fit the draft, or options out of range.
@@ -75,7 +75,7 @@ class TokenSwiftDrafter(HeadsDrafter):
     ):
         super().__init__(target, draft, shape)
         if draft_pass == "never" and budget != BUDGET:
-            raise ValueError(f"budget={budget}: is the draft pass's, and draft_pass is 'never'; omit one of them")
+            raise ValueError(f"budget={budget}: only for the draft pass, but draft_pass is 'never'; omit one of them")
         self.target, self._draft_pass, self._selection = target, draft_pass, Selection(budget, fixed=SINKS)
         if draft_pass == "always":
             refuse_windows(target.model.config, "draft_pass='always'")
@@ -92,7 +92,7 @@ class TokenSwiftDrafter(HeadsDrafter):
         if ngrams:
             self.max_nodes = min(self.max_nodes + FOLLOWING * ngrams, max(self.max_nodes, MOST_NODES))
             self.max_depth = max(self.max_depth, FOLLOWING + self._pass_allowed)
-        self._selected: SelectedCache | None = None  # where the pass may be taken
+        self._selected: SelectedCache | None = None  # None if the draft pass is never run
 
     @property
     def needs(self) -> frozenset[str]:
@@ -103,13 +103,13 @@ class TokenSwiftDrafter(HeadsDrafter):
         return JoinedTree.n_classes(self._heads_classes, self.ngrams) if self.ngrams else self._heads_classes
 
     def _may_pass(self, batch: int, capacity: int) -> bool:
-        """Whether the draft pass may ever be taken on a full cache of this size."""
+        """Whether the draft pass may ever run on a full cache of this size."""
         pays = self._draft_pass == "always" or any(self._pass_pays([capacity] * n_slots) for n_slots in (1, batch))
         return self._pass_allowed and pays
 
     def _pass_pays(self, lengths: Sequence[int]) -> bool:
-        """Whether weights and selected rows are less than half of weights and all rows, where of experts each root
-        takes its own. lengths: of the contexts; 0 for a free slot."""
+        """Whether weights and selected rows are under half the bytes of weights and all rows. Of experts, each root
+        reads its own. lengths: contexts'; 0 for a free slot."""
         config, dtype = self.target.model.config, self.target.model.embed_tokens.weight.dtype
         all_rows, selected = sum(lengths), sum(min(length, self._selection.budget) for length in lengths)
         taken = sum(map(bool, lengths)) * config.experts.per_token / config.experts.number if config.experts else 1.0
@@ -185,12 +185,12 @@ class TokenSwiftDrafter(HeadsDrafter):
 
 
 def most_frequent(history: History, positions_B: Tensor, first_B: Tensor, count: int) -> Tensor:
-    """The `count` most frequent continuations of a token in each slot's text, among equal counts the latest first.
+    """The `count` most frequent continuations of a token in each slot's text; of equal counts the latest comes first.
 
-    The last SEARCHED occurrences that have a whole continuation are counted. Nothing is read on the host.
+    The last SEARCHED occurrences that have a complete continuation are counted. Nothing is read on the host.
 
     Args:
-        history: read up to the roots.
+        history: valid through the roots.
         positions_B: int64, the roots'.
         first_B: int64, the tokens that are continued.
 
@@ -207,10 +207,10 @@ def most_frequent(history: History, positions_B: Tensor, first_B: Tensor, count:
     after_F1 = torch.arange(1, 1 + FOLLOWING, device=device)[:, None]
     grams_BFR = history.read_at((places_BR[:, None] + after_F1).flatten(1)).view(-1, FOLLOWING, searched)
 
-    # Sorted by their numbers, equal ones stand together, the latest first.
+    # Sorting by number groups equal n-grams, the latest first.
     number_BR, ago_BR = as_numbers(grams_BFR).masked_fill(ago_R >= total_B1, -1).sort(dim=1, stable=True)
     begins_BR = pad(number_BR, (1, 0), value=-1).diff(dim=1) != 0
-    counts_BR = torch.searchsorted(number_BR, number_BR, right=True) - ago_R  # right where a gram begins
+    counts_BR = torch.searchsorted(number_BR, number_BR, right=True) - ago_R  # valid at the first entry of a group
     worth_BG, best_BG = ((counts_BR * searched - ago_BR) * begins_BR).topk(count, dim=1)
     latest_BG = ago_BR.gather(1, best_BG)
     found_BFG = grams_BFR.gather(2, latest_BG[:, None].expand(-1, FOLLOWING, -1))
@@ -218,20 +218,20 @@ def most_frequent(history: History, positions_B: Tensor, first_B: Tensor, count:
 
 
 def as_numbers(tokens_BFX: Tensor) -> Tensor:
-    """int64 [B, X]: a number for FOLLOWING tokens below 2**TOKEN_BITS, a different one for different tokens."""
+    """int64 [B, X]: FOLLOWING tokens below 2**TOKEN_BITS encoded as one number, different for different tokens."""
     shifts_F = torch.arange(FOLLOWING - 1, -1, -1, device=tokens_BFX.device) * TOKEN_BITS
     return (tokens_BFX << shifts_F[:, None]).sum(dim=1)
 
 
 class JoinedTree:
-    """The heads' tree and the n-grams' chains as one static tree, whose equal nodes are united when it is filled.
+    """The heads' tree and the n-grams' chains as one static tree, whose equal nodes are merged when it is filled.
 
-    Nodes of the heads and of the n-grams take turns. Of equal ones the first stays.
+    Nodes of the heads and of the n-grams alternate. Of equal nodes the first one stays.
 
     Args:
         heads: the heads' tree.
-        count: of the n-grams.
-        trunk: depth of the node below which they hang.
+        count: number of n-grams.
+        trunk: depth of the node that the n-grams continue.
         heads_classes: number of the heads' classes.
     """
 
@@ -251,20 +251,20 @@ class JoinedTree:
         self._classes_N = integers([0] + [class_of[node] for node in nodes[1:]], device)
         is_gram_N, depths_N = self._classes_N >= heads_classes, tree.depths[0]
         self._other_NN = is_gram_N[:, None] != is_gram_N
-        # Which nodes may be equal: those of the heads differ from each other.
+        # Which nodes may be equal; the heads' nodes differ from each other.
         may_NN = (is_gram_N[:, None] | is_gram_N) & (depths_N[:, None] == depths_N)
         self._may_NN = may_NN | torch.eye(len(nodes), dtype=torch.bool, device=device)
 
     @staticmethod
     def n_classes(heads_classes: int, count: int) -> int:
-        """Those of the heads and of the n-grams, and all again for nodes that both propose."""
+        """The classes of the heads and of the n-grams, and as many again for nodes that both propose."""
         return 2 * (heads_classes + FOLLOWING * count.bit_length())
 
     def fill(self, roots_B: Tensor, ranked_BIK: Tensor, grams_BFG: Tensor, max_nodes: int) -> TokenTree:
         """The tree with at most `max_nodes` nodes below the root.
 
         Args:
-            ranked_BIK: int64, the heads' tokens, as of `TreeShape.fill`.
+            ranked_BIK: int64, the heads' tokens, as in `TreeShape.fill`.
             grams_BFG: int64, from `most_frequent`.
         """
         depth = self.shape.depth

@@ -41,8 +41,8 @@ class TriForceDrafter(Drafter):
 
     Args:
         target: the loaded target.
-        small: a loaded model of the same vocabulary, which drafts for the inner level; None for none.
-        gamma: tokens that a small model drafts at a time; for one alone.
+        small: a loaded model of the same vocabulary, which drafts for the inner level; None: no small model.
+        gamma: tokens that the small model drafts at a time; only with `small`.
         chain: tokens collected for the outer verification.
         budget: rows of the target's partial cache, for each layer and KV head.
         chunk: keys that are retrieved together.
@@ -64,7 +64,7 @@ class TriForceDrafter(Drafter):
         chunk: Count = 8,
     ):
         if small is None and gamma != GAMMA:
-            raise ValueError(f"gamma={gamma}: is for a small model, and there is none; give small, or omit it")
+            raise ValueError(f"gamma={gamma}: only for a small model, but there is none; give small, or omit gamma")
         self.target, self.chain, self._selection = target, chain, Selection(budget, fixed=chunk, chunk=chunk)
         refuse_windows(target.model.config, f"budget={budget}: a cache of selected rows")
         self.inner: Drafter = Plain() if small is None else SmallModelDrafter(target, small, gamma)
@@ -108,7 +108,7 @@ class TriForceDrafter(Drafter):
         left = most
         with self.inner.trying() if isinstance(self.inner, SmallModelDrafter) else nullcontext():
             while left > 0:
-                # One pass too many costs far more than a wait, so the host waits after those needed in any case.
+                # A useless pass costs far more than a wait, so the host queues only passes needed in any case.
                 n_passes = math.ceil(left / (1 + self.inner.max_depth))
                 for _ in range(n_passes):
                     self._runner.step()
@@ -119,7 +119,7 @@ class TriForceDrafter(Drafter):
         return state.run(("inner chain", most), owners, partial(self._chain, most))
 
     def _begin(self, state: SlotState) -> None:
-        """Make the inner level's state equal to the outer one's. The history is copied whole: a megabyte a slot at 128K
+        """Make the inner level's state equal to the outer one's. The full history is copied: a megabyte a slot at 128K
         tokens, little beside a pass over these."""
         self._history.tokens.copy_(state.history.tokens)
         self._history.prompt_lengths.copy_(state.history.prompt_lengths)
@@ -127,13 +127,13 @@ class TriForceDrafter(Drafter):
             x_B.copy_(getattr(state, name))
 
     def _left(self, most: int, state: SlotState) -> Tensor:
-        """The most tokens that a slot lacks of `most`; those that lack none take no part in further passes."""
+        """The most tokens that any slot lacks of `most`. Slots that lack none become inactive."""
         left_B = (state.positions + most - self._own["positions"]) * state.active
         self._own["active"].copy_(left_B > 0)
         return left_B.max()
 
     def _chain(self, most: int, state: SlotState) -> TokenTree:
-        """What the inner level has committed after each root of the outer one."""
+        """The tokens that the inner level has committed after each root of the outer level."""
         chain_BC = self._history.read(state.positions + 1, most).masked_fill(~state.active[:, None], -1)
         return TokenTree.from_chain(state.roots, chain_BC)
 

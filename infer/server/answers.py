@@ -1,4 +1,4 @@
-"""Generations as OpenAI's interface answers them, whole or streamed.
+"""Turns generations into responses of OpenAI's interface, complete or streamed.
 
 Source: OpenAI's API reference, "Chat" and "Completions".
 """
@@ -14,7 +14,7 @@ from longdraft.infer.server.protocol import Chat, Completion
 from longdraft.infer.text import token_bytes, token_text
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", "cancelled": "stop"}
-LEAST = -9999.0  # what OpenAI's interface says for a log-probability of -inf, which JSON does not have
+LEAST = -9999.0  # OpenAI's value for a log-probability of -inf, which JSON does not have
 
 
 class Answers:
@@ -28,7 +28,7 @@ class Answers:
         self._chunk_head = self._head | ({"object": f"{name}.chunk"} if self._is_chat else {})
 
     def response(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """The complete response, for a body without `stream`."""
         choices = []
         for index, one in enumerate(generations):
             content = {"message": {"role": "assistant", "content": one.text}} if self._is_chat else {"text": one.text}
@@ -36,7 +36,7 @@ class Answers:
         return {**self._head, "choices": choices, "usage": self._usage(generations)}
 
     def first(self) -> list[dict[str, Any]]:
-        """The chunks that begin a stream: one for each choice of a chat."""
+        """The first chunks of a stream: one for each choice of a chat."""
         start = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(self._choice(i, start)) for i in range(len(self._requests) if self._is_chat else 0)]
 
@@ -48,7 +48,7 @@ class Answers:
         return self._chunk(self._choice(index, content, reason, entries))
 
     def end(self, generations: Sequence[Generation]) -> list[dict[str, Any]]:
-        """The stream's last chunk, with `include_usage`."""
+        """The stream's last chunk, which only `include_usage` asks for."""
         usage = {"usage": self._usage(generations)}
         return [self._chunk() | usage] if self._include_usage else []
 
@@ -67,8 +67,8 @@ class Answers:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason and FINISH_REASONS[reason]}
 
     def _usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """A prompt counts once, however many choices it has. `cached_tokens` are those whose keys and values an earlier
-        prompt left."""
+        """A prompt counts once, however many choices it has. `cached_tokens` are those whose keys and values were
+        reused from an earlier prompt."""
         prompts = generations[:: self._body.n]
         prompt, new = sum(len(one.prompt) for one in prompts), sum(len(one.tokens) for one in generations)
         cached = {"cached_tokens": sum(one.stats.taken_over for one in prompts)}
@@ -77,7 +77,7 @@ class Answers:
 
 
 def chat_logprobs(tokenizer: Any, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Each token with its text and bytes, and the most probable ones in its place, as in a chat."""
+    """Each token with its text and bytes, and the most probable tokens at its position, as in a chat."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         spelled = list(token_bytes(tokenizer, token))
@@ -91,7 +91,7 @@ def completion_logprobs(tokenizer: Any, entries: Sequence[TokenLogprob]) -> dict
     """Lists with an entry for each token, as in a completion."""
 
     def name(token: int) -> str:
-        """Its text; if that is no whole character, its bytes in the form of OpenAI's completions."""
+        """A token's text or, if that is no complete character, its bytes as in OpenAI's completions."""
         text, spelled = token_text(tokenizer, token), token_bytes(tokenizer, token)
         return text if text.encode() == spelled else "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 

@@ -1,4 +1,4 @@
-"""An HTTP server with OpenAI's interface: chats and completions, streamed and whole, on one engine.
+"""An HTTP server with OpenAI's interface: chats and completions, streamed or complete, on one engine.
 
 No request can name a file: a body has only text, token ids and numbers. The command line is in launch/serve.py.
 """
@@ -28,9 +28,9 @@ from longdraft.infer.server.engine_thread import EngineThread, Job
 from longdraft.infer.server.protocol import ApiError, Chat, Completion, parse, requests_of
 
 PAGE = Path(__file__).with_name("page.html")
-BODY_BYTES = 4 << 20  # the most of a request's body
+BODY_BYTES = 4 << 20  # the largest request body
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-DRAIN_SECONDS = 300  # how long running answers may go on when the server is to end
+DRAIN_SECONDS = 300  # how long running answers may continue during a shutdown
 
 
 class Events(StreamingResponse):
@@ -54,8 +54,8 @@ class Service:
         model: the model's name in requests.
         api_key: the bearer token that /v1 requires; empty if it requires none.
         queue: requests that may wait for a slot; more are answered with 429.
-        host: where it listens. If that is this machine alone and there is no key, requests to other names are refused:
-            a web page could have given its own name this address.
+        host: the address it listens on. On a loopback address without a key, requests with another Host name are
+            refused, because a web page could point its own name at this address (DNS rebinding).
     """
 
     def __init__(self, engine: Engine, model: str, api_key: str = "", queue: int = 256, host: str = ""):
@@ -64,7 +64,7 @@ class Service:
         self.thread = EngineThread(engine, queue)
 
     async def models(self, request: Request) -> Response:
-        """The list of models, which has one entry, or the one of this name."""
+        """The list of models, which has one entry, or the model of the requested name."""
         self._check(request)
         model = {"id": self._model, "object": "model", "created": self._created, "owned_by": "longdraft"}
         model |= {"max_model_len": self.engine.max_length}
@@ -80,7 +80,7 @@ class Service:
         return FileResponse(PAGE)
 
     async def answer(self, body_type: type[Chat | Completion], request: Request) -> Response:
-        """Answer a chat or a completion, whole or streamed."""
+        """Answer a chat or a completion, streamed or complete."""
         target = self.engine.target
         self._check(request)
         body = parse(body_type, await _read(request))
@@ -103,22 +103,22 @@ class Service:
             raise ApiError(404, text, "model", "model_not_found")
 
     def _check(self, request: Request) -> None:
-        """Raise ApiError for a request to another host's name, or without the key."""
+        """Raise ApiError for a request with another Host name, or without the key."""
         if self._names and request.url.hostname not in self._names:
-            raise ApiError(403, f"Host: {request.url.hostname} is not this server's; a key allows other names")
+            raise ApiError(403, f"Host: {request.url.hostname} is not this server's name; an API key allows others")
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         key = self._api_key
         if key and not (scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode(), key.encode())):
             raise ApiError(401, "give the server's key as Authorization: Bearer KEY", code="invalid_api_key")
 
     def respond(self, request: Request, error: Exception) -> Response:
-        """Answer an error in the form that OpenAI's clients read."""
+        """The response to an error, in the form that OpenAI's clients read."""
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         elif not isinstance(error, ApiError):
-            error = ApiError(500, "the server failed at this request; see its log")
+            error = ApiError(500, "the server failed to answer this request; see its log")
         return JSONResponse(error.body, error.status)
 
 
@@ -144,8 +144,8 @@ def create_app(service: Service) -> Starlette:
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal comes; running answers then have DRAIN_SECONDS left. Ends when the engine has failed, so
-    that whoever supervises the process can restart it."""
+    """Serves until a signal comes; running answers then have DRAIN_SECONDS left. Also ends if the engine fails, so that
+    a supervisor can restart the process."""
 
     def __init__(self, service: Service):
         settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": DRAIN_SECONDS}
@@ -170,7 +170,7 @@ async def _read(request: Request) -> bytes:
 
 
 async def _unless_gone(request: Request, job: Job) -> list[Generation]:
-    """The job's generations. Raises ClientDisconnect if the client, whose body was read, hangs up before that."""
+    """The job's generations. Raises ClientDisconnect if the client hangs up first. Its body must have been read."""
     done, gone = asyncio.ensure_future(job.generations()), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -200,5 +200,5 @@ async def _events(job: Job, answers: Answers) -> AsyncIterator[bytes]:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    # In ASCII: some clients take U+2028 and others for the end of a line.
+    # In ASCII, because some clients take U+2028 and the like for the end of a line.
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"

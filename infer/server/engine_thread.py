@@ -15,17 +15,17 @@ from longdraft.infer.server.protocol import ApiError
 
 @dataclass
 class Job:
-    """The requests of one caller, whose pieces come as they are decoded.
+    """The requests of one caller, and their pieces as they are decoded.
 
     Attributes:
-        inbox: its pieces, and None after the engine has failed.
+        inbox: the requests' pieces; None if the engine failed.
     """
 
     requests: list[Request]
     inbox: asyncio.Queue[Piece | None] = field(default_factory=asyncio.Queue)
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield (place of the request in the job, its next piece) until all requests are finished. Raises ApiError if
+        """Yield (index of the request in the job, its next piece) until all requests are finished. Raises ApiError if
         the engine fails."""
         places = {one.index: place for place, one in enumerate(self.requests)}
         left = len(places)
@@ -42,10 +42,10 @@ class Job:
 
 
 class EngineThread:
-    """Decodes what is submitted, until it is closed. Methods run on the event loop, except those marked below.
+    """Decodes submitted requests until it is closed. Methods run on the event loop, except those marked below.
 
     Attributes:
-        failed: whether the engine raised. After that nothing is decoded any more.
+        failed: whether the engine raised an error; it then decodes nothing more.
 
     Args:
         engine: from `start` on, nobody else may use it.
@@ -54,7 +54,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine, queue: int):
         self.engine, self._capacity = engine, (engine.slots or MOST_SLOTS) + queue
-        self._inbox = SimpleQueue[Request | int | None]()  # a request, an index to cancel, or None to wake it
+        self._inbox = SimpleQueue[Request | int | None]()  # a request, an index to cancel, or None to wake the thread
         self._jobs: dict[int, Job] = {}
         self._indices = itertools.count()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -71,13 +71,13 @@ class EngineThread:
         return not (self.failed or self._closed)
 
     def submit(self, requests: Sequence[Request]) -> Job:
-        """Submit all of these requests, or none; they get new indices. Raises ApiError: a full queue, a server that is
-        ending, or more requests than an empty queue holds."""
+        """Submit all of these requests, or none; they get new indices. Raises ApiError if the queue is full, the server
+        is shutting down, or an empty queue could not hold them."""
         if not self.alive:
-            raise ApiError(503, "the server is ending")
+            raise ApiError(503, "the server is shutting down")
         count = len(requests)
         if count > self._capacity:
-            raise ApiError(400, f"n: {count} answers in one request, and this server holds {self._capacity}", "n")
+            raise ApiError(400, f"n: {count} answers in one request; this server holds {self._capacity}", "n")
         if len(self._jobs) + count > self._capacity:
             raise ApiError(429, "all slots and the queue are full; try again", code="queue_full")
         job = Job([replace(one, index=next(self._indices)) for one in requests])
@@ -87,7 +87,7 @@ class EngineThread:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Cancel the job's requests, as far as they are not finished."""
+        """Cancel the job's unfinished requests."""
         for request in job.requests:
             if request.index in self._jobs:
                 self._inbox.put(request.index)
@@ -109,7 +109,7 @@ class EngineThread:
             raise
 
     def _arrivals(self, idle: bool) -> list[Request] | None:
-        """The requests that arrived since the last step, as `Engine.serve` asks for them; None ends it."""
+        """`Engine.serve` calls this for the requests that arrived since the last step; None ends it."""
         arrived: list[Request] = []
         while not self._inbox.empty() or (idle and not arrived and not self._closed):
             item = self._inbox.get()

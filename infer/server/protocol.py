@@ -1,7 +1,7 @@
 """OpenAI's interface: from bodies to requests for the engine.
 
-A field of OpenAI's that would change the answer and is not served (NOT_SERVED) is refused by name, unless its value
-asks for nothing. Every other unknown field is ignored.
+A field of OpenAI's that would change the answer but is not served (NOT_SERVED) is refused by name, unless its value has
+no effect. Every other unknown field is ignored.
 Source: OpenAI's API reference, "Chat" and "Completions"; `top_k`, `min_p`, `min_tokens`, `repetition_penalty`,
 `stop_token_ids`, `ignore_eos`, `skip_special_tokens` and `chat_template_kwargs` are vLLM's.
 """
@@ -23,11 +23,11 @@ from longdraft.models.target import Target
 MOST_CHOICES = 128  # prompts times n
 MOST_STOPS = 64
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
-# Fields that SamplingParams validates, by their names there.
+# Fields that SamplingParams validates, with their names in it.
 SAMPLING = {"min_tokens": "min_new_tokens", "stop": "stop_strings"}
 SAMPLING |= {name: name for name in ("temperature", "top_p", "top_k", "min_p", "eta_cutoff", "seed", "ignore_eos")}
 SAMPLING |= {name: name for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids")}
-# Fields that are refused, with a value that asks for nothing, besides those that are false.
+# Fields that are refused, each with a value that has no effect. False values have none either.
 NOT_SERVED: dict[str, Any] = dict.fromkeys(("tools", "functions", "suffix", "audio", "echo"))
 NOT_SERVED |= dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"))
 NOT_SERVED |= dict.fromkeys(("allowed_token_ids", "bad_words", "use_beam_search", "prompt_logprobs"))
@@ -48,7 +48,7 @@ class ApiError(Exception):
 
 
 class Body(Schema):
-    """The fields of both interfaces, without those that SamplingParams validates. Null is the default everywhere."""
+    """The fields of both interfaces, without those that SamplingParams validates. Null always means the default."""
 
     model_config = ConfigDict(extra="allow")
     model: Str | None = None
@@ -91,12 +91,12 @@ class Chat(Body):
 
     @property
     def prompts(self) -> list[Any]:
-        """The messages, without keys that say nothing, since templates ask which there are."""
+        """The messages without empty fields, because templates test which fields exist."""
         return [[{k: v for k, v in one.items() if v or k in ("role", "content")} for one in self.messages]]
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the most probable tokens are wanted with each token's log-probability; None for none of it."""
+        """How many of the most probable tokens to return with each log-probability; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
 
@@ -110,7 +110,7 @@ class Completion(Body):
 
     @property
     def prompts(self) -> list[Any]:
-        """The prompts, as `prompt_tokens` takes each."""
+        """The prompts, each as `prompt_tokens` takes it."""
         given = self.prompt
         listed = isinstance(given, list) and given and all(isinstance(one, str | list) for one in given)
         return given if listed else [given]
@@ -121,7 +121,7 @@ class Completion(Body):
 
 
 def parse(kind: type[Chat | Completion], body: bytes) -> Chat | Completion:
-    """Read a body's fields. Raises ApiError, which names the first wrong one."""
+    """Parse a body's fields. Raises ApiError, which names the first wrong one."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -138,9 +138,9 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
     Raises ApiError.
     """
     if (count := len(body.prompts) * body.n) > MOST_CHOICES:
-        raise ApiError(400, f"n: {count} answers, prompts times n; give 1 to {MOST_CHOICES} in one request", "n")
+        raise ApiError(400, f"n: {count} answers (prompts times n); give 1 to {MOST_CHOICES} in one request", "n")
     own, variables = signature(target.tokenizer.apply_chat_template).parameters, dict[str, Any]()
-    # What errors of the engine name, as the body names it.
+    # The body's names of the fields that the engine's errors name.
     names = {"max_new_tokens": "max_tokens", "prompt": "prompt"}
     names |= {value: name for name, value in SAMPLING.items()}
     if isinstance(body, Chat):
@@ -148,7 +148,7 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
         if body.max_completion_tokens is not None:
             names["max_new_tokens"] = "max_completion_tokens"
         if wrong := sorted(variables.keys() & own.keys()):
-            text = f"chat_template_kwargs.{wrong[0]}: this is no variable of a template; omit it"
+            text = f"chat_template_kwargs.{wrong[0]}: this is not a template variable; omit it"
             raise ApiError(400, text, "chat_template_kwargs")
     requests = list[Request]()
     for i, prompt in enumerate(body.prompts):
@@ -158,7 +158,7 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
             params = _sampling(body, new_tokens, target.model.config.vocab_size)
             seed = draw_seed() if params.seed is None else params.seed
             many = [replace(params, seed=seed + j) for j in range(body.n)]
-            choices = read_requests(target, [tokens] * body.n, many, max_length, first=i)  # errors name it
+            choices = read_requests(target, [tokens] * body.n, many, max_length, first=i)  # errors name this index
         except ValueError as error:
             raise _refused(error, names) from error
         if isinstance(body, Completion):
@@ -168,21 +168,21 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
 
 
 def _refused(error: ValueError, names: Mapping[str, str]) -> ApiError:
-    """The answer to an error that begins with a field's name; names: what the body calls it."""
-    text = str(error)[:300]  # it may repeat what the client chose
+    """The ApiError for an error that starts with a field's name. names: the body's name of each field."""
+    text = str(error)[:300]  # it may quote the client's value
     found = re.match("[a-z_]+", text)
     name = found and names.get(found[0], found[0])
     return ApiError(400, text if found is None else f"{name}{text[found.end() :]}", name)
 
 
 def _new_tokens(body: Chat | Completion, prompt_tokens: int, max_length: int, names: Mapping[str, str]) -> int:
-    """The most new tokens after a prompt of this length. Raises ApiError if they do not fit."""
+    """How many new tokens a prompt of this length may have. Raises ApiError if they do not fit."""
     room, asked = max_length - prompt_tokens, getattr(body, names["max_new_tokens"])
     if room < 1 or (asked is not None and asked > room):
         field = names["prompt" if room < 1 else "max_new_tokens"]
-        text = (  # in OpenAI's words, by which litellm recognises it
-            f"{field}: this model's maximum context length is {max_length}, with the new tokens, and the prompt has "
-            f"{prompt_tokens}; shorten the prompt, or ask for less"
+        text = (  # OpenAI's wording, by which litellm recognises the error
+            f"{field}: this model's maximum context length is {max_length}, including the new tokens, but the prompt "
+            f"has {prompt_tokens}; shorten the prompt, or ask for fewer"
         )
         raise ApiError(400, text, field, "context_length_exceeded")
     return room if asked is None else asked
@@ -195,7 +195,7 @@ def _sampling(body: Chat | Completion, max_new_tokens: int, vocab_size: int) -> 
     if isinstance(stop := given.get("stop_strings"), str):
         given["stop_strings"] = [stop]
     stops, top_k = given.get("stop_strings"), given.get("top_k")
-    if isinstance(stops, list) and len(stops) > MOST_STOPS:  # each is looked for after each token
+    if isinstance(stops, list) and len(stops) > MOST_STOPS:  # each is searched for after each token
         raise ValueError(f"stop_strings: {len(stops)} texts; give at most {MOST_STOPS}")
     if type(top_k) is int and (top_k == -1 or top_k >= vocab_size):  # how clients say "off"
         given["top_k"] = 0

@@ -1,7 +1,7 @@
 """A draft's attention within vLLM: over its own cache, and over the cache of the target's last layer.
 
 vLLM drafts one token a pass and counts the passes since the last verification (`draft_index`). Its metadata let each
-pass read one position more. The target has not computed these positions, so `TargetAttention` takes them off again.
+pass read one position more. The target has not computed these positions, so `TargetAttention` removes them again.
 """
 
 from copy import copy

@@ -56,7 +56,7 @@ class _DraftModel(Eagle3LlamaForCausalLM):
             if (size := getattr(vllm_config.parallel_config, name)) > 1:
                 raise ValueError(f"{name}: {size}, but longdraft's drafts run on one GPU; set it to 1")
         if vllm_config.use_v2_model_runner:
-            raise ValueError("vLLM's second model runner drafts in another way; set VLLM_USE_V2_MODEL_RUNNER=0")
+            raise ValueError("vLLM's second model runner drafts differently; set VLLM_USE_V2_MODEL_RUNNER=0")
 
     def embed_input_ids(self, input_ids: Tensor, *_: Any) -> Tensor:
         return self.model.embed_tokens(input_ids)  # pyright: ignore[reportCallIssue]
@@ -140,5 +140,5 @@ class Block(_DraftModel):
 
 
 def _layer(vllm_config: VllmConfig, i: int) -> str:
-    """The name of the draft's attention layer i. vLLM requires a number in it, counted on from the target's layers."""
+    """The name of the draft's attention layer i. vLLM requires a number in it, counted from the target's layers."""
     return f"draft.layers.{vllm_config.model_config.get_total_num_hidden_layers() + i}.attention"

@@ -1,4 +1,4 @@
-"""The plugin by which vLLM's own engine serves draft folders (entry point `vllm.general_plugins`).
+"""The plugin with which vLLM's own engine serves draft folders (entry point `vllm.general_plugins`).
 
     vllm serve TARGET --speculative-config '{"method": "eagle3", "model": "DRAFT_FOLDER", "num_speculative_tokens": 3}'
 
@@ -31,7 +31,7 @@ class DraftFolderConfig(PretrainedConfig):
         self.draft, block = dict(draft or {}), method == "longspec"
         self.hidden_size = self.draft.get("hidden_size", 1)
         self.num_hidden_layers = 1
-        # Heads have no attention, but vLLM expects these fields. The target's vocabulary size it takes from the target.
+        # Heads have no attention, but vLLM expects these fields. vLLM takes the vocabulary size from the target.
         self.num_attention_heads = self.draft.get("n_heads", 1) if block else 1
         self.num_key_value_heads = self.draft.get("n_kv_heads", 1) if block else 1
         self.head_dim = self.draft.get("head_dim", self.hidden_size)
@@ -41,7 +41,7 @@ class DraftFolderConfig(PretrainedConfig):
 
 
 def register() -> None:
-    """Register the folders' config and networks. Tried with vLLM 0.32."""
+    """Register the folders' config and networks. Tested with vLLM 0.32."""
     AutoConfig.register(MODEL_TYPE, DraftFolderConfig, exist_ok=True)
     for method in METHODS:
         for name, (_, network) in DRAFTS.items():

@@ -109,7 +109,7 @@ def test_messages_that_are_none(target, message, field):
         ([["the", "cat"]], "prompt 0"),
         ([[1, {"role": "user"}]], "prompt 0"),
         (["a\udc80b"], "prompt 0: 'a.udc80b'"),
-        ([[1] * 256], "prompt 0 has 256 tokens; at most 255 fit"),
+        ([[1] * 256], "prompt 0 has 256 tokens; give at most 255"),
         ([[{"role": "assistant", "content": "hi"}]], "prompt 0: .*the user comes first"),
     ],
 )
@@ -286,7 +286,7 @@ def test_a_drafter_decodes_for_one_engine_at_a_time(target, alone):
     engine, other = Engine(target, drafter), Engine(target, drafter)
     stream = engine.stream([[5, 6]], params)
     next(stream)
-    with pytest.raises(RuntimeError, match="this drafter is decoding already; finish or close its stream, or give"):
+    with pytest.raises(RuntimeError, match="this drafter is already decoding; finish or close its stream, or use"):
         other.generate([[7]], params)
     tokens = [piece.generation.tokens for piece in stream if piece.generation]
     assert tokens == [alone([5, 6], params).tokens]

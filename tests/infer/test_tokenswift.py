@@ -240,7 +240,7 @@ def test_free_slots_at_the_end_stay_out_of_the_heads(target, plain_tokens, seede
 
 def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, seeded, prompts):
     target = tiny_target(vocab_size=VOCAB, sliding_windows=(None, 8))
-    with pytest.raises(ValueError, match="draft_pass='always' does not go with this model's sliding windows"):
+    with pytest.raises(ValueError, match="draft_pass='always' does not support this model's sliding windows"):
         drafter_for(target, draft_pass="always")
     params = seeded(SamplingParams(), 1, 20)
     want = plain_tokens(target, prompts(30), params)
