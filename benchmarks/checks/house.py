@@ -1,6 +1,6 @@
 """Counts lines of Python by folder, of C, and of the longest files: `python benchmarks/checks/house.py [ROOT]`.
 
-Counted are the files that git tracks or would track. Generated files and results are not counted.
+It counts the files that git tracks or would track, but no generated files and no results.
 """
 
 import subprocess

@@ -1,9 +1,9 @@
 """Decoding with the shapes of Llama-3.1-8B after 2,048 to 100,000 tokens, without a checkpoint: its weights are random.
 
 `python benchmarks/checks/long_contexts.py` prints a JSON object a line: for each context and drafter the time to the
-first token and of a step, the speed over plain decoding's, and what the engine reports, as how long it recorded. Costs
-are real. The acceptance is forced (benchmarks/drafters/forced.py), to the tokens a step that the papers have. Also
-transformers' first token, passes of 1 and 64 rows, and with --out a profile of a prefill and of plain steps.
+first token and of a step, the speedup over plain decoding, and the engine's log, such as the seconds of recording.
+Costs are real, but the acceptance is forced (benchmarks/drafters/forced.py) to the tokens a step in the papers. It also
+measures transformers' first token, passes of 1 and 64 rows, and with --out profiles a prefill and plain steps.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from longdraft.models.target import Target
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE |= {"original_max_position_embeddings": 8192}
-# What benchmarks/kernels/race.py does not say of a shape: its layers, and the width of their feed-forward.
+# What benchmarks/kernels/race.py lacks of a shape: the number of layers, and the width of their feed-forward.
 LAYERS = {"llama3.1-8b": (32, 14_336), "tiny": (2, 96)}
 # Forced tokens a step: all; LongSpec's table 1 (Llama-3-8B, 2.99 to 3.39); TokenSwift's table 12 (Llama-3.1-8B, 20,480
 # tokens: alpha 0.66, which is 4 * 0.66 + 1); Token Recycling's table 1 (Vicuna-7B).
@@ -66,17 +66,17 @@ def random_target(shape: str, device: torch.device, dtype: torch.dtype) -> Targe
 
 
 def build(name: str, target: Target, plain: Engine) -> Drafter:
-    """A drafter with a random draft, if it has one, that is right as often as TOKENS_A_STEP says.
+    """A drafter, with a random draft if it has one, whose acceptance is forced to TOKENS_A_STEP.
 
-    plain: decodes plainly where a draft's pass turns a near-tie. With random weights there are many of them, and it has
-    kept the prompts, which take seconds to read.
+    plain: continues plain decoding where a draft's pass flips a near-tie. With random weights there are many of these,
+    and this engine has kept the prompts, which take seconds to prefill.
     """
     config, weight = target.model.config, target.model.embed_tokens.weight
     with on_device(weight.device):
         if name == "oracle":
             inner: Drafter = Blank()
         elif name == "longspec":
-            with torch.device(weight.device):  # it is large, and made in fp32
+            with torch.device(weight.device):  # it is large, and created in fp32
                 draft = LongSpec(LongSpecConfig.for_target(config), None, target.model)
             inner = build_drafter(name, target, draft.to(weight).requires_grad_(False).eval())
         elif name == "tokenswift":
@@ -85,7 +85,7 @@ def build(name: str, target: Target, plain: Engine) -> Drafter:
         else:
             inner = TokenRecycling(target)
             tokens_V = torch.arange(config.vocab_size, device=weight.device)
-            # As after long use: a random text is too short to fill the table.
+            # As after long use, because a random text is too short to fill the table.
             inner.candidates[:-2] = ((tokens_V[:, None] + 1 + tokens_V[:CANDIDATES]) % config.vocab_size).int()
         return Forced(inner, target, at_tokens_per_step(TOKENS_A_STEP[name], inner.max_depth), plain=plain)
 
@@ -97,20 +97,19 @@ def measure(
 
     Args:
         lines: where the engine's log goes.
-        texts: plain decoding's answers, which forced acceptance follows; empty for plain decoding, which puts them
-            there.
+        texts: plain decoding's answers, which forced acceptance follows; empty for plain decoding, which appends them.
     """
-    gc.collect()  # the engine before, whose recorded work refers to itself
+    gc.collect()  # frees the previous engine, whose recorded work has reference cycles
     lines.clear()
     firsts, drafter, device, once = dict[int, float](), engine.drafter, engine.runner.device, of_engine(engine)
 
     def answer(prompt: list[int], params: SamplingParams) -> Answer:
         found = once(prompt, params)
-        firsts.setdefault(id(prompt), found.first_token_seconds)  # asked again, the prompt is kept
+        firsts.setdefault(id(prompt), found.first_token_seconds)  # not of a repetition, which reuses the kept prompt
         return found
 
     if isinstance(drafter, Forced):
-        rehearsed = engine.runner.rehearsed  # decoded plainly, it would take the place of the prompt that is kept
+        rehearsed = engine.runner.rehearsed  # decoding it plainly would replace the kept prompt
         drafter.keep(rehearsed.prompt, rehearsed.sampling, [])
         for prompt, text in zip(prompts, texts, strict=True):
             drafter.keep(prompt, params, text)
@@ -130,7 +129,7 @@ def measure(
 
 def of_transformers_model(target: Target, prompts: Sequence[list[list[int]]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Seconds to the first token of transformers' model of this shape, for prompts of several lengths, after a warm-up
-    with the first one. It reads a prompt in one pass, for which there may be no memory."""
+    with the first one. It prefills a prompt in one pass, for which memory may be too small."""
     weight = target.model.embed_tokens.weight
     with torch.device(weight.device):
         model = AutoModelForCausalLM.from_config(target.hf_config, dtype=weight.dtype).eval()
@@ -145,7 +144,7 @@ def of_transformers_model(target: Target, prompts: Sequence[list[list[int]]]) ->
 
 
 def profile(work: Callable[[], object], device: torch.device) -> str:
-    """PyTorch's tables of a call, after one to warm up: by the device's time, and by the host's."""
+    """PyTorch's profiles of a call, after a warm-up call: sorted by device time, and by host time."""
     from torch.profiler import ProfilerActivity, profile
 
     work()
@@ -171,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     logging.getLogger("transformers").setLevel(logging.ERROR)
     target = random_target(args.shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    params = SamplingParams(seed=0, max_new_tokens=args.new_tokens, ignore_eos=True)  # a text is kept with its seed
+    params = SamplingParams(seed=0, max_new_tokens=args.new_tokens, ignore_eos=True)  # texts are kept by seed
     generator = torch.Generator().manual_seed(0)
 
     def draw(length: int, count: int) -> list[list[int]]:
@@ -189,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # not while work is recorded
     for context in args.contexts:
-        # After a long prompt a drafter's speed hardly differs between two, and reading one takes seconds.
+        # A long prompt takes seconds to prefill, and a drafter's speed hardly differs from one to the next.
         prompts, texts = draw(context, 3 if context < LONG else 1), list[list[int]]()
         usual = measure(plain, lines, prompts, params, texts)
         say(f"plain after {context}", usual)
@@ -198,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = measure(engine, lines, prompts, params, texts)
             del engine
             say(f"{name} after {context}", {**found, "over_plain": found["tokens_per_s"] / usual["tokens_per_s"]})
-    for context in WIDE_AFTER[args.shape]:  # tiles that are measured for these stay for all engines of the process
+    for context in WIDE_AFTER[args.shape]:  # last, because their tuning stays for all engines of the process
         say(f"passes after {context}", {f"{n} rows": s for n, s in width_curve(target.model, context, WIDTHS).items()})
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Training by the recipes for Llama-3.1-8B, without a checkpoint or texts: weights and tokens are random.
+"""Training with the recipes for Llama-3.1-8B, without a checkpoint or texts: weights and tokens are random.
 
 `python benchmarks/checks/long_training.py` trains LongSpec's block on rows of 32,768 tokens and TokenSwift's heads on
-rows of 8,192, a pass a step, and prints a JSON object for each: medians of its steps, the memory that they took beside
-`--estimate`'s count, and what the last step took for held-out rows and the checkpoint.
+rows of 8,192, one pass a step. It prints a JSON object for each: medians over its steps, their memory beside
+`--estimate`'s, and the seconds of held-out rows and checkpoint at the last step.
 """
 
 import argparse
@@ -45,11 +45,11 @@ def recipe(method: str, folder: Path, overrides: Sequence[str]) -> Config:
     ]  # fmt: skip
     file = Path(__file__).parents[2] / "configs" / method / "llama3.1-8b.yaml"
     config = next(one.config for one in load_stages(file, [*given, *overrides]) if one.name == stage)
-    return config.changed(draft={"start_from": None})  # no stage was trained before it
+    return config.changed(draft={"start_from": None})  # there is no trained stage before it
 
 
 def write_rows(folder: Path, n_rows: int, length: int, target: Target) -> None:
-    """Both splits with so many rows of random tokens."""
+    """Write both splits, each with `n_rows` rows of random tokens."""
     generator = np.random.default_rng(0)
     for split in SPLITS:
         (folder / split).mkdir(parents=True)
@@ -76,7 +76,7 @@ def measure(method: str, target: Target, ranks: Ranks, overrides: Sequence[str])
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Training at the size of Llama-3.1-8B, with random weights.")
-    parser.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help="of both recipes")
+    parser.add_argument("overrides", nargs="*", metavar="SECTION.FIELD=VALUE", help="overrides of both recipes")
     parser.add_argument("--shape", choices=LAYERS, default="llama3.1-8b")
     parser.add_argument("--methods", choices=STAGES, nargs="+", default=list(STAGES))
     args = parser.parse_intermixed_args(argv)

@@ -1,15 +1,15 @@
 """Measures vLLM or llama.cpp on a CPU beside this runtime: `python benchmarks/checks/peers.py vllm` or `llama.cpp`.
 
 All run in one process with the same target, prompts and threads, and decode greedily in turns: each prompt by itself,
-and with `--streams` also as many prompts at once. The table has medians over prompts and rounds: tokens/s of the prompt
-up to the first new token; new tokens/s after it; new tokens/s of the whole call, prefill included, alone and at once;
-and the ratio of each to the first line of the table, the peer's plain decoding in bf16. In bf16 the texts may differ,
-because programs round differently. The last line is one JSON object.
+and with `--streams` also as many prompts at once. The table has medians over prompts and rounds: prompt tokens/s up to
+the first new token; new tokens/s after it; new tokens/s of the whole call, prefill included, for one prompt and for
+several at once; and the ratio of each to the first line, the peer's plain decoding in bf16. In bf16 the texts may
+differ, because programs round differently. The last line is one JSON object.
 
 vLLM needs the environment of `launch/vllm_check.sh`, which runs this with `--bench`; it compiles the target, which is
 its default. llama.cpp is compiled for this processor from its Python package, into a folder that later calls use again.
-It decodes SmolLM2's own GGUF file, whose layers are in 4-bit blocks (Q4_1), and two files that it writes from its
-values: in bf16, the weights that we decode with, and in 8-bit blocks (Q8_0).
+It decodes SmolLM2's own GGUF file, whose layers are in 4-bit blocks (Q4_1), and two conversions of that file: bf16, the
+weights that we decode with, and 8-bit blocks (Q8_0).
 """
 
 import argparse
@@ -51,20 +51,20 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "longspec": {"method": "eagle", "model": LONGSPEC, "num_speculative_tokens": 2},
     "tokenswift": {"method": "eagle3", "model": HEADS, "num_speculative_tokens": 2},
-    # The last one, because it imports numba, after which no further engine starts in the same process.
+    # Last, because it imports numba, after which no further engine starts in the same process.
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
 }
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "diskcache==5.6.3")
-# Without its reader of images, and without AMX, with which GCC 12 makes an illegal instruction of its products of int8.
+# Without its image reader, and without AMX, with which GCC 12 compiles an illegal instruction into int8 products.
 FLAGS = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8"
-# Decodes prompts, so many new tokens of each.
+# Decodes prompts, with a number of new tokens for each.
 Decode = Callable[[list[list[int]], int], object]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("peer", choices=PEERS)
-    parser.add_argument("--folder", default="build/llama.cpp", help="where llama.cpp is, or is installed if it is not")
+    parser.add_argument("--folder", default="build/llama.cpp", help="where llama.cpp is, or will be installed")
     parser.add_argument("--streams", type=int, default=8, help="prompts at once, for vLLM")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -95,7 +95,7 @@ def write_checkpoint(folder: Path, dtype: torch.dtype) -> None:
 
 
 def vllm(folder: Path, length: int, args: argparse.Namespace) -> Iterator[tuple[str, Decode]]:
-    """vLLM with each of its speculations."""
+    """vLLM with each method in SPECULATION."""
     from vllm import LLM  # pyright: ignore[reportMissingImports]
     from vllm import SamplingParams as Theirs  # pyright: ignore[reportMissingImports]
 
@@ -106,7 +106,7 @@ def vllm(folder: Path, length: int, args: argparse.Namespace) -> Iterator[tuple[
     write_checkpoint(folder, torch.bfloat16)
     settings = {"dtype": "bfloat16", "max_model_len": length, "max_num_seqs": args.streams}
     for name, speculation in SPECULATION.items():
-        # Without its prefix cache each call reads its prompts.
+        # Without its prefix cache, so that each call prefills its prompts.
         llm = LLM(str(folder), speculative_config=speculation, enable_prefix_caching=False, **settings)
         yield f"vLLM {name}", partial(decode, llm)
 
@@ -115,14 +115,14 @@ def llama_cpp(folder: Path, length: int, args: argparse.Namespace) -> Iterator[t
     """llama.cpp with each file. It decodes one prompt at a time."""
     args.streams = 0
     if not Path(args.folder, "llama_cpp").exists():
-        options = ["--no-deps", "--no-cache-dir", "--no-binary=llama-cpp-python"]  # pip may hold another flags' build
+        options = ["--no-deps", "--no-cache-dir", "--no-binary=llama-cpp-python"]  # no cached build with other flags
         command = [sys.executable, "-m", "pip", "install", *options, "--target", args.folder, *LLAMA_CPP]
         subprocess.run(command, env={"CMAKE_ARGS": FLAGS} | os.environ, check=True)
     sys.path.append(args.folder)
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
     def decode(llama: Any, prompts: list[list[int]], new_tokens: int) -> object:
-        llama.reset()  # otherwise it does not read again what the prompt shares with the last one
+        llama.reset()  # otherwise it reuses the prefix shared with the last prompt
         return list(islice(llama.generate(prompts[0], temp=0), new_tokens))
 
     own = next(Path(find_spec(BUNDLED[TARGET]).origin).parent.glob("*.gguf"))  # type: ignore[union-attr]
@@ -141,7 +141,7 @@ PEERS = {"vllm": vllm, "llama.cpp": llama_cpp}
 
 
 def measure(decoders: dict[str, Decode], prompts: list[list[int]], args: argparse.Namespace) -> dict[str, dict]:
-    """Name -> tokens per second of a prompt's prefill, of the decoding after it, and of whole calls."""
+    """Tokens per second by name: of a prompt's prefill, of the decoding after it, and of whole calls."""
     n, found = args.new_tokens, {name: dict[str, list[float]]() for name in decoders}
 
     def clock(run: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""Measures what serving costs: a server and an engine are given the same prompts in turns.
+"""Measures the cost of serving: a server and an engine get the same prompts in turns.
 
 The server is a process of its own (`longdraft serve`); the client and the engine run in this one. The last line is one
 JSON object: tokens/s of the engine and of the server with one stream, and of the server with eight; seconds to the
@@ -23,7 +23,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.models.hf import load_target
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
-# A prompt and the number of new tokens -> when the request was sent, then when each piece of the answer came.
+# (prompt, number of new tokens) -> when the request was sent, and when each piece of the answer arrived.
 Stream = Callable[[list[int], int], Awaitable[list[float]]]
 
 
@@ -51,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def stream_from(host: str, port: int, prompt: list[int], new: int) -> list[float]:
-    """A Stream over a bare socket, so that the client costs as little as possible."""
+    """A Stream over a bare socket, so that the client costs little."""
     body = {"prompt": prompt, "max_tokens": new, "stream": True, "temperature": 0, "ignore_eos": True}
     content, times = json.dumps(body).encode(), [time.perf_counter()]
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(HEAD.format(len(content)).encode() + content)
     status = int((await reader.readline()).split()[1])
-    assert status == 200, f"the server answers with status {status}"
+    assert status == 200, f"the server answered with status {status}"
     while not (line := await reader.readline()).startswith(b"data: [DONE]"):
         assert line, "the server hung up"
         if line.startswith(b"data: {"):

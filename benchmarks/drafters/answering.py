@@ -1,4 +1,4 @@
-"""Asks several engines the same questions in turns, one prompt at a time, all warmed up in the same way."""
+"""Asks several engines the same questions in turns, one prompt at a time, with the same warm-up."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +16,14 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.models.target import Target
 
 WARM_UP_TOKENS, WARM_UP_PROMPT = 16, 1024
-PARTS = ("prefill", "first_token", "decode", "draft", "target", "commit")  # of an answer's seconds
-LEARNS = "token_recycling"  # keeps what it learned from one answer to the next
+PARTS = ("prefill", "first_token", "decode", "draft", "target", "commit")  # the parts of an answer's seconds
+LEARNS = "token_recycling"  # this drafter keeps its table from one answer to the next
 # Answers a prompt of token ids.
 Answerer = Callable[[list[int], SamplingParams], Answer]
 
 
 def of_engine(engine: Engine) -> Answerer:
-    """Answers of one of our engines."""
+    """An Answerer for one of our engines."""
 
     def answer(prompt: list[int], params: SamplingParams) -> Answer:
         began, lengths, arrivals, last = time.perf_counter(), [], [], None
@@ -42,8 +42,8 @@ def of_engine(engine: Engine) -> Answerer:
 
 
 def of_transformers(model, eos_token_ids: Sequence[int]) -> Answerer:
-    """Answers of transformers' own greedy `generate`. Each token counts as a step; the prefill is timed as a call that
-    generates one token."""
+    """An Answerer for transformers' own greedy `generate`. Each token counts as a step; the prefill is timed as a call
+    that generates one token."""
     from transformers import GenerationConfig
 
     device = next(model.parameters()).device
@@ -60,7 +60,7 @@ def of_transformers(model, eos_token_ids: Sequence[int]) -> Answerer:
         prefill, first = timed(prompt, replace(params, max_new_tokens=1))
         whole, tokens = timed(prompt, params) if params.max_new_tokens > 1 else (prefill, first)
         count = len(tokens)
-        seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # one token is the prefill's
+        seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # the prefill makes one token
         return Answer(
             len(prompt), tokens, None, "", [1] * count, [], decode_seconds=seconds, target_seconds=seconds,
             prefill_seconds=prefill, first_token_seconds=prefill,
@@ -77,10 +77,10 @@ def ask(
     record: Record,
     log: Log = print,
 ) -> None:
-    """Ask every question of everybody before the next one. What the record holds is not asked again, unless a drafter
-    that learns from its answers has some left: it is then asked everything, as an undisturbed run would.
+    """Ask all answerers a question before the next one. Answers in the record are skipped, except for a drafter that
+    learns from its answers and lacks some: it is asked everything again, as in an uninterrupted run.
 
-    The warm-up uses another text, so that no drafter has seen an answer that is timed.
+    The warm-up uses another text, so that no drafter has already seen a timed answer.
     """
     temperature = params.temperature
     keys = [(one.id, name, temperature) for one in asked for name in answerers]
@@ -101,7 +101,7 @@ def ask(
 
 
 def machine(target: Target) -> dict:
-    """Where and with what the answers are made."""
+    """The software and hardware that make the answers."""
     weight = target.model.embed_tokens.weight
     return provenance(weight.dtype, ("longdraft", "torch", "transformers")) | {
         "target": target.name,

@@ -1,6 +1,6 @@
 """What `longdraft bench` measures, in order: exactness first, then everything else.
 
-No speed is reported without the exactness of the same drafter in the same record.
+A record that reports a drafter's speed also says whether that drafter is exact.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,9 @@ class BenchSettings:
     Attributes:
         proof: the form of the proof of exactness (exactness.py).
         temperatures: measured one after the other; 0 is greedy.
-        sampling: further keywords for the answers' SamplingParams. ignore_eos: whether answers continue after an end
-            token.
+        sampling: further SamplingParams of the answers. ignore_eos: whether answers continue after an end token.
         nodes: passed to the Engine.
-        contexts: also measure the cost of a pass by its width after so many tokens; None: after the first prompt.
+        contexts: context lengths after which to measure the cost of a pass by its width; None: the first prompt's.
     """
 
     new_tokens: int = 128
@@ -60,11 +59,11 @@ def bench(
 
     Args:
         target: in the dtype that is measured.
-        builders: by the name under which the figures are reported; plain decoding is always measured.
+        builders: by name in the report; plain decoding is always measured, too.
         asked: questions whose prompts fit the target's positions.
         transformers_model: the same checkpoint as a transformers model in the same dtype, or None; it also answers the
             greedy questions, as the drafter "transformers".
-        log: told what begins.
+        log: called with what is about to start.
         record: receives the proof and the answers; what it already holds is not measured again. None: kept in memory.
 
     Raises:
@@ -92,8 +91,8 @@ def bench(
         curves[str(context)] = {str(width): round(1e3 * seconds, 3) for width, seconds in curve.items()}
     runs, rates = [], dict[str, list[float]]()
     for temperature in settings.temperatures:
-        # New drafters at each temperature: none may have learned from an earlier answer to the same question. Every
-        # prompt is prefilled from its first token, because that is timed.
+        # New drafters at each temperature, so that none has learned from an earlier answer to the same question. No
+        # prompt is kept, because prefill is timed.
         engines = {"plain": Engine(target, keep_prompts=False)}
         for name, build in builders.items():
             engines[name] = Engine(target, build(target), nodes=settings.nodes, keep_prompts=False)

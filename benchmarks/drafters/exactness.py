@@ -28,7 +28,7 @@ from longdraft.models.passes import Pass, prompt_rows
 from longdraft.models.target import Target
 
 PROMPTS, TOKENS = 2, 24
-# Builds a drafter for a target as it is now.
+# Builds a drafter for a target in its present dtype.
 Builder = Callable[[Target], Drafter]
 # Two passes with an error each can flip a gap of twice the error. The error is measured at the few positions of the
 # proof only and may be larger elsewhere: twice again.
@@ -42,7 +42,7 @@ class NotExact(RuntimeError):
 @contextmanager
 def in_fp32(model: Decoder) -> Iterator[None]:
     """Compute the whole model in fp32 inside this context, with its own weights. Embedding, norm and head are converted
-    once, each layer around its work; a model of transformers is converted as a whole. Nothing is recorded meanwhile
+    once, each layer only while it runs; a model of transformers is converted as a whole. Nothing is recorded inside
     (infer/graphs.py)."""
     dtype, outer = model.embed_tokens.weight.dtype, model.around_layer
     if dtype == torch.float32:
@@ -90,23 +90,23 @@ def prove(
         params: seed and end tokens of the requests.
 
     Returns: `exact` (None if it was not proved in fp32), `exact_checked` (what was compared, in words) and `proof`: the
-        form, and for "serving" the `count_flips` of each drafter. Nothing if there is no drafter.
+        form, and for "serving" the `count_flips` of each drafter. Empty if there is no drafter.
 
-    Raises: NotExact for a drafter whose tokens differ, in the serving dtype at more than a near-tie.
+    Raises: NotExact if a drafter's tokens differ; in the serving dtype, if they differ at more than a near-tie.
     """
     if not builders:
         return {}
     if form == "off":
         return {"exact": None, "exact_checked": "--exactness off", "proof": {"form": form}}
     serving, some, plain = form == "serving", prompts[:PROMPTS], Engine(target)
-    # Where the gap of a flip is measured, no filter may cut off one of its two tokens.
+    # No filter where the gap of a flip is measured, because it could drop one of the two tokens.
     greedy = replace(params, max_new_tokens=TOKENS)
     both = greedy, replace(greedy, temperature=1.0, top_p=1.0 if serving else 0.95)
     dtype = str(target.model.embed_tokens.weight.dtype).removeprefix("torch.") if serving else "fp32"
     found = {}
     for name, build in builders.items():
         engine = Engine(target, build(target), nodes=None)
-        log(f"proof in {dtype} that {name} is exact")
+        log(f"proving in {dtype} that {name} is exact")
         found[name] = count_flips(plain, engine, name, some, both, exactly=not serving)
     tokens = next(iter(found.values()))["tokens"]
     how = f"{tokens} tokens a drafter in {dtype}, greedy and T 1{'' if serving else ' with top-p 0.95'}"
@@ -126,14 +126,14 @@ def count_flips(
     continues from plain decoding's token; that is comparable because the noise depends on the position alone.
 
     Args:
-        name: of the engine's drafter.
+        name: the name of the engine's drafter.
         several: the parameters, each for every prompt; without filters and penalties unless `exactly`.
         exactly: no token may differ.
 
     Returns: the counts `flips` and `tokens`.
 
-    Raises: NotExact if a token differs, or else if the logits (with the noise) of the two tokens of a flip are further
-        apart than rounding explains.
+    Raises: NotExact if a token differs and `exactly`; otherwise if the logits (with the noise) of the two tokens of a
+        flip are further apart than rounding explains.
     """
     flips = tokens = 0
     for params in several:
@@ -148,8 +148,8 @@ def count_flips(
         largest = NEAR_TIE * _width_error(plain.target, prompts[0] + right[0], len(prompts[0]) - 1, engine)
         if max(gaps) > largest:
             raise NotExact(
-                f"exact: NO, {name} has a token instead of plain decoding's where the two are {max(gaps):.3f} apart, "
-                f"and rounding turns {largest:.3f} at most"
+                f"exact: NO, {name} chose another token than plain decoding although their logits are {max(gaps):.3f} "
+                f"apart; rounding explains at most {largest:.3f}"
             )
     return {"flips": flips, "tokens": tokens}
 
@@ -174,8 +174,8 @@ def _flips(
 
 @torch.no_grad()
 def choice_logits(target: Target, tokens: Sequence[int], start: int, width: int) -> Tensor:
-    """Logits [T - start, V] after each of the T tokens from `start` on, from passes of `width` rows on a cache of
-    those before."""
+    """Logits [T - start, V] after each of the T tokens from `start` on, from passes of `width` rows over a cache of the
+    tokens before."""
     model, rows = target.model, torch.tensor([list(tokens)], device=target.model.embed_tokens.weight.device)
     cache, logits = model.new_cache(1, len(tokens) + width), []
     for chunk in rows[:, :start].split(prompt_rows(rows.device.type), dim=1):

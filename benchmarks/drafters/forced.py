@@ -1,9 +1,9 @@
-"""Forced acceptance: what a step would bring if a draft's proposals were right so often, and the engine's upper bound.
+"""Forced acceptance: the speed that a drafter would have at given acceptance rates, and the engine's upper bound.
 
-A drafter runs with all its costs; then the tokens on one path of its tree are replaced by plain decoding's next tokens,
-down to a depth that is drawn from given rates. Verification, commit and cache are the real ones, and so is the speed;
-the acceptance is not. The oracle is the same around a drafter that costs nothing and knows nothing.
-Only `longdraft bench` uses this. Shapes: B slots, N tree nodes, L positions, K levels, C candidates.
+A drafter runs with all its costs. Then the tokens on one path of its tree are replaced by plain decoding's next tokens,
+down to a depth that is drawn from the rates. Verification, commit, cache and speed are real; only the acceptance is
+not. The oracle is forced acceptance around a drafter that costs nothing. Only `longdraft bench` uses this. Shapes: B
+slots, N tree nodes, L positions, K levels, C candidates.
 """
 
 import zlib
@@ -35,8 +35,8 @@ from longdraft.models.target import Target
 LABEL = "forced acceptance: no decoding result of this draft"
 ORACLE = "oracle"
 UNKNOWN = -1  # the token of a position after the end of the known text
-TRIES = 6  # answers to one prompt, each with the text corrected where the last one departed from it
-# The chance of each level, given the drafter's depth.
+TRIES = 6  # most answers to one prompt; each corrects the text where the last answer differed
+# The acceptance rate of each level, for a drafter of this depth.
 RatesFor = Callable[[int], Sequence[float]]
 
 
@@ -55,16 +55,16 @@ class Blank(DeviceDrafter):
 
 
 class Forced(Drafter):
-    """Proposes `inner`'s tree with so many right tokens on the path to the first of its deepest nodes as the rates say.
+    """Proposes `inner`'s tree, with right tokens, drawn by the rates, on the path to the first of its deepest nodes.
 
-    What is drawn depends on the seed, the prompt and the position alone. In a prompt's text the drawn nodes are right
-    and all others wrong, except that nothing is known after the text's end.
+    The draw depends on the seed, the prompt and the position alone. The drawn nodes are right and all others are wrong,
+    except after the end of the known text.
 
     Args:
-        inner: gives the tree and learns from every step.
-        target: decodes plainly each prompt that no text is kept for.
-        rates: for each level, the chance that its node on the path is right where the one above is.
-        plain: does so, with the prompts that it has kept; None: an engine of its own.
+        inner: proposes the tree and learns from every step.
+        target: plainly decodes every prompt without a kept text.
+        rates: for each level, the chance that its node on the path is right if the one above is.
+        plain: the engine for that, which may have kept prompts; None: an engine of its own.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Forced(Drafter):
         self.inner, self.rates, self.seed, self.parts = inner, tuple(rates), seed, [inner]
         self.max_nodes, self.max_depth = inner.max_nodes, inner.max_depth
         self._plain, self._texts = plain or Engine(target), dict[str, list[int]]()
-        # For each position its token, and as a root's how many tokens after it are proposed rightly.
+        # For each position: its token, and how many right tokens are proposed when the root is there.
         self._replay_2BL = torch.empty(2, 0, 0, dtype=torch.int64)
 
     @property
@@ -104,10 +104,10 @@ class Forced(Drafter):
         return self._texts[key]
 
     def answering(self, answer: Answerer) -> Answerer:
-        """The answers of an engine with this drafter, with all plain decoding done before.
+        """An Answerer for an engine with this drafter, which does all plain decoding before the timed answer.
 
-        In half precision, a pass of several rows may turn a near-tie, after which plain decoding's text would be wrong
-        for the rest of the answer. It is then asked again, with the text as it goes on from there.
+        In half precision a pass of several rows may flip a near-tie, after which plain decoding's text is wrong for the
+        rest of the answer. The prompt is then answered again, with the text that continues from the flip.
         """
 
         def answered(prompt: list[int], params: SamplingParams) -> Answer:
@@ -142,7 +142,7 @@ class Forced(Drafter):
     @torch.no_grad()
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         tree = self.inner.propose(state, budget)
-        if tree.on_host and state.graphs.recording:  # it may have any size, and each would be recorded
+        if tree.on_host and state.graphs.recording:  # it may have any width, and each one would be recorded
             tree = tree.pad_to(1 + budget.max_nodes)
         if tree.width == 1:
             return tree
@@ -150,17 +150,17 @@ class Forced(Drafter):
         return tree.with_tokens(state.run(("force",), (self, self._replay_2BL), self._force, tree))
 
     def _force(self, state: SlotState, tree: TokenTree) -> Tensor:
-        """The tokens of the tree with as many right ones as were drawn for the root's position."""
+        """The tree's tokens, with as many right ones as were drawn for the root's position."""
         tokens_BN, parents_BN, ancestors_BNN, depths_BN = tree.tokens, tree.parents, tree.ancestors, tree.depths
         width, last, (text_BL, drawn_BL) = tokens_BN.shape[1], self._replay_2BL.shape[2] - 1, self._replay_2BL
         nodes_N = torch.arange(width, device=tokens_BN.device)
         leaf_B11 = (depths_BN * width - nodes_N).argmax(dim=1)[:, None, None]
         path_BN = ancestors_BNN.gather(1, leaf_B11.expand(-1, 1, width))[:, 0]
-        child_BN = path_BN.gather(1, parents_BN.clamp(min=0)) & (parents_BN >= 0)  # of a node on the path
+        child_BN = path_BN.gather(1, parents_BN.clamp(min=0)) & (parents_BN >= 0)  # children of nodes on the path
         right_BN = text_BL.gather(1, (state.positions[:, None] + depths_BN).clamp(max=last))
         drawn_B1 = drawn_BL.gather(1, state.positions[:, None].clamp(max=last))
         forced_BN = path_BN & child_BN & (depths_BN <= drawn_B1) & (right_BN >= 0)
-        # Siblings carry different tokens, and no other node is right: the first token that is nowhere in the tree.
+        # Any other right child gets the lowest token that is nowhere in the tree: siblings must differ.
         taken_BM = torch.cat([tokens_BN, right_BN], dim=1)
         some_C = torch.arange(width + self.max_depth + 2, device=tokens_BN.device)
         is_taken_BC = (some_C[:, None] == taken_BM[:, None]).any(dim=2)
@@ -170,7 +170,7 @@ class Forced(Drafter):
 
 
 def _key(prompt: Sequence[int], params: SamplingParams) -> str:
-    """What names a prompt's text. Stop tokens are not in it, as a request's have the target's end tokens too."""
+    """The key of a prompt's text. It excludes stop tokens, because a request's include the target's end tokens."""
     return repr((list(prompt), replace(params, stop_token_ids=())))
 
 
@@ -179,11 +179,11 @@ def oracle(target: Target, options: Mapping[str, Any]) -> Blank:
     try:
         return Blank(**{key.removeprefix(f"{ORACLE}."): value for key, value in options.items()})
     except TypeError:
-        raise ValueError(f"options: {ORACLE} has depth and siblings alone, not {', '.join(options)}") from None
+        raise ValueError(f"options: {ORACLE} has only depth and siblings, not {', '.join(options)}") from None
 
 
 def forced(build: Builder, rates: RatesFor, seed: int, nodes: int | None = None) -> Builder:
-    """Builds the drafter with forced acceptance. nodes: the most that are verified below the root."""
+    """A builder of the drafter with forced acceptance. nodes: the most that are verified below the root."""
 
     def builder(target: Target) -> Forced:
         inner = build(target)
@@ -194,8 +194,8 @@ def forced(build: Builder, rates: RatesFor, seed: int, nodes: int | None = None)
 
 
 def replaying(engines: Mapping[str, Engine]) -> tuple[dict[str, Answerer], dict[str, list[float]]]:
-    """The answers of engines, "plain" among them, whose text the others with forced acceptance replay; and the rates of
-    these by name."""
+    """Answerers for engines, including "plain", whose text those with forced acceptance replay; and the latter's rates
+    by name."""
     answerers = {name: of_engine(engine) for name, engine in engines.items()}
     drafters = {name: engine.drafter for name, engine in engines.items() if isinstance(engine.drafter, Forced)}
     plain = answerers["plain"]
@@ -211,7 +211,7 @@ def replaying(engines: Mapping[str, Engine]) -> tuple[dict[str, Answerer], dict[
 
 
 def at_rates(given: Sequence[float], depth: int) -> list[float]:
-    """The given rates for a drafter of this depth; the last one holds for all deeper levels."""
+    """The given rates for a drafter of this depth; the last one applies to all deeper levels."""
     if len(given) > depth:
         raise ValueError(
             f"--accept-rates: {len(given)} rates, but the drafter has a depth of {depth}; give at most that"
@@ -220,10 +220,10 @@ def at_rates(given: Sequence[float], depth: int) -> list[float]:
 
 
 def at_tokens_per_step(tokens: float, depth: int) -> list[float]:
-    """The rate, one for all levels, at which a chain of this depth commits so many tokens a step with the target's."""
+    """The rate, equal for all levels, at which a chain of this depth commits `tokens` a step, the target's included."""
     if tokens > 1 + depth:
         raise ValueError(
-            f"--tokens-per-step: {tokens:g}, but a depth of {depth} brings at most {1 + depth}; ask for less"
+            f"--tokens-per-step: {tokens:g}, but a depth of {depth} gives at most {1 + depth}; ask for less"
         )
     low, high = 0.0, 1.0
     for _ in range(50):

@@ -1,12 +1,12 @@
 """Computes figures from answers: acceptance length by its public definitions, speeds, and confidence intervals.
 
-S steps of the target, each of which commits one token of its own; A accepted tokens in all; R requests; N prompts.
+S steps of the target, each of which commits one token of the target's own; A accepted tokens; R requests; N prompts.
 
 | figure | formula | as in |
 |---|---|---|
 | per_step | mean of the steps' accept_lengths, 1 + A / S | Spec-Bench ("mean accepted tokens"), vLLM |
 | alpha | A / (4 S), as a drafter of four tokens a step | TokenSwift: tokens/step = 4 alpha + 1 |
-| tau | (A + S + R) / (S + R): the prefill is a call that brings a token | LongSpec |
+| tau | (A + S + R) / (S + R): the prefill counts as a call that makes a token | LongSpec |
 
 Tokens accepted after an answer's end are dropped. Intervals are 95 % percentile bootstraps over prompts.
 """
@@ -28,7 +28,7 @@ def totals(answers: Sequence[Answer]) -> dict[str, Any]:
     """Totals over answers that were decoded one at a time, with times in milliseconds per step.
 
     `commit_ms` is the time for accepting, committing and the drafters' updates; `host_ms` is all time except proposals
-    and the target's passes, and `host_share` its fraction of a step. `acceptance_by_depth`[d] is the fraction of steps
+    and the target's passes; `host_share` is its fraction of a step. `acceptance_by_depth`[d] is the fraction of steps
     that accepted at least d + 1 nodes.
     """
     tokens, steps = sum(len(a.tokens) for a in answers), sum(a.steps for a in answers)
@@ -65,8 +65,7 @@ Pair = tuple[Entry, Entry]  # a drafter's entry, and plain decoding's of the sam
 
 
 def compared(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """`totals`, the speedup over plain decoding on the same prompts, and the middle 95 % of both figures over prompts
-    drawn with replacement."""
+    """`totals`, the speedup over plain decoding on the same prompts, and 95 % bootstrap intervals of both figures."""
     sums_N5 = np.array([_sums(*pair) for pair in pairs])
     drawn = np.random.default_rng(SEED).integers(len(pairs), size=(RESAMPLES, len(pairs)))
     resampled = sums_N5[drawn].sum(1)
@@ -93,7 +92,7 @@ def _speedup(sums: np.ndarray) -> np.ndarray:
 
 
 def bucket(tokens: int) -> str:
-    """The powers of two between which a context lies, such as "4096-8192"."""
+    """The powers of two around a context's length, such as "4096-8192"."""
     low = 1 << (max(tokens, 1).bit_length() - 1)
     return f"{low}-{2 * low}"
 
@@ -107,8 +106,8 @@ def by_context(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 
 def ms_per_token(answer: Answer, every: int = EVERY) -> list[dict[str, float]]:
-    """Milliseconds per token at each `every` tokens of a generation and at its end, since the previous mark, as
-    TokenSwift's program prints them; the first step's tokens are the first mark's start."""
+    """Milliseconds per token since the previous mark, with a mark every `every` tokens of a generation and at its end,
+    as TokenSwift's code prints them; the first interval starts after the first step's tokens."""
     points = list(zip(accumulate(answer.accept_lengths), answer.arrivals, strict=False))  # transformers': no arrivals
     marks, start = [], 0
     for i in range(1, len(points)):
@@ -126,7 +125,7 @@ def same_tokens(one: Sequence[list[int]], other: Sequence[list[int]]) -> tuple[i
 
 
 def run_figures(entries: Mapping[str, Sequence[Entry]]) -> dict[str, dict]:
-    """All figures of one temperature, by drafter. entries: by drafter, "plain" among them, on the same questions."""
+    """All figures of one temperature, by drafter. entries: by drafter, including "plain", on the same questions."""
     plain = {entry.id: entry for entry in entries["plain"]}
     found = {}
     for name, ours in entries.items():

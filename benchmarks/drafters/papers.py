@@ -1,7 +1,7 @@
-"""The papers' tables: how they were measured, their figures, and ours beside them.
+"""The papers' tables: how they were measured, their figures, and our figures beside them.
 
-A paper is an entry of PAPERS. Numbers come from the papers' tables; settings that a paper leaves out come from its
-authors' program.
+A paper is an entry of PAPERS. Numbers come from the papers' tables; settings that a paper omits come from its authors'
+code.
 """
 
 import re
@@ -15,12 +15,12 @@ from longdraft.benchmarks.drafters.questions import SUITES, Suite
 from longdraft.benchmarks.drafters.record import Answer, Record
 from longdraft.infer.sampling import PRESETS, preset_for
 
-PROMPT = "as many as a prompt's tokens"  # stands for that number in a paper's options
+PROMPT = "as many as a prompt's tokens"  # in a paper's options: this number is the prompt's length
 
 
 @dataclass(frozen=True)
 class Published:
-    """A line of a table.
+    """A row of a table.
 
     Attributes:
         target: the paper's name for it.
@@ -45,7 +45,7 @@ class Paper:
         where: title and table. hardware: the paper's. baseline: what its speedup is relative to.
         figure: the key of `lengths` or `totals` that the paper calls its acceptance.
         drafter, options: as in the table.
-        suites: by name, what differs from SUITES; the first suite is the table's.
+        suites: by name, the differences from SUITES; the first suite is the table's.
         sampling: returns, for the target's name, keywords for SamplingParams that replace the suite's.
         dtype: of the weights. rows: the table.
     """
@@ -70,7 +70,7 @@ class Paper:
 
 
 def _longspec_sampling(target: str) -> dict[str, Any]:
-    # The program's end token for Llama-3; the model's configuration names another one.
+    # The end token of the authors' code for Llama-3; the model's configuration names another one.
     return {"stop_token_ids": (128009,)} if re.search("llama-?3", target.lower()) else {}
 
 
@@ -84,7 +84,7 @@ def _tokenswift_sampling(target: str) -> dict[str, Any]:
 def _rows(
     figures: Mapping[str, Sequence[tuple[float | None, float]]], columns: Iterable[Mapping[str, Any]]
 ) -> tuple[Published, ...]:
-    """A table of (length, speedup) pairs: figures by target, and what a pair in each column is for."""
+    """A table of (length, speedup) pairs: figures by target, and the `Published` fields of each column."""
     return tuple(
         Published(target, *pair, **column)
         for target, pairs in figures.items()
@@ -202,7 +202,7 @@ def table(found: Mapping[str, Any]) -> list[str]:
         what = f"{row['drafter']}, T {row['temperature']:g}{', ' if row['task'] else ''}{row['task']}"
         rows.append([what, *("-" if n is None else f"{n:.2f}" for n in numbers), row["paper_target"]])
     if len(rows) == 1:
-        return [*lines, "no task or length of its table was measured"]
+        return [*lines, "no task or length of this table was measured"]
     return lines + ["  ".join(cells) for cells in lay_out(rows)]
 
 
@@ -222,7 +222,7 @@ def _ours(paper: Paper, record: Record, name: str, temperature: float, task: str
 
 
 def _first(answer: Answer, count: int) -> Answer:
-    """An answer cut after the step that reaches `count` tokens; its seconds end with that step."""
+    """An answer cut after the step that reaches `count` tokens; its seconds end there."""
     steps = next(i for i, total in enumerate(accumulate(answer.accept_lengths), start=1) if total >= count)
     kept = answer.accept_lengths[:steps]
     seconds = answer.decode_seconds - (answer.arrivals[-1] - answer.arrivals[steps - 1])

@@ -1,7 +1,7 @@
-"""Questions for a target, from any text or from a published suite: its source, its files, and the length of answers.
+"""Questions for a target, from any text or from a published suite, whose source, files and answer length are here.
 
 A suite is an entry of SUITES and a function that makes a question from a record; fields are validated as they are read.
-Suites that belong to a paper's table use its program's literal prompts, the others the target's own chat template.
+Suites of a paper's table use the literal prompts of its code, the others the target's own chat template.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from longdraft.infer.requests import prompt_tokens
 from longdraft.models.schema import Str, validate
 from longdraft.models.target import Target
 
-# From LongSpec's program for LongBench (inference_long-bench.py): the prompt around the text of each task.
+# From LongSpec's code for LongBench (inference_long-bench.py): the prompt around the text of each task.
 _SYSTEM = "<s>system\nYou are a helpful assistant</s>\n<s>user\n"
 _CODE = "Please complete the code given below. \n{context}Now, complete the code given.</s>\n<s>assistant\n"
 LONGBENCH = {
@@ -41,12 +41,12 @@ LONGBENCH = {
     "lcc": _CODE,
     "repobench-p": _CODE,
 }
-# From LongSpec's program for QwQ (inference_qwq.py).
+# From LongSpec's code for QwQ (inference_qwq.py).
 AIME = (
     "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 AIME24_IDS = range(60, 90)
-# TokenSwift's program (main.py) skips the front matter of each book, and takes the first ten books.
+# TokenSwift's code (main.py) skips the front matter of each book, and takes the first ten books.
 PG19_FROM, PG19_BOOKS = 5000, 10
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
@@ -57,7 +57,7 @@ Turn = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class Reader(NamedTuple):
-    """The part of a target that turns a prompt into token ids; it is there before the weights are loaded."""
+    """The part of a target that turns a prompt into token ids; available before the weights are loaded."""
 
     name: str
     tokenizer: Any
@@ -68,7 +68,7 @@ class Question:
     """One conversation with a target.
 
     Attributes:
-        task: figures are grouped by it. category: the suite's own name for it; "" means the task.
+        task: the group of its figures. category: the suite's own name for it; "" means the task.
         turns: what is sent before each answer: a text, token ids, or messages that follow those of earlier turns and
             their answers.
     """
@@ -79,7 +79,7 @@ class Question:
     category: str = ""
 
     def prompt(self, target: Target | Reader, answers: Sequence[str] = ()) -> list[int]:
-        """The token ids that the next answer follows. answers: those to the earlier turns."""
+        """The token ids of the next turn's prompt. answers: those to the earlier turns."""
         turn, name, target = self.turns[len(answers)], f"question {self.id}", cast(Target, target)
         if isinstance(turn, str) or not isinstance(turn[0], Mapping):
             return prompt_tokens(target, turn, name)
@@ -90,7 +90,7 @@ class Question:
 
 
 def questions_of(texts: Sequence[list[int]]) -> list[Question]:
-    """A question for each text, which asks to continue it. texts: token ids of the target's tokenizer."""
+    """One question for each text: to continue it. texts: token ids of the target's tokenizer."""
     return [Question(number, "continue", (text,)) for number, text in enumerate(texts, start=1)]
 
 
@@ -117,7 +117,7 @@ class Row(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """The file's name without its ending; for a file called test, as specdec_bench writes them, its folder's."""
+        """The file's name without suffix; for a file called test, as specdec_bench writes them, its folder's name."""
         path = PurePosixPath(self.file)
         stem = path.name.partition(".")[0]
         return path.parent.name if stem == "test" and path.parent.name else stem
@@ -129,7 +129,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite: its files and how it is asked.
+    """A suite: its files, and how its questions are asked.
 
     Attributes:
         source: where the files can be found.
@@ -137,9 +137,9 @@ class Suite:
         read: makes a question from a record, or returns None for a record that is not part of the suite.
         new_tokens: the most tokens of an answer. ignore_eos: whether answers continue after an end token.
         sampling: further keywords for SamplingParams.
-        above: a text has more tokens than this, or than `first_tokens`. spare: a prompt leaves at least so many of the
-            target's positions free (None: `new_tokens`).
-        first_tokens: the number of tokens of a text that are the prompt; None: all of them.
+        above: texts must have more tokens than this and than `first_tokens`. spare: positions of the target that a
+            prompt must leave free (None: `new_tokens`).
+        first_tokens: how many of a text's first tokens are the prompt; None: all of them.
     """
 
     source: str
@@ -155,7 +155,7 @@ class Suite:
     def questions(self, data: str, only: Sequence[str] = ()) -> list[Question]:
         """Read the questions from a folder, a file or a data set on the hub.
 
-        only: tasks, categories, or files' names without ending; () means all.
+        only: tasks, categories, or file names without suffix; () means all.
 
         Raises: ValueError for files that are missing or not in the suite's layout, and for an unknown name in `only`.
         """
@@ -167,7 +167,7 @@ class Suite:
             raise ValueError(f"--data: {reason}; the files come from {self.source}") from error
         for row in (Row(file.name, *numbered) for file in files for numbered in numbered_records(Segment(file))):
             if not isinstance(row.fields, dict):
-                raise ValueError(f"--data: {row.file}, record {row.number} is no JSON object of fields")
+                raise ValueError(f"--data: {row.file}, record {row.number} is not a JSON object")
             if (question := self.read(row)) is not None:
                 own_names = {question.task, question.category or question.task, row.stem}
                 names |= own_names
@@ -182,8 +182,8 @@ class Suite:
     def fitting(
         self, target: Target | Reader, questions: Iterable[Question], positions: int, new_tokens: int
     ) -> tuple[list[Question], list[str]]:
-        """The questions whose first prompt a target of so many positions is asked, cut to `first_tokens`; and the names
-        of the others with the tokens of their prompts, which are too few or too many."""
+        """The questions whose first prompt fits a target with this many positions, cut to `first_tokens`; and the names
+        of the others, with the number of their prompts' tokens, which are too few or too many."""
         most = positions - max(self.spare or 0, new_tokens)
         asked, omitted = [], []
         for question in questions:
@@ -197,7 +197,7 @@ class Suite:
 
 
 def _chats(texts: Iterable[str]) -> tuple[list[dict[str, str]], ...]:
-    """A turn of one message for each text."""
+    """One turn, of one message, for each text."""
     return tuple([{"role": "user", "content": text}] for text in texts)
 
 
@@ -232,7 +232,7 @@ def _mt_bench(row: Row) -> Question:
 def _speed_bench(row: Row) -> Question:
     if row.fields.get("messages") is None:
         turns = _chats(row.read("turns", Texts))
-    else:  # a turn ends with a message of the user
+    else:  # a turn ends with a user message
         messages = row.read("messages", Messages)
         ends = [0, *(i for i, message in enumerate(messages, start=1) if message["role"] == "user")]
         turns = tuple(messages[start:end] for start, end in pairwise(ends))

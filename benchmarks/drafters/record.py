@@ -1,4 +1,4 @@
-"""Answers, with what each of their steps committed, and the record that keeps them so that a killed run can resume."""
+"""Answers with the lengths of their steps, and the record that keeps them so that a killed run can resume."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ class Answer:
     """The answer to one request. Seconds are those of infer/generation.py.
 
     Attributes:
-        accept_lengths: the number of tokens that each step committed, including the target's own, without tokens after
-            the answer's end. arrivals: seconds from the start of the request to each step's tokens.
+        accept_lengths: how many tokens each step committed, including the target's own, excluding tokens after the
+            answer's end. arrivals: seconds from the start of the request to each step's tokens.
         drafted: verified nodes other than roots.
     """
 
@@ -61,9 +61,9 @@ class Record:
     """What was asked, proved and answered, in order.
 
     Args:
-        settings: everything the answers depend on.
-        work: keeps each part (`entry`, `proof` or `machine`) before the next question is asked, numbered in the order
-            in which they came; None: the record is in memory only.
+        settings: everything that the answers depend on.
+        work: keeps each part (`entry`, `proof` or `machine`) before the next question is asked, numbered in order of
+            arrival; None: the record is in memory only.
     """
 
     def __init__(self, settings: Mapping[str, Any], work: WorkFolder | None = None):
@@ -74,7 +74,7 @@ class Record:
         self._count = 0
         for name in work.tasks() if work is not None else ():
             self._count = int(name) + 1
-            for part, value in ((work and work.read(name)) or {}).items():  # a damaged part is made again
+            for part, value in ((work and work.read(name)) or {}).items():  # a damaged part is measured again
                 self._take(part, validate(Entry, value, "entry") if part == "entry" else value)
 
     def _take(self, part: str, value: Any) -> None:
@@ -84,8 +84,8 @@ class Record:
             setattr(self, part, value)
 
     def add(self, part: str, value: Any) -> None:
-        """Append a part. An answer replaces an earlier one of the same drafter; the machine is that of the answers that
-        follow."""
+        """Append a part. An answer replaces an earlier one of the same drafter; a machine applies to the answers after
+        it."""
         self._take(part, value)
         if self.work is not None:
             self.work.write(f"{self._count:06d}", {part: asdict(value) if isinstance(value, Entry) else value})
@@ -104,15 +104,15 @@ class Record:
 
 @contextmanager
 def recorded(folder: Path | None, settings: Mapping[str, Any]) -> Iterator[Record]:
-    """A record that is kept in this folder, and resumed if the folder was begun with the same settings.
+    """A record that is kept in this folder, and resumed if the folder was started with the same settings.
 
-    Raises ValueError for a folder that was begun with other settings or by somebody else, or that cannot be written.
+    Raises ValueError for a folder that was started with other settings or by another program, or cannot be written.
     """
     if folder is None:
         yield Record(settings)
         return
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out: {folder} is no folder; give another")
+        raise ValueError(f"--out: {folder} is not a folder; give another")
     work = WorkFolder(folder, {"format": FORMAT, "settings": settings})
     with failures_described(folder), work.opened():
         yield Record(settings, work)
@@ -122,14 +122,14 @@ def read_record(folder: Path) -> Record:
     """Read the record of a finished or running bench, without writing to it. Raises ValueError if there is none."""
     plan = read_plan(folder)
     if plan.get("format") != FORMAT:
-        raise ValueError(f"{folder} is no record of this version's `longdraft bench --out`; give another folder")
+        raise ValueError(f"{folder} is not a record of this version's `longdraft bench --out`; give another folder")
     record = Record(plan["settings"], WorkFolder(folder, plan))
     record.work = None
     return record
 
 
 def write_spec_bench(record: Record, folder: Path) -> Path:
-    """Write the answers as Spec-Bench's `evaluation/speed.py` reads them, to compare them with other programs'.
+    """Write the answers as Spec-Bench's `evaluation/speed.py` reads them, to compare them with those of other programs.
 
     Each drafter and temperature has a file in `folder/spec_bench`. Returns that folder.
     """
@@ -165,15 +165,15 @@ def _spec_bench(entry: Entry, model: str) -> dict[str, Any]:
 
 
 def _wall_seconds(turn: Answer) -> float:
-    """From the start of the prefill to the last token. On a GPU `prefill_seconds` only has the time to queue it."""
+    """From the start of the prefill to the last token. On a GPU `prefill_seconds` is only the time to queue it."""
     if not turn.arrivals:  # transformers'
         return turn.prefill_seconds + turn.decode_seconds
     return turn.first_token_seconds + turn.arrivals[-1] - turn.arrivals[0]
 
 
 def checkpoint_digest(path: str | Path) -> str | None:
-    """Tells a local checkpoint or draft from another one of its name, by its files' names, sizes and times of change.
-    None if `path` is not a local file or folder."""
+    """A digest of a local checkpoint's or draft's file names, sizes and modification times, to detect another one of
+    the same name. None if `path` is not a local file or folder."""
     place = Path(path).expanduser()
     if not place.exists():
         return None

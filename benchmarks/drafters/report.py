@@ -1,5 +1,5 @@
-"""Shows what `longdraft bench` measured: a result as a text table, and records as one self-contained page with charts
-that matplotlib draws."""
+"""Reports what `longdraft bench` measured: a result as a text table, and records as one self-contained HTML page with
+charts by matplotlib."""
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,7 +74,7 @@ def rows(title: str, drafters: Mapping[str, Figures], on_gpu: bool) -> list[list
     row("nodes/step", lambda one: f"{one['nodes_per_step']:.1f}")
     row("tokens/s, decoding", lambda one: f"{one['tokens_per_second']:.1f}")
     row("first token, s", lambda one: f"{one['first_token_seconds']:.2f}")
-    if on_gpu:  # the parts of a step would be the times of launching kernels
+    if on_gpu:  # the parts of a step would measure kernel launches
         row("step, ms", lambda one: f"{1e3 * one['tokens_per_step'] / one['tokens_per_second']:.2f}")
     else:
         for part, name in (("draft", "draft"), ("target", "verify"), ("commit", "commit"), ("host", "host")):
@@ -93,7 +93,7 @@ def rows(title: str, drafters: Mapping[str, Figures], on_gpu: bool) -> list[list
 
 
 def exactness(result: Mapping[str, Any]) -> str:
-    """Whether exactness was proved, in which form, and otherwise how many tokens flipped. result: of `prove`."""
+    """Whether exactness was proved and in which form, or how many tokens flipped. result: of `prove`."""
     if result["exact"]:
         return f"yes ({result['exact_checked']})"
     if result["proof"]["form"] == "off":
@@ -115,13 +115,13 @@ def write_report(runs: Sequence[Path], path: Path, option: str) -> None:
 
 
 def collect(records: Mapping[str, Record]) -> dict[str, Figures]:
-    """Each drafter's figures in each run at each temperature, by a name of these. Raises ValueError for a record that
-    has no question answered by all."""
+    """Each drafter's figures in each run at each temperature, under a name made of these. Raises ValueError for a
+    record without a question that all drafters have answered."""
     found: dict[str, Figures] = {}
     for run, record in records.items():
         by_temperature = record.by_drafter()
         for temperature, entries in by_temperature.items():
-            # In a run that is not finished, some questions have been answered by some drafters only.
+            # In an unfinished run, only some drafters have answered some questions.
             common = set.intersection(*({e.id for e in of} for of in entries.values())) if "plain" in entries else set()
             figures = run_figures({name: [e for e in of if e.id in common] for name, of in entries.items() if common})
             where = [run] if len(records) > 1 else []
@@ -135,7 +135,7 @@ def collect(records: Mapping[str, Record]) -> dict[str, Figures]:
 
 
 def page(records: Mapping[str, Record]) -> str:
-    """The HTML page. records: by the names they are shown under."""
+    """The HTML page. records: by display name."""
     series = collect(records)
     title = escape(" and ".join(dict.fromkeys(_title(record) for record in records.values())))
     on_gpu = any(record.machine.get("on_gpu") for record in records.values())
@@ -157,7 +157,7 @@ def _title(record: Record) -> str:
 
 
 def _run(name: str, record: Record) -> str:
-    """A box with what was asked for, on which machine, and whether it is exact."""
+    """A box with a run's settings, its machine, and whether it is exact."""
     proof = exactness(record.proof) if record.proof else "not asked for, plain decoding alone or switched off"
     count = len({entry.id for entry in record.entries.values()})
     shown = {"exact": proof, "prompts": count} | record.settings | record.machine
@@ -166,7 +166,7 @@ def _run(name: str, record: Record) -> str:
 
 
 def _charts(series: Mapping[str, Figures]) -> Iterable[str]:
-    """The same drafters in the same order in each chart, so that each has its colour."""
+    """The charts. Each has all drafters in the same order, so that a drafter keeps its colour."""
     drafted = {name: one for name, one in series.items() if one["acceptance"] > 0}
     if not drafted:
         return
@@ -189,7 +189,7 @@ def _charts(series: Mapping[str, Figures]) -> Iterable[str]:
 def bars(title: str, groups: Mapping[str, Sequence[tuple[str, float, float, float]]]) -> Any:
     """A figure of horizontal bars with their intervals beside the name of their group, and a line at 1.
 
-    groups: a bar for each series: (name of the series, value, ends of its 95 % interval), in the same order in each.
+    groups: a group's bars, one a series in a fixed order: (name of the series, value, ends of its 95 % interval).
     """
     from matplotlib.figure import Figure  # matplotlib takes a second to import
 
@@ -233,7 +233,7 @@ def line_chart(title: str, series: Mapping[str, Sequence[tuple[float, float]]], 
 
 
 def _svg(figure: Any) -> str:
-    """The figure as an SVG element with its text as text, the same for the same figures."""
+    """The figure as an SVG element with selectable text, deterministic."""
     from matplotlib import rc_context
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "longdraft", "font.family": "sans-serif"}):

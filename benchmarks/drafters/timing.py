@@ -1,4 +1,4 @@
-"""Times calls in turns and the target's passes by their width, measures peaks of memory, and has prompts to time."""
+"""Times calls in turns and the target's passes by width, measures peak memory, and makes prompts to time."""
 
 import resource
 import statistics
@@ -21,7 +21,7 @@ from longdraft.models.passes import Pass
 SPUN_OUT = 0.02  # seconds after which idle threads on a CPU have stopped spinning
 WIDTHS, REPEATS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 40, 64), 7  # of a width curve
 Name = TypeVar("Name")
-Log = Callable[[str], object]  # is told what begins
+Log = Callable[[str], object]  # called with what is about to start
 
 
 def seconds_of(run: Callable[[], Any], device: torch.device | None = None) -> float:
@@ -50,8 +50,8 @@ def take_turns(
 def width_curve(
     model: Decoder, context: int, widths: Sequence[int] = WIDTHS, repeats: int = REPEATS
 ) -> dict[int, float]:
-    """Return the median seconds of a target pass (with the logits of all rows) by its width, after `context` cached
-    rows, which are random. The widths take turns."""
+    """Return the median seconds of a target pass (with the logits of all rows) by its width, after `context` random
+    cached rows. The widths take turns."""
     device, generator = model.embed_tokens.weight.device, torch.Generator().manual_seed(0)
     cache = model.new_cache(1, context + max(widths))
     cache.keys.normal_()
@@ -71,7 +71,7 @@ def width_curve(
             graphs.run(("width",), (model, cache), logits, rows_1N[:, :width], widest=width)
 
     runs = {width: partial(run, width) for width in widths}
-    take_turns(runs, 2 if graphs.recording else 1)  # the first turn warms up; in the second one, passes are recorded
+    take_turns(runs, 2 if graphs.recording else 1)  # the first turn warms up, the second one records
     seconds = take_turns(runs, repeats, partial(seconds_of, device=device))
     return {width: statistics.median(of) for width, of in seconds.items()}
 
@@ -91,7 +91,7 @@ def peak_memory_mib(device: torch.device) -> int:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes that a call allocates at its peak beyond what was there before. Uses PyTorch's profiler on a CPU."""
+    """The peak bytes that a call allocates beyond what was allocated before. Uses PyTorch's profiler on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)

@@ -1,10 +1,10 @@
-"""Tree attention of one layer over a long cache: our implementation beside those of others.
+"""Tree attention of one layer over a long cache: our implementation beside its peers.
 
-What all layers of a pass share (masks, bits, the host's copy of the lengths) is computed before the clock
-starts, for every candidate. Each peer is set up as well as possible: grouped heads are folded into the query rows if
-that avoids expanding K and V, masks are additive, and what follows a flash kernel is one compiled kernel on a GPU.
-Shapes: N query tokens of the pass, S committed rows, C capacity, H query heads, K key/value heads, G = H / K,
-Q = G * N, d head width.
+What all layers of a pass share (masks, bits, the host's copy of the lengths) is computed before the clock starts, for
+every candidate. Each peer is set up to be as fast as possible: grouped heads are folded into the query rows if that
+avoids expanding K and V, masks are additive, and the work after a flash kernel is one compiled kernel on a GPU.
+Shapes: N query tokens of the pass, S committed rows, C capacity, H query heads, K key/value heads, G = H / K, Q = G *
+N, d head width.
 """
 
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ def random_tree(n_nodes: int) -> Tensor:
 
 
 def random_rows(bench: Bench, profile: Profile, context: int, n_rows: int, rest: float) -> tuple[Tensor, ...]:
-    """Queries of a pass, and keys and values, with `rest` in the capacity after them."""
+    """Queries of a pass, and keys and values, with the value `rest` in the capacity after them."""
     generator, stop = torch.Generator(bench.device).manual_seed(context + n_rows), context + n_rows
     sizes = (n_rows, profile.n_heads), *[(stop + SPARE, profile.n_kv_heads)] * 2
     place = {"generator": generator, "device": bench.device, "dtype": bench.dtype}
@@ -103,7 +103,7 @@ def _ours(case: Case) -> Run:
 
 
 def _by_the_table(case: Case) -> Run:
-    """Ours on a GPU with the choice of the table, where `_ours` has the one that was measured."""
+    """Ours on a GPU with the table's choice, while `_ours` uses the one that was measured."""
     kernels: Any = _triton(case.q_1NHd.device)
     tree = PassPlan(case.lengths_1, case.q_1NHd.shape[1], case.tree_1NN).tree
     inputs = case.q_1NHd, case.keys_1CKd, case.values_1CKd, case.lengths_1, *tree, case.tree_1NN.shape[1] > 1
@@ -115,7 +115,7 @@ def _triton(device: torch.device) -> Any | None:
 
 
 def choices(case: Case) -> dict[str, Any]:
-    """By implementation of ours, the blocks, stages, warps and programs per processor of its launch."""
+    """The blocks, stages, warps and programs per processor of each of our implementations' launches."""
     (_, n_rows, n_heads, width), kernels = case.q_1NHd.shape, _triton(case.q_1NHd.device)
     assert kernels is not None
     capacity, n_kv = case.keys_1CKd.shape[1:3]
@@ -130,7 +130,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(case: Case) -> tuple[Tensor, Tensor]:
-    """Views k and v [1, K, S + N, d] of the rows that were written."""
+    """Views of the written rows of K and V, [1, K, S + N, d]."""
     stop = case.length + case.q_1NHd.shape[1]
     k, v = heads_first(case.keys_1CKd[:, :stop], case.values_1CKd[:, :stop])
     return k, v
@@ -139,7 +139,7 @@ def _rows(case: Case) -> tuple[Tensor, Tensor]:
 def _sdpa(case: Case) -> Run:
     k, v = _rows(case)
     mask = full_mask(case.tree_1NN, case.length)
-    # A single row attends to everything, and the call without a mask is faster.
+    # A single row attends to everything, and a call without a mask is faster.
     bias = None if len(mask) == 1 else _additive(mask, k.dtype).repeat(case.groups, 1)
     return lambda: case.unfolded(scaled_dot_product_attention(case.folded(), k, v, attn_mask=bias))
 
@@ -181,9 +181,9 @@ IMPLEMENTATIONS: dict[str, Build] = {
 def measure(
     bench: Bench, profile: str, context: int, nodes: list[int], builds: dict[str, Build] = IMPLEMENTATIONS
 ) -> list[dict]:
-    """Return a row of every implementation for each number of rows of a pass.
+    """Return one row for every implementation and number of nodes.
 
-    On a GPU ours is tuned before, and has a second row by the table; `choice` tells how each was launched.
+    On a GPU ours is tuned first, and has a second row with the table's choice; `choice` tells how each was launched.
     """
     found, config = [], PROFILES[profile]
     on_gpu = _triton(bench.device) is not None

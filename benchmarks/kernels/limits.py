@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for GPUs that are not present, and reads shared memory, registers and stack of each.
+"""Compiles the Triton kernels for GPUs that are not present, and reports each one's shared memory, registers and stack.
 
 `python benchmarks/kernels/limits.py` takes some minutes on all processors. It prints a line per kernel, then one JSON
 array as the last line; the exit status is 1 if a limit is exceeded. Needs Triton's own tools and no GPU.
@@ -35,8 +35,8 @@ LAYERS, HEADS, KV, VOCAB, CAPACITY = 32, 32, 8, 128_256, 131_072
 
 @dataclass(frozen=True)
 class Variant:
-    """A call to a public function: file of triton, which call, architecture, dtype, rows and head width, and of tree
-    attention the choice, None for the table's."""
+    """A call to a public function: the file in triton/, which call, architecture, dtype, rows, head width, and for tree
+    attention the choice (None: the table's)."""
 
     file: str
     what: str = ""
@@ -95,8 +95,8 @@ def call(v: Variant, module: ModuleType) -> None:
 
 
 def variants() -> Iterator[Variant]:
-    """Every kernel once, trees of several sizes on sm_90, the most demanding variants elsewhere, and what is measured
-    to choose from."""
+    """Every kernel once, trees of several sizes on sm_90, the most demanding variants elsewhere, and all choices that
+    tuning measures."""
     for dtype, width, rows in product(DTYPES, (64, 128, 256), (1, 8, 16, 64, 128)):
         if width == 128 or rows in (1, 64):
             yield Variant("tree_attention", "tree", 90, dtype, rows, width)
@@ -125,7 +125,7 @@ def variants() -> Iterator[Variant]:
 
 
 class Absent:
-    """Stands in for a device's driver: answers what Triton asks before it compiles."""
+    """Stands in for a device's driver: answers what Triton asks before compiling."""
 
     arch = 90
 
@@ -135,16 +135,16 @@ class Absent:
         return GPUTarget("cuda", Absent.arch, 32)
 
     def get_current_device(self) -> int:
-        return Absent.arch  # Triton keeps what it compiled by device
+        return Absent.arch  # Triton caches compiled kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 def compile_all(part: int, parts: int) -> list[dict[str, Any]]:
-    """Call the public functions, which then compile the kernels that they would launch, and return for each kernel its
-    variant, name, warps, bytes of shared memory per program, registers and bytes of stack per thread, and how many of
-    sm_90's products (HGMMA) and waits for them its code has. Of every `parts` variants one is compiled."""
+    """Call the public functions, which compile the kernels that they would launch. Return for each kernel its variant,
+    name, warps, bytes of shared memory per program, registers and bytes of stack per thread, and the number of sm_90's
+    products (HGMMA) and waits for them in its code. Of every `parts` variants one is compiled."""
     import triton
     from triton.runtime import driver
 

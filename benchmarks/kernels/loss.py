@@ -21,14 +21,14 @@ from longdraft.kernels.distillation import Distillation
 from longdraft.kernels.linear_loss import IGNORED, LossPart, linear_loss
 
 HEADS, CROSS_ENTROPY = 3, "cross-entropy"
-SMALL_ROWS = 129  # of the case that is compared, because its reference holds all logits in fp32
+SMALL_ROWS = 129  # of the checked case, whose reference holds all logits in fp32
 Found = tuple[Tensor, Tensor]  # losses [P], gradients [P, M, D]
 
 
 @dataclass
 class Case:
-    """The inputs; `states_MD`: the target's, None in cross-entropy. `exact` and `plain`: of plain PyTorch in fp32 and
-    in the inputs' dtype; None: not compared."""
+    """The inputs; `states_MD`: the target's, None in cross-entropy. `exact` and `plain`: results of plain PyTorch in
+    fp32 and in the inputs' dtype; None: not checked."""
 
     hiddens: list[Tensor]
     weight_VD: Tensor
@@ -87,7 +87,7 @@ def _without_triton(case: Case) -> Run:
 
 
 def _head_by_head(case: Case, loss: Callable[[Tensor, Tensor], Tensor]) -> Run:
-    """Each head's backward right after its loss, so that one head's logits are alive at a time."""
+    """Run each head's backward right after its loss, so that only one head's logits are alive at a time."""
 
     def loss_sums(leaves: list[Tensor]) -> Tensor:
         losses = []
@@ -139,7 +139,7 @@ def check(_: str, case: Any, found: Found) -> None:
 def measure(
     bench: Bench, profile: str, n_rows: int, objective: str = CROSS_ENTROPY, builds: Mapping[str, Build] | None = None
 ) -> list[dict]:
-    """Return a row for each implementation (`builds`, or those of the objective), with its peak memory."""
+    """Return one row for each implementation (`builds`, or those of the objective), with its peak memory."""
     shape = {"benchmark": "loss", "profile": profile, "rows": n_rows, "heads": HEADS, "objective": objective}
     of_target = 0 if objective == CROSS_ENTROPY else n_rows
     work = loss_work(PROFILES[profile], n_rows, HEADS, bench.dtype.itemsize, of_target)
@@ -149,9 +149,9 @@ def measure(
 
 
 def loss_work(profile: Profile, rows: int, heads: int, itemsize: int, of_target: int = 0) -> Work:
-    """Loss and hidden gradients of `heads` heads on one LM head: a product each for logits and gradients, and one for
-    the target's logits of `of_target` rows, which the heads share; the head is read once, hidden states are read,
-    gradients written."""
+    """The work of loss and hidden gradients of `heads` heads on one LM head: a product each for logits and gradients,
+    and one for the target's logits of `of_target` rows, which the heads share. The LM head and hidden states are read
+    once, gradients are written."""
     head = profile.vocab_size * profile.hidden_size
     moved = head + (2 * heads * rows + of_target) * profile.hidden_size
     return Work(moved * itemsize, 2 * (2 * heads * rows + of_target) * head)

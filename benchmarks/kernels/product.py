@@ -1,7 +1,7 @@
 """The frozen linear layers of a pass: ours, in which a row's bits do not depend on the other rows, beside PyTorch's.
 
-A weight is read whole for a few rows, so the ceiling is the copy. Shapes: M rows, I inputs, N outputs, D hidden width,
-V vocabulary.
+A few rows read the whole weight, so the ceiling is the speed of a copy. Shapes: M rows, I inputs, N outputs, D hidden
+width, V vocabulary.
 """
 
 import os
@@ -19,7 +19,7 @@ from longdraft.kernels.linear import linear
 
 @dataclass
 class Case:
-    """The inputs, and the product of plain PyTorch in fp32 and in the inputs' dtype."""
+    """The inputs, and plain PyTorch's product in fp32 and in the inputs' dtype."""
 
     x_MI: Tensor
     weight_NI: Tensor
@@ -48,7 +48,7 @@ def _plain(case: Case) -> Run:
 
 
 def _recorded(run: Run, device: torch.device) -> Run:
-    """On CUDA the replay of a recording, as while decoding: launches one by one would take longer than the product."""
+    """On CUDA, the replay of a CUDA graph, as in decoding: separate launches would take longer than the product."""
     if device.type != "cuda":
         return run
     run()  # compiles
@@ -70,7 +70,7 @@ IMPLEMENTATIONS: dict[str, Build] = {OURS: _ours, "PyTorch": _plain}
 def measure(
     bench: Bench, profile: str, nodes: Sequence[int], builds: Mapping[str, Build] = IMPLEMENTATIONS
 ) -> list[dict]:
-    """Return a row for each implementation, number of rows and layer: the output projection [D, D], the LM head."""
+    """Return one row for each implementation, number of rows and layer (output projection [D, D], LM head)."""
     config, rows = PROFILES[profile], list[dict]()
     width = config.hidden_size
     for n_outputs in (width, config.vocab_size):

@@ -1,4 +1,4 @@
-"""Attention of a chunk of a prompt over a long cache: ours, which is the fastest installed, beside each flash kernel.
+"""Attention of a prompt's chunk over a long cache: ours (the fastest installed kernel) beside each flash kernel.
 
 Shapes: N query tokens of the chunk, S committed rows, C capacity, H query heads, K key/value heads, d head width.
 """
@@ -18,13 +18,13 @@ from longdraft.kernels.chain_attention import by_flash, chain_attention
 from longdraft.kernels.tree import PassPlan, attended_rows
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 
-CHUNKS = {"cuda": 2048, "cpu": 512}  # query tokens of a prefill pass, as of the engine
-CHECKED = 32  # the last rows of an output are compared
+CHUNKS = {"cuda": 2048, "cpu": 512}  # query tokens of a prefill pass, as in the engine
+CHECKED = 32  # only the last rows of an output are compared
 
 
 @dataclass
 class Case:
-    """One slot's queries, keys and values; of the last rows the outputs of the fp32 reference and of PyTorch."""
+    """One slot's queries, keys and values; and the last rows of the fp32 reference's and PyTorch's outputs."""
 
     q_1NHd: Tensor
     keys_1CKd: Tensor
@@ -70,7 +70,7 @@ IMPLEMENTATIONS: dict[str, Build] = {
 
 @torch.no_grad()
 def measure(bench: Bench, profile: str, context: int) -> list[dict]:
-    """Return a row of every implementation, on a CPU of ours alone."""
+    """Return one row for every implementation; on a CPU only for ours."""
     n_rows, on_gpu = CHUNKS[bench.device.type], bench.device.type == "cuda"
     work = attention_work(PROFILES[profile], context, n_rows, bench.dtype.itemsize, n_rows * (n_rows + 1) // 2)
     shape = {"benchmark": "prompt", "profile": profile, "context": context, "nodes": n_rows}

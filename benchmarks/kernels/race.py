@@ -1,8 +1,8 @@
-"""Times implementations of the same thing in turns, from cold caches, and only those whose output is right.
+"""Times implementations of an operation in turns, from cold caches, and only if their output is right.
 
 A candidate's error against the fp32 reference may be at most twice (for gradients three times) that of plain PyTorch in
-the same precision on the same numbers. Each candidate gets a row for each shape, with its time or its `problem`.
-Each call finds caches without its inputs. On a GPU events time it while the host is ahead (`seconds_on` of
+the same precision on the same numbers. Each candidate gets a row for each shape, with its time or its `problem`. No
+call finds its inputs in a cache. On a GPU, events time it while the host is ahead (`seconds_on` of
 kernels/triton/tuning.py), on a CPU the clock.
 """
 
@@ -29,13 +29,13 @@ CEILING_SIZES = {"cuda": (2**29, 8192), "cpu": (2**26, 512)}
 # In fp32 the error of plain PyTorch may happen to be zero; this fraction of the largest value is always allowed.
 FLOOR = 2e-5
 
-# What PyTorch and other libraries raise for what they do not support, and a wrong output.
+# What PyTorch and other libraries raise for unsupported calls, and `Wrong`.
 UNSUPPORTED = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, AttributeError, LookupError)
 if find_spec("triton") is not None:
     UNSUPPORTED += (import_module("triton").TritonError,)
 
 Run = Callable[[], Any]
-# Prepares a candidate for a case; masks, layouts and whatever else the layers of a pass share are not timed.
+# Prepares a candidate for a case; masks, layouts and all else that the layers of a pass share are not timed.
 Build = Callable[[Any], Run]
 
 
@@ -60,7 +60,7 @@ PROFILES = {
 
 
 class Work(NamedTuple):
-    """The least number of bytes to move, and the floating-point operations to do."""
+    """The least number of bytes to move, and the number of floating-point operations."""
 
     bytes: int
     flops: int
@@ -72,7 +72,7 @@ class Wrong(ValueError):
 
 @dataclass
 class Bench:
-    """What all benchmarks of one run share. Each candidate is timed `turns` times."""
+    """Shared by all benchmarks of one run. Each candidate is timed `turns` times."""
 
     device: torch.device
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class Bench:
             from longdraft.kernels.triton.tuning import seconds_on
 
             return seconds_on(self.device, run)
-        # One thread writes, and then we wait: PyTorch's threads spin for a while after each operation, beside the next.
+        # One thread writes, and then we wait, because PyTorch's threads spin for a while after each operation.
         with decoding(True):
             self._flushed.fill_(1)
         time.sleep(SPUN_OUT)
@@ -102,8 +102,8 @@ class Bench:
     @cached_property
     @torch.no_grad()
     def ceilings(self) -> dict[str, float]:
-        """The best this machine does: bytes per second read and written by a `copy`, FLOP/s of square matrix `products`
-        in the bench's dtype. TF32 must be off."""
+        """The best that this machine does: bytes per second read and written by a `copy`, FLOP/s of square matrix
+        `products` in the bench's dtype. TF32 must be off."""
         n_bytes, width = CEILING_SIZES[self.device.type]
         source = torch.ones(n_bytes // 4, device=self.device)
         target = torch.empty_like(source)
@@ -122,12 +122,12 @@ def check_error(out: Tensor, exact: Tensor, plain: Tensor, times: int = 2, large
     size = (lambda x: float(x.float().abs().max())) if largest else (lambda x: float(x.float().norm()))
     error = size(out.float() - exact)
     allowed = times * size(plain.float() - exact) + FLOOR * size(exact)
-    if not error <= allowed:  # nor for NaN
+    if not error <= allowed:  # also rejects NaN
         raise Wrong(f"{'max' if largest else 'norm of the'} error {error:.3g}, allowed {allowed:.3g}")
 
 
 def check_output(name: str, case: Any, out: Tensor) -> None:
-    """Allow twice plain PyTorch's error: the largest for ours, the norm for peers. Those that round before they merge
+    """Allow twice plain PyTorch's error: the largest for ours, the norm for peers. Peers that round before merging
     sometimes double the largest error, but never the norm."""
     check_error(out, case.exact, case.plain, largest=name.startswith(OURS))
 
@@ -141,12 +141,12 @@ def race(
     check: Callable[[str, Any, Any], None] = check_output,
     memory: bool = False,
 ) -> list[dict]:
-    """Return a row for every candidate, with `shape` in it. Those whose output is right are timed in turns.
+    """Return one row for every candidate, with `shape` in it. Candidates with a right output are timed in turns.
 
     Args:
         builds: by name.
-        cases: a case's `exact` is its reference or None; the last case is timed.
-        check: raises Wrong for a candidate's name, a case with a reference and a wrong output.
+        cases: a case's `exact` is its reference, or None for no check; the last case is timed.
+        check: gets a candidate's name, a case with a reference and the output; raises Wrong if that is wrong.
         memory: also measure the peak of allocated memory.
     """
     print(", ".join(f"{key} {value}" for key, value in shape.items()), flush=True)
@@ -174,7 +174,7 @@ def race(
 
 
 def _examined(name: str, build: Build, cases: Sequence[Any], check: Callable[[str, Any, Any], None]) -> Run:
-    """The candidate for the last case, after its outputs were checked."""
+    """The candidate built for the last case, after the outputs of all cases were checked."""
     runs = []
     for case in cases:
         runs.append(build(case))

@@ -1,8 +1,8 @@
 """Measures our kernels beside others' implementations and against this machine's ceilings.
 
 `python benchmarks/kernels/run.py --quick` prints a table; the last line is one JSON object. benchmarks/README.md says
-what is measured and how. The exit status is 1 if an implementation of ours failed or gave a wrong output; it is not
-timed then. Drafters and passes of a target are measured by `longdraft bench`.
+what is measured and how. The exit status is 1 if an implementation of ours failed or gave a wrong output; it is then
+not timed. Drafters and passes of a target are measured by `longdraft bench`.
 """
 
 import argparse
@@ -35,8 +35,8 @@ DEFAULTS = {
 QUICK = {
     "cuda": {"contexts": [8192, 65536], "nodes": [1, 64]}, "cpu": {"contexts": [1024], "nodes": [1, 8], "rows": 64},
 }  # fmt: skip
-TURNS, QUICK_TURNS = {"cuda": 3, "cpu": 9}, {"cuda": 1, "cpu": 3}  # on a GPU one is `tuning.CALLS` calls
-# Key of a row: title and format of its column. A table has the columns of which one of its rows has a figure.
+TURNS, QUICK_TURNS = {"cuda": 3, "cpu": 9}, {"cuda": 1, "cpu": 3}  # on a GPU a turn is `tuning.CALLS` calls
+# Key of a row: title and format of its column. A table has only columns for which a row has a figure.
 COLUMNS = {
     "profile": ("profile", ""), "context": ("context", ""), "outputs": ("outputs", ""), "nodes": ("rows", ""),
     "rows": ("rows", ""), "heads": ("heads", ""),
@@ -51,15 +51,15 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments and fill in every default."""
     parser = argparse.ArgumentParser(description="Kernels against their peers and the machine's ceilings.")
     add = parser.add_argument
-    add("what", nargs="?", choices=(*TITLES, "ceilings"), help="only this (default: all)")
-    add("--profile", nargs="+", choices=PROFILES, help="whose shapes (default: llama3.1-8b, on a CPU smollm2-135m)")
-    add("--contexts", nargs="+", type=int, help="committed rows, of attention and prompt")
-    add("--nodes", nargs="+", type=int, help="rows of a pass, of attention and linear")
-    add("--rows", type=int, help="of each head's loss")
+    add("what", nargs="?", choices=(*TITLES, "ceilings"), help="run only this benchmark (default: all)")
+    add("--profile", nargs="+", choices=PROFILES, help="of a model (default: llama3.1-8b, on a CPU smollm2-135m)")
+    add("--contexts", nargs="+", type=int, help="committed rows, for attention and prompt")
+    add("--nodes", nargs="+", type=int, help="rows of a pass, for attention and linear")
+    add("--rows", type=int, help="rows of each head, for loss")
     add("--dtype", choices=DTYPES, help="default: bf16, or fp32 on a CPU that emulates it")
     add("--device", help="default: cuda if there is a GPU, else cpu")
     add("--quick", action="store_true", help="fewer shapes and turns")
-    add("--out", type=Path, metavar="FILE.json", help="also write the result there, and the table beside it as .txt")
+    add("--out", type=Path, metavar="FILE.json", help="also write the result there, and the table as .txt beside it")
     args = parser.parse_args(argv)
     try:
         given, name = args.device, "--device"
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _save(out: Path | None, result: dict) -> None:
-    """Write what there is so far, since a run may be killed when its time is over."""
+    """Write the results so far, because a run may be killed when its time is over."""
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")
         out.with_suffix(".txt").write_text(table(result) + "\n")

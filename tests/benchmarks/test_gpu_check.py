@@ -236,7 +236,7 @@ def test_the_tests_of_triton_are_all_there():
     [
         ({"is_available": lambda: False}, "PyTorch finds no CUDA GPU"),
         ({"get_device_capability": lambda _: (7, 5)}, "the GPU: cuda:0 is a card (sm_75), and the kernels need sm_80"),
-        ({"mem_get_info": lambda *_: (2**30, 2**34)}, "a card has 1.0 of 16.0 GiB free, and the check needs 12"),
+        ({"mem_get_info": lambda *_: (2**30, 2**34)}, "a card has 1.0 of 16.0 GiB free, but the check needs 12"),
         ({}, "Triton is not installed"),
     ],
 )

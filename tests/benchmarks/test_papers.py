@@ -92,7 +92,7 @@ def test_the_other_papers(folder, capsys, paper, draft, words, rows):
         assert settings["sampling"] == {
             "contextual_window": 1024, "min_tokens_to_keep": 20, "min_p": 0.1, "contextual_penalty": 1.2,
         }  # fmt: skip
-        assert settings["ignore_eos"] is True and "no task or length of its table was measured" in shown
+        assert settings["ignore_eos"] is True and "no task or length of this table was measured" in shown
     elif paper == "triforce":
         assert found["rows"][0]["ours"]["length"] == drafted["acceptance"]
     else:
