@@ -19,7 +19,7 @@ class Statistics:
     steps: int = 0
     speculative_steps: int = 0  # those that verified more than the root
     drafted: int = 0  # nodes verified below the roots
-    taken_over: int = 0  # tokens of the prompt whose keys and values were reused from an earlier prompt
+    cached_tokens: int = 0  # tokens of the prompt whose keys and values were reused from an earlier prompt
     prefill_seconds: float = 0.0  # host time to queue the passes; a GPU may still be running them
     first_token_seconds: float = 0.0  # from the start of the prefill to the first step's tokens
     decode_seconds: float = 0.0  # of the steps that it took part in; excludes all prefills

@@ -181,7 +181,7 @@ class SlotPool:
         """Prefill a free slot with a prompt's tokens but the last, which becomes the root. The slot then takes part in
         steps. Yields between two passes, where the caller may take steps without this slot."""
         begin, stats, prompt = time.perf_counter(), sequence.result.stats, sequence.request.prompt
-        slot, end, length = self._start_slot(sequence), stats.taken_over, len(prompt) - 1
+        slot, end, length = self._start_slot(sequence), stats.cached_tokens, len(prompt) - 1
         sequence.began = begin
         needs = self._needs()  # read once, because steps between two passes change it
         while end < length:
@@ -214,7 +214,7 @@ class SlotPool:
             self.runner.policy.start_request()
             self.drafter.on_start(slot, request, cache)
             if self._kept is not None and (count := self._kept.begin(slot, request.prompt)):
-                sequence.result.stats.taken_over = count
+                sequence.result.stats.cached_tokens = count
                 self.drafter.on_prefill(slot, request.prompt, 0, count, TargetOutput())
         return slot
 

@@ -71,7 +71,7 @@ class Answers:
         reused from an earlier prompt."""
         prompts = generations[:: self._body.n]
         prompt, new = sum(len(one.prompt) for one in prompts), sum(len(one.tokens) for one in generations)
-        cached = {"cached_tokens": sum(one.stats.taken_over for one in prompts)}
+        cached = {"cached_tokens": sum(one.stats.cached_tokens for one in prompts)}
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
         return counts | {"prompt_tokens_details": cached}
 

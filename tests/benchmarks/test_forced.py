@@ -92,7 +92,7 @@ def test_near_ties_that_turn_are_followed(target, monkeypatch):
 
     def generate(prompts, params):
         (found,) = real(prompts, params)
-        kept.append(found.stats.taken_over)
+        kept.append(found.stats.cached_tokens)
         return [found]
 
     monkeypatch.setattr(plain, "generate", generate)

@@ -381,7 +381,7 @@ def test_what_prompts_take_over_of_earlier_ones_changes_no_token(models, alike, 
         asked, params, want = zip(*(alike[i] for i in turn), strict=True)
         found = engine.generate(asked, params)
         assert [one.tokens for one in found] == list(want), turn
-        taken += [one.stats.taken_over for one in found]
+        taken += [one.stats.cached_tokens for one in found]
     # 30 tokens of the document are three passes and more, prompt 4 has but 7 of it; at last both come again.
     assert taken == [0, 24, 24, 0, 24, 24, 32, 32]
 

@@ -36,7 +36,7 @@ def rows(engine, slot, count):
 
 def turns(engine, calls):
     """How many tokens each prompt of each call reused."""
-    return [[one.stats.taken_over for one in engine.generate(prompts, NEW)] for prompts in calls]
+    return [[one.stats.cached_tokens for one in engine.generate(prompts, NEW)] for prompts in calls]
 
 
 def test_rows_have_the_bits_that_they_had(target, monkeypatch):
@@ -99,7 +99,7 @@ def test_weights_that_were_written_void_what_is_kept(target):
     with torch.no_grad():
         target.model.embed_tokens.weight.mul_(1.5)
     again = engine.generate([asked], NEW)[0]
-    assert again.stats.taken_over == 0
+    assert again.stats.cached_tokens == 0
     assert again.tokens == engine_of(target, keep_prompts=False).generate([asked], NEW)[0].tokens
     assert turns(engine, [[asked]]) == [[32]]
 

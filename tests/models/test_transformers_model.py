@@ -142,7 +142,7 @@ def test_attention_that_is_not_transformers_own_is_refused(folder, monkeypatch):
         check_against(target.model)
 
 
-def test_a_prompt_of_several_passes_is_decoded_and_taken_over_by_the_next(folder):
+def test_a_prompt_of_several_passes_is_decoded_and_reused_by_the_next(folder):
     """The engine keeps such prompts, and asks the model whether its weights were written since."""
     target, params = load_through_transformers(folder("llama"), torch.float32), SamplingParams(max_new_tokens=8)
     prompts = [list(range(3, 33)), [*range(3, 25), 7, 8, 9]]
