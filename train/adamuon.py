@@ -1,11 +1,11 @@
 """AdaMuon (arXiv 2507.11005) for matrices under DeepSpeed's ZeRO-1 and 2; norms and biases move by AdamW.
 
-A weight's momentum has a few large directions and many small ones. Made orthogonal, all of them count alike (Muon,
-Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). Each entry is then divided by its own running root mean
-square, and moves by about as much as AdamW would move it (Liu et al., arXiv 2502.16982). Unlike in the paper, the
-momentum is Nesterov's and keeps its magnitudes rather than its signs alone, and the update is not scaled by its norm,
-so that the ranks exchange nothing but momentum.
-Why not DeepSpeed's own Muon: it clips the update after it was made orthogonal, so that the limit sets the length of
+A matrix's momentum has a few large directions and many small ones. Orthogonalising it gives all directions the same
+size (Muon, Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). Each entry is then divided by its own
+running root mean square, and moves by about as much as under AdamW (Liu et al., arXiv 2502.16982). Unlike in the paper,
+the momentum is Nesterov's and keeps its magnitudes, not only its signs, and the update is not scaled by its norm, so
+that the ranks exchange only momentum.
+DeepSpeed's own Muon is not used: it clips the update after orthogonalising it, so that the limit sets the length of
 every step, and it keeps momentum in bf16.
 Shapes: a matrix is [R, C], a rank's share [S].
 """
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 MOMENTUM = 0.95
-# Coefficients of a x + b x^3 + c x^5, which takes singular values of up to 1 to about 1 in this many iterations.
+# Newton-Schulz: STEPS iterations of a x + b x^3 + c x^5 bring singular values of up to 1 to about 1.
 COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
-# The root mean square of an update's entries over the rate: that of AdamW's updates.
+# The root mean square of an update's entries, divided by the learning rate; about that of AdamW's updates.
 UPDATE_RMS = 0.2
 
 
@@ -38,16 +38,16 @@ def orthogonal(matrix_RC: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class AdaMuon(torch.optim.Optimizer):
-    """AdaMuon on the tensors that ZeRO leaves: one for each group, this rank's share of the group's parameters laid end
+    """AdaMuon on the tensors that ZeRO passes it: one for each group, this rank's share of the group's parameters end
     to end.
 
     DraftEngine makes the state, with AdamW's names: `exp_avg` is the momentum, `exp_avg_sq` the mean square of the
     orthogonal update.
 
     Args:
-        groups: as for AdamW; each holds only matrices, or none.
+        groups: as for AdamW; each holds only matrices or no matrices.
         betas: the first applies to norms and biases alone (the momentum of matrices is MOMENTUM), the second to all.
-        dtype: of the products that make a matrix orthogonal.
+        dtype: of the matmuls that orthogonalise a matrix.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AdaMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Move the weights by one step; all ranks call it together."""
+        """Update the weights; all ranks call it together."""
         for group in self.param_groups:
             for share in group["params"]:
                 if share.grad is None:
@@ -69,7 +69,7 @@ class AdaMuon(torch.optim.Optimizer):
                 (self._step_matrices if group["shapes"] else _adamw)(share, self.state[share], group)
 
     def _step_matrices(self, share_S: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-        """Each rank makes orthogonal, from all ranks' momentum, the matrices that its share has a part of."""
+        """Gather all ranks' momentum, and orthogonalise the matrices that overlap this rank's share."""
         assert share_S.grad is not None
         state["step"] += 1
         beta = group["betas"][1]

@@ -1,8 +1,8 @@
-"""The rows of a step, and what the trainer reads of them: a pure function of (seed, step), without stream or state.
+"""The rows of a step, and what the trainer reads of them: a pure function of (seed, step), without iterator state.
 
-Every epoch is a permutation of the rows, ordered by keyed noise of their indices. Steps run across the ends of epochs,
-so no row is lost or seen twice within one. The number of ranks does not change what a step contains: its passes are the
-same and only dealt out differently. The random draws of a document piece are the same wherever it is packed.
+Every epoch is a permutation of the rows, ordered by noise keyed with (seed, epoch). Steps cross epoch boundaries, so
+each epoch reads every row exactly once. The number of ranks does not change what a step contains: the same passes are
+only dealt out differently. The random draws of a document piece are the same wherever it is packed.
 Shapes: N tokens of the rows of a pass, end to end; P pieces.
 """
 
@@ -54,9 +54,9 @@ def step_rows(seed: int, step: int, n_rows: int, global_batch: int) -> list[Epoc
 
 
 def rank_rows(rows: Sequence[EpochRow], rank: int, world_size: int, micro_batch: int) -> list[list[EpochRow]]:
-    """One rank's passes of a step, which are dealt out in turn: `micro_batch` rows each, and what is left in the step's
-    last pass. All ranks get the same number, since a pass is collective; the last one is empty where no rows are
-    left."""
+    """One rank's passes of a step. Passes are dealt to the ranks in turn: `micro_batch` rows each, the step's last one
+    with the remaining rows. All ranks get the same number of passes, since a pass is collective; a rank's last pass is
+    empty if no rows are left for it."""
     width = world_size * micro_batch
     starts = range(rank * micro_batch, rank * micro_batch + -(-len(rows) // width) * width, width)
     return [list(rows[start : start + micro_batch]) for start in starts]

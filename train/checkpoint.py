@@ -1,13 +1,13 @@
-"""A run's checkpoints: all ranks save them together, and any number of ranks reads them again.
+"""A run's checkpoints: all ranks save them together, and any number of ranks can load them.
 
-    run_dir/config.yaml               the resolved config that the run last went on with
-    run_dir/checkpoints/step_000120/  draft.safetensors: the whole draft in its training dtype, which is exported;
+    run_dir/config.yaml               the resolved config of the run's latest start
+    run_dir/checkpoints/step_000120/  draft.safetensors: the whole draft in its training dtype, as it is exported;
                                       optimizer-00000.safetensors, ...: each rank's part of the fp32 weights and of both
                                       moments, by parameter name; state.json
     run_dir/best/step_000080/         draft.safetensors and state.json of the weights that decoded best (evaluate.py)
 
-A folder is written under a temporary name, synced and renamed. state.json is written last. It has the digest of every
-file beside it and of itself, so that one changed bit is found.
+A folder is written under a temporary name, synced and renamed. state.json is written last. It holds the digests of all
+other files and of itself, so that a single changed bit is detected.
 """
 
 import hashlib
@@ -29,19 +29,19 @@ from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.ranks import Ranks, TrainingError
 
 STATE, DIGESTS = "state.json", "sha256"
-# Format 2 had pickled files of DeepSpeed: its weights can be read, the state of its optimizer cannot.
+# Format 2 had DeepSpeed's pickled files: its weights can still be read, its optimizer state cannot.
 FORMAT, FORMATS = 3, (2, 3)
 WEIGHTS = "draft.safetensors"
 OPTIMIZER = "optimizer-{:05d}.safetensors"
-# Fields and sections that may change when a run is resumed. Any other would change the result by more than the rounding
-# that another number of ranks changes too. Rows, and weights of a target, are compared by content, and the draft that
-# the run began with is not read again.
+# Fields and sections that may change when a run is resumed. Any other would change the result by more than rounding,
+# which the number of ranks changes too. The rows and the target's weights are compared by content; the draft that the
+# run started from is not read again.
 FREE = (
     "target.max_positions", "target.zero_stage", "train.run_dir", "train.save_every", "train.keep_checkpoints",
     "train.micro_batch", "train.zero_stage", "train.offload_optimizer", "train.max_skipped", "train.device", "log",
     "heldout", "decoding", "data.max_dropped_share", "data.path", "draft.start_from",
 )  # fmt: skip
-# Fields of former versions, which the configs of their runs and drafts still have.
+# Fields of older versions, which the saved configs of their runs and drafts still have.
 REMOVED = ("decoding.share", "log.wandb_project")
 # A checkpoint's folder and its state.json.
 Found = tuple[Path, dict[str, Any]]
@@ -56,18 +56,18 @@ def best_folder(run_dir: str | Path) -> Path:
 
 
 def finished_folders(folder: Path) -> list[Path]:
-    """Checkpoints from oldest to newest, by their steps; a kill leaves only names in tmp-."""
+    """Checkpoints from oldest to newest, by step. A kill leaves only folders that are named tmp-*."""
     named = [path for path in folder.glob("step_*") if path.name[5:].isdecimal() and (path / STATE).exists()]
     return sorted(named, key=lambda path: int(path.name[5:]))
 
 
 def seal(state: Mapping[str, Any]) -> str:
-    """The text of a state file with these JSON values, of which DIGESTS then also has that of the state itself."""
+    """The text of a state file with these JSON values, with the digest of the state itself added to its DIGESTS."""
     return json.dumps({**state, DIGESTS: {**state[DIGESTS], STATE: _digest(state)}}, indent=1)
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """The values that `seal` wrote. Raises ValueError where the text was changed."""
+    """The values that `seal` wrote. Raises ValueError if the text was changed."""
     try:
         state = json.loads(text)
         sound = state[DIGESTS].pop(STATE) == _digest(state)
@@ -79,13 +79,13 @@ def unseal(text: bytes) -> dict[str, Any]:
 
 
 def _digest(state: Mapping[str, Any]) -> str:
-    # To text and back, because JSON changes keys: what is hashed is what will be read.
+    # To JSON and back, which turns keys into strings: the digest is of what will be read.
     return hashlib.sha256(json.dumps(json.loads(json.dumps(state)), sort_keys=True).encode()).hexdigest()
 
 
 def whole(folder: Path) -> Iterator[Found]:
-    """The finished folders in `folder` from newest to oldest, with their state files. One with a file that is missing
-    or not as it was saved is skipped, with a line that says so."""
+    """The intact checkpoints in `folder` from newest to oldest, with their states. One with a missing or changed file
+    is skipped, and a line is printed about it."""
     for path in reversed(finished_folders(folder)):
         try:
             state = unseal((path / STATE).read_bytes())
@@ -93,14 +93,14 @@ def whole(folder: Path) -> Iterator[Found]:
                 if file_digest(path / name) != digest:
                     raise ValueError(f"{name} is not as it was saved")
         except (ValueError, OSError) as error:
-            print(f"{path} is damaged ({error}) and is passed over", flush=True)
+            print(f"{path} is damaged ({error}) and is skipped", flush=True)
         else:
             yield path, state
 
 
 def newest(run_dir: str | Path) -> Found | None:
-    """The newest of the run's checkpoints that is `whole`, or None. Raises ValueError where there are checkpoints, but
-    none is whole."""
+    """The run's newest intact checkpoint, or None if it has no checkpoints. Raises ValueError if it has some, but none
+    is intact."""
     found = next(whole(checkpoint_folder(run_dir)), None)
     if found is None and finished_folders(checkpoint_folder(run_dir)):
         raise ValueError(
@@ -110,15 +110,15 @@ def newest(run_dir: str | Path) -> Found | None:
 
 
 def best(run_dir: str | Path) -> Found | None:
-    """The folder of the weights that decoded best, and its state.json; None where there is none that is whole."""
-    return next(whole(best_folder(run_dir)), None)  # a kill may leave the worse one before it
+    """The folder of the weights that decoded best, and its state.json; None if there is no intact one."""
+    return next(whole(best_folder(run_dir)), None)  # a kill may also leave the previous, worse one
 
 
 def saved_config(run_dir: str | Path, state: Mapping[str, Any]) -> Config:
-    """The config that a checkpoint was saved with, with the place where its run lies now. One of a former version may
-    have fields in REMOVED, null for a field's default, and `gguf_file`, which is a part of the path now.
+    """The config that a checkpoint was saved with, with the run's present folder as run_dir. Configs of older versions
+    may have fields in REMOVED, null for a field's default, and `gguf_file`, which is now a part of the path.
 
-    Raises ValueError where this version cannot read it.
+    Raises ValueError if this version cannot read it.
     """
     values = {
         name: {key: value for key, value in section.items() if value is not None and f"{name}.{key}" not in REMOVED}
@@ -131,7 +131,7 @@ def saved_config(run_dir: str | Path, state: Mapping[str, Any]) -> Config:
 
 
 def changes(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """By `section.field` what decides a run's result and is another value now than in the saved config: now, before."""
+    """The fields that decide a run's result and differ from the saved config: `section.field` to (now, before)."""
     before, now = (
         {f"{section}.{name}": value for section, fields in to_dict(one).items() for name, value in fields.items()}
         for one in (saved, config)
@@ -144,11 +144,11 @@ def changes(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def check_continues(state: Mapping[str, Any], config: Config, rows: Mapping[str, Any]) -> None:
-    """Raises ValueError where a run with this config would not go on as the saved one: whatever decides its result must
-    be as it was. A run may move, together with its rows.
+    """Raises ValueError if this config would not continue the saved run: whatever decides its result must be unchanged.
+    A run may be moved, together with its rows.
 
     Args:
-        state: the checkpoint's. rows: what identifies the training rows (`ShardSet.identity`).
+        state: the checkpoint's. rows: the identity of the training rows (`ShardSet.identity`).
     """
     run_dir = config.train.run_dir
     changed = changes(saved_config(run_dir, state), config)
@@ -158,13 +158,13 @@ def check_continues(state: Mapping[str, Any], config: Config, rows: Mapping[str,
         changed["data.path"] = f"{config.data.path} with {rows}", state["extra"]["data"]
     for name, (value, before) in changed.items():
         raise ValueError(
-            f"{name}: {value!r}, but the run in {run_dir} began with {before!r}, which would give another result; set "
-            "it back, or start anew with train.run_dir=another/folder"
+            f"{name}: {value!r}, but the run in {run_dir} began with {before!r}, and its result depends on it; restore "
+            "it, or start a new run with train.run_dir=another/folder"
         )
 
 
 class SavedShares:
-    """The fp32 weights and moments of a checkpoint, in whichever parts its ranks saved them."""
+    """The fp32 weights and moments of a checkpoint, however they are split among its ranks' files."""
 
     def __init__(self, folder: Path):
         self._parts: dict[tuple[str, str], list[tuple[int, Any]]] = defaultdict(list)
@@ -188,21 +188,21 @@ class SavedShares:
 
 
 def save(engine: DraftEngine, run_dir: str | Path, state: Mapping[str, Any], keep: int) -> Path:
-    """Save what `load` needs to go on; all ranks call it, and each writes its part of the optimizer. Returns the
+    """Save what `load` needs to resume; all ranks call it, and each writes its part of the optimizer. Returns the
     checkpoint's folder.
 
     Args:
-        state: JSON values for the state file, among them `step` and `config`; those of rank 0 are written.
+        state: JSON values for the state file, including `step` and `config`; those of rank 0 are written.
         keep: how many checkpoints to keep; older ones are removed.
 
-    Raises TrainingError, on all ranks, where a weight is not a number or a rank cannot write (a full disk). What was
-    saved before is untouched.
+    Raises TrainingError, on all ranks, if a weight is not finite or a rank cannot write (a full disk). Earlier
+    checkpoints are then untouched.
     """
     folder, weights = checkpoint_folder(run_dir), engine.weights()
     if not all(bool(weight.isfinite().all()) for weight in weights.values()):
         raise TrainingError(
-            f"step {state['step']}: weights of the draft are no longer numbers and are not saved; the checkpoints "
-            "before it are good. Lower optimizer.peak_lr and start a new run: train.run_dir=another/folder"
+            f"step {state['step']}: weights of the draft are not finite and are not saved; earlier checkpoints "
+            "are good. Lower optimizer.peak_lr and start a new run: train.run_dir=another/folder"
         )
     own = {key: tensor.cpu() for key, tensor in engine.shares().items()}
     threads = torch.get_num_threads() if engine.ranks.device.type == "cpu" else None
@@ -219,15 +219,15 @@ def write_folder(
     keep: int,
     own: dict[str, Tensor] | None = None,
 ) -> Path:
-    """Write `folder`/step_N, in place of those before the last `keep`; all ranks call it.
+    """Write `folder`/step_N and remove all but the last `keep` checkpoints; all ranks call it.
 
     Args:
         weights: the draft's, as `DraftEngine.weights` returns them; the first rank's are written.
-        own: tensors of this rank, in a file of its own.
-        state: JSON values for the state file, among them `step` and `config`, and the `score` of best weights, of which
-            more is better.
+        own: this rank's tensors, written to a file of its own.
+        state: JSON values for the state file, including `step` and `config`, and for best weights `score`, where higher
+            is better.
 
-    Raises TrainingError, on all ranks, where one cannot write; what was there before is untouched.
+    Raises TrainingError, on all ranks, if one cannot write; existing checkpoints are then untouched.
     """
     final = folder / f"step_{state['step']:06d}"
     temporary = folder / f"tmp-{final.name}"
@@ -236,19 +236,19 @@ def write_folder(
         files[OPTIMIZER.format(ranks.rank)] = own
 
     def empty() -> None:
-        for dead in folder.glob("tmp-*"):  # which a kill or a full disk left
+        for dead in folder.glob("tmp-*"):  # left by a kill or a full disk
             shutil.rmtree(dead, ignore_errors=True)
         temporary.mkdir(parents=True)
 
     def write() -> dict[str, str]:
-        """Digests of this rank's files."""
+        """Write this rank's files. Returns their digests."""
         for name, tensors in files.items():
             write_tensors(tensors, temporary / name)
             sync(temporary / name)
         return {name: file_digest(temporary / name) for name in files}
 
     def finish() -> None:
-        """Write the state file and rename the folder, then remove what it replaces and what is too old."""
+        """Write the state file and rename the folder, then remove what it replaces and old checkpoints."""
         digests = {name: digest for of_rank in written for name, digest in of_rank.items()}
         (temporary / STATE).write_text(seal({"format": FORMAT, **state, DIGESTS: digests}), encoding="utf-8")
         sync(temporary / STATE)
@@ -268,7 +268,7 @@ def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
     sync(final.parent)
     finished = finished_folders(final.parent)
     end = finished.index(final) + 1
-    # Later steps are left from before a damaged checkpoint made the run go back.
+    # Later steps remain if the run resumed from an earlier checkpoint because a later one was damaged.
     for old in [*finished[end:], *finished[: max(0, end - keep)]]:
         _set_aside(old)
     for dead in final.parent.glob("tmp-*"):
@@ -276,17 +276,17 @@ def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename a folder that is to be removed, so that a kill while its files go leaves no partial checkpoint."""
+    """Rename a folder before it is removed, so that a kill during the removal leaves no partial checkpoint."""
     folder.rename(folder.with_name(f"tmp-old-{folder.name}"))
 
 
 def load(engine: DraftEngine, found: Found) -> None:
-    """Put weights and optimizer back as they were; all ranks call it, and each reads its part, however many ranks saved
-    the checkpoint. With as many, a CPU run goes on with as many threads as it began with, since how a sum is split
-    decides its last bits. Raises ValueError where a former version saved it."""
+    """Restore weights and optimizer; all ranks call it, and each reads its part, however many ranks saved the
+    checkpoint. With the same number of ranks, a CPU run also restores its number of threads, since the split of a sum
+    decides its last bits. Raises ValueError if an older version saved the checkpoint."""
     folder, state = found
     if state["format"] != FORMAT:
-        raise ValueError(f"train.run_dir: {folder} was saved by a former version; export it, and begin another run")
+        raise ValueError(f"train.run_dir: {folder} was saved by an older version; export it and start another run")
     saved = SavedShares(folder)
     engine.set_weights(load_file(folder / WEIGHTS))
     for key, own in engine.shares().items():

@@ -1,6 +1,6 @@
-"""The typed configuration of a training run: its sections with their fields and defaults, and which values are valid.
+"""The typed configuration of a training run: its sections with their fields, defaults and valid values.
 
-A YAML file has one section for each class below (config_file.py reads it); what the networks' own fields mean stands in
+A YAML file has one section for each class below (config_file.py reads it). The networks' own fields are explained in
 models/drafts/.
 """
 
@@ -33,9 +33,9 @@ PathName = Annotated[Name, AfterValidator(from_home)]
 class TargetSection(Schema):
     """The frozen model: a Hugging Face folder or hub name, a .gguf file, or a bundled name (models/hf.py).
 
-    `max_positions`: the number of positions that it was trained for, where its config.json says otherwise. None: what
-    its RoPE with the scaling gives. `zero_stage`: 0 keeps a whole copy in each process, 3 shards it over them.
-    `loader`: whose classes compute it, ours or those of transformers, which know more families.
+    `max_positions`: the number of positions that it was trained for, if its config.json says otherwise. None: the
+    number that its RoPE and scaling imply. `zero_stage`: 0 keeps a full copy in each process, 3 shards it over them.
+    `loader`: whose model classes compute it: ours, or those of transformers, which support more families.
     """
 
     path: PathName
@@ -45,15 +45,15 @@ class TargetSection(Schema):
 
 
 class DraftFields(Schema):
-    """What every method's section has: `start_from` is a draft folder whose weights training starts from. With
-    `draft_vocab_size` the draft proposes only that many tokens, the most frequent ones of the training data."""
+    """The fields of every method's section. `start_from`: a draft folder whose weights training starts from.
+    `draft_vocab_size`: the draft proposes only so many tokens, the most frequent ones of the training data."""
 
     method: str
     start_from: Name | None = None
     draft_vocab_size: Count | None = None
 
     def network_fields(self) -> dict[str, Any]:
-        """The fields that the network's config has too."""
+        """The fields that are also in the network's config."""
         return self.model_dump(exclude={"method", "start_from"})
 
 
@@ -103,13 +103,13 @@ DRAFT_SECTIONS: dict[str, type[DraftSection]] = {
 
 
 class DataSection(Schema):
-    """`path`: a prepared folder with train/ and heldout/ (launch/prepare.py). `seq_len`: tokens a row, which must be
-    the prepared folder's own.
+    """`path`: a prepared folder with train/ and heldout/ (launch/prepare.py). `seq_len`: tokens per row, as the
+    folder was prepared.
 
     `positions`: plain, or anchor_offset (LongSpec, 3.2), where the first `sinks` positions of each document piece stay
-    and the others move on by a random offset, to at most `max_position`.
-    `query_share`: the share of each piece's tokens, in blocks, that the draft runs for, which bounds its memory at any
-    length. The target always reads all tokens.
+    and the others are shifted by a random offset, to at most `max_position`.
+    `query_share`: the share of each piece's tokens, in blocks, that the draft runs for. It limits the draft's memory;
+    the target always reads all tokens.
     `max_dropped_share`: the largest share of documents that the preparation may have dropped as bad or unfit (those
     dropped by `--max-tokens` do not count). Above it, training is refused.
     """
@@ -123,30 +123,30 @@ class DataSection(Schema):
     max_dropped_share: Annotated[Float, Field(ge=0, le=1)] = 0.5
 
     def check_positions(self, target: str, limit: int) -> None:
-        """Raises ValueError where rows or moved positions go beyond the target's `limit`."""
+        """Raises ValueError if rows or shifted positions exceed the target's `limit`."""
         for name, value in (("seq_len", self.seq_len), ("max_position", self.max_position or 0)):
             if value > limit:
                 raise ValueError(f"data.{name}: {value}; stay within the {limit} positions of {target}")
 
 
 class TrainSection(Schema):
-    """One step takes `global_batch` rows, for any number of ranks, in passes of `micro_batch` rows (the last pass takes
-    what remains) that are dealt to the ranks in turn. Either `steps` or `epochs` says how long to train.
+    """One step takes `global_batch` rows, whatever the number of ranks, in passes of `micro_batch` rows (the last pass
+    takes the rest) that are dealt to the ranks in turn. Either `steps` or `epochs` sets the length of training.
 
     `precision`: fp32, or bf16 with fp32 master weights; the target is loaded in the same precision.
     `zero_stage`: the draft's. `offload_optimizer` keeps the optimizer's state and step on the host.
     `sequence_parallel`: the number of ranks that share one long row; beyond that, ranks are data-parallel.
-    `device`: auto takes the GPUs, and the CPU only where there is none; cuda and cpu insist.
-    `deterministic`: the same bytes again on the same hardware and number of ranks, on a GPU at some cost in speed.
-    `max_skipped`: a pass whose loss, or a step whose gradient, is not a number is skipped and counted. With more of
-    them the run stops, at most a step later and before anything is logged or saved.
+    `device`: auto uses the GPUs, or the CPU if there are none; cuda and cpu force the choice.
+    `deterministic`: bit-identical results on the same hardware and number of ranks, on a GPU at some cost in speed.
+    `max_skipped`: a pass whose loss, or a step whose gradient, is not finite is skipped and counted. Above this number
+    the run stops, at most one step later and before anything is logged or saved.
 
     `loss`: cross_entropy of the text; kl, from the target's own distribution to the draft's; mix, both, with
     cross-entropy weighted by `text_weight`; overlap, -log of the sum of min(p, q) over both distributions; acceptance,
     -log of how often both choose the same token under the same noise (kernels/distillation.py). The last two
     begin after `kl_steps` steps of kl.
-    `level_weights`: how often each of LongSpec's noise shifts 1 to J is drawn, best as often as serving reaches its
-    level. None: all equally often.
+    `level_weights`: how often each of LongSpec's noise shifts 1 to J is drawn, relative to the others; best as often as
+    serving reaches its level. None: all equally often.
     """
 
     run_dir: PathName
@@ -188,9 +188,9 @@ class TrainSection(Schema):
         return "kl" if is_kl else self.loss, self.text_weight or 0.0
 
     def n_passes(self, world_size: int) -> int:
-        """The number of passes that a rank makes in a step; the last one is empty on some where they do not divide.
+        """The number of passes of a rank in a step; if rows do not divide evenly, some ranks' last pass is empty.
 
-        Raises ValueError where the ranks do not divide into groups that share a row.
+        Raises ValueError if the ranks do not divide into groups that share a row.
         """
         if world_size % self.sequence_parallel:
             raise ValueError(f"train.sequence_parallel: {self.sequence_parallel}; give a divisor of {world_size} ranks")
@@ -198,15 +198,15 @@ class TrainSection(Schema):
 
 
 class OptimizerSection(Schema):
-    """`name`: adamw, or adamuon, which moves matrices by their orthogonalised momentum and everything else as adamw
-    does (train/adamuon.py). AdaMuon's best rates are about three times as high; its momentum of matrices is 0.95, so
-    the first of `betas` applies to norms and biases alone.
+    """`name`: adamw, or adamuon, which updates matrices by their orthogonalised momentum and everything else as adamw
+    does (train/adamuon.py). AdaMuon's best learning rates are about three times as high. Its momentum of matrices is
+    0.95, so the first of `betas` applies to norms and biases only.
 
     The rate rises linearly over `warmup_steps`, or `warmup_share` of the steps, then falls along a cosine to 0 at the
-    last step. Weight decay leaves norms and biases alone. `clip`: the largest norm of the gradient.
+    last step. Weight decay does not apply to norms and biases. `clip`: the maximum norm of the gradient.
     """
 
-    peak_lr: Share  # AdamW moves every weight by about the rate in each step
+    peak_lr: Share  # AdamW moves every weight by about the learning rate in each step
     name: Literal["adamw", "adamuon"] = "adamw"
     warmup_steps: Natural | None = None
     warmup_share: Annotated[Float, Field(ge=0, lt=1)] | None = None
@@ -227,8 +227,8 @@ class HeldoutSection(Schema):
 
 class DecodingSection(Schema):
     """Every `every` steps (0: never), and after the last one, decode for real with the current weights: `prompts`
-    held-out prompts of each length in `contexts`, each continued by `new_tokens` tokens at each of `temperatures`, of
-    which 0 is greedy (train/evaluate.py)."""
+    held-out prompts of each length in `contexts`, each continued by `new_tokens` tokens at each of `temperatures`,
+    where 0 is greedy (train/evaluate.py)."""
 
     every: Natural = 0
     prompts: Count = 8
@@ -271,7 +271,7 @@ class Config(Schema):
     def resolved(self, n_rows: int) -> "Config":
         """The config with epochs and shares turned into steps, for a training split of `n_rows` rows.
 
-        Raises ValueError where that gives less than one step, or none after the warm-up or after `train.kl_steps`.
+        Raises ValueError if that gives less than one step, or none after the warm-up or after `train.kl_steps`.
         """
         train, optimizer = self.train, self.optimizer
         steps = train.steps or int((train.epochs or 0) * n_rows / train.global_batch)
@@ -286,14 +286,14 @@ class Config(Schema):
 
 
 def _rules(config: Config) -> list[tuple[str, bool, str]]:
-    """What fields must be to each other: a field, whether its value is valid beside the others, and what to do where it
-    is not."""
+    """The constraints between fields: a field, whether its value is valid given the others, and the remedy if it is
+    not."""
     data, train, optimizer, decoding = config.data, config.train, config.optimizer, config.decoding
     n_levels, n_heads = getattr(config.draft, "noise", 0), getattr(config.draft, "n_heads", -1)
     moves, weights, steps = data.positions == "anchor_offset", train.level_weights, train.steps or MAX_NUMBER + 1
     max_position_fits = (data.max_position or 0) >= data.seq_len if moves else data.max_position is None
     weights_fit = weights is None or (len(weights) == n_levels > 0 and weights[0] > 0)
-    is_whole = train.zero_stage < 3 and not train.offload_optimizer  # as AdaMuon needs the optimizer on each rank
+    is_whole = train.zero_stage < 3 and not train.offload_optimizer  # AdaMuon needs the optimizer on each rank
     begins_with_kl = train.loss in ("overlap", "acceptance")
     warms_up_once = (optimizer.warmup_steps is None) != (optimizer.warmup_share is None)
     return [
@@ -301,20 +301,20 @@ def _rules(config: Config) -> list[tuple[str, bool, str]]:
         ("optimizer.warmup_steps", warms_up_once, "set either this or optimizer.warmup_share"),
         ("optimizer.warmup_steps", (optimizer.warmup_steps or 0) < steps, "it must be below train.steps"),
         ("optimizer.name", is_whole or optimizer.name != "adamuon", "it needs zero_stage 1 or 2 without offloading"),
-        ("train.text_weight", (train.text_weight is None) == (train.loss != "mix"), "it goes with train.loss=mix"),
-        ("train.kl_steps", (train.kl_steps is not None) == begins_with_kl, "it goes with loss=overlap and acceptance"),
+        ("train.text_weight", (train.text_weight is None) == (train.loss != "mix"), "required only by train.loss=mix"),
+        ("train.kl_steps", (train.kl_steps is not None) == begins_with_kl, "required only by overlap and acceptance"),
         ("train.kl_steps", (train.kl_steps or 0) < steps, "it must be below train.steps"),
         ("train.level_weights", weights_fit, f"give a number for each of draft.noise = {n_levels}, the first above 0"),
-        ("data.seq_len", data.seq_len > n_heads + 1, f"no label is left for draft.n_heads = {n_heads}"),
-        ("data.max_position", max_position_fits, "data.positions=anchor_offset takes one from data.seq_len on"),
-        ("decoding.contexts", bool(decoding.contexts) or not decoding.every, "give lengths, as [512, 2048]"),
+        ("data.seq_len", data.seq_len > n_heads + 1, f"it leaves no label for draft.n_heads = {n_heads}"),
+        ("data.max_position", max_position_fits, "set it for anchor_offset only, to at least data.seq_len"),
+        ("decoding.contexts", bool(decoding.contexts) or not decoding.every, "give lengths, such as [512, 2048]"),
     ]
 
 
 def config_from_dict(values: Any) -> Config:
-    """The inverse of `to_dict`. Raises ValueError of one line that names the field."""
+    """The inverse of `to_dict`. Raises a ValueError of one line that names the field."""
     draft = values.get("draft") if isinstance(values, Mapping) else None
-    if isinstance(draft, Mapping):  # which fields it has depends on one of them
+    if isinstance(draft, Mapping):  # its other fields depend on `method`
         method = draft.get("method", "tokenswift")
         if not isinstance(method, str) or method not in DRAFT_SECTIONS:
             raise ValueError(f"draft.method: {method!r} is unknown; choose one of {', '.join(DRAFT_SECTIONS)}")

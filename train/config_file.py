@@ -1,8 +1,8 @@
-"""Reads YAML files with overrides, of which a file for training may list stages, as LongSpec's short, long and
-instruction data (Appendix E): `stages: {short: {data: {...}, train: {...}}, long: {...}}`.
+"""Reads YAML files with overrides. A file for training may list stages, such as LongSpec's short, long and instruction
+data (Appendix E): `stages: {short: {data: {...}, train: {...}}, long: {...}}`.
 
-A stage's config is the file's own sections with the stage's laid over them. Each stage trains in a folder of its own
-(run_dir/1-short), ends in an exported draft, and begins with the weights of the stage before it. A file without stages
+A stage's config is the file's own sections, overridden by the stage's. Each stage trains in a folder of its own
+(run_dir/1-short), ends with an exported draft, and starts from the weights of the previous stage. A file without stages
 is a single run.
 """
 
@@ -20,9 +20,9 @@ from yaml import YAMLError
 from longdraft.models.schema import Str, validate
 from longdraft.train.config import Config, config_from_dict
 
-# By field: the one in the same section that says the same in another way.
+# Pairs of alternative fields in a section: setting one unsets the other.
 INSTEAD = {"steps": "epochs", "epochs": "steps", "warmup_steps": "warmup_share", "warmup_share": "warmup_steps"}
-StageName = Annotated[Str, Field(pattern=r"^[\w-]{1,64}$")]  # also a folder's
+StageName = Annotated[Str, Field(pattern=r"^[\w-]{1,64}$")]  # also a folder name
 StageSections: Any = Annotated[dict[StageName, dict[str, Any]], Field(min_length=1)]
 
 
@@ -40,8 +40,8 @@ class Stage:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a YAML file of one run. Raises ValueError of one line, which names the field, for a file or an
-    override that cannot be read and for a value that is not valid."""
+    """The config of a YAML file of one run. Raises a ValueError of one line that names the field if the file or an
+    override cannot be read or a value is not valid."""
     return _config([read_yaml(path), *map(read_override, overrides)])
 
 
@@ -51,10 +51,10 @@ def load_stages(
     """The stages of a YAML file, from `first` on.
 
     Args:
-        overrides: `section.field=value` holds for every stage, `stages.NAME.section.field=value` for one and before
-            those for every stage. Of two for the same field, or one INSTEAD of the other, the later holds.
-        first: name of the stage to begin with. The stages before it must be trained, unless `from_draft` is given.
-        from_draft: draft folder whose weights the first of these stages begins with.
+        overrides: `section.field=value` applies to every stage; `stages.NAME.section.field=value` applies to one stage
+            and takes precedence. Of two overrides for the same field or for alternative fields, the later applies.
+        first: name of the stage to start with. The stages before it must be trained, unless `from_draft` is given.
+        from_draft: draft folder whose weights the first of these stages starts from.
 
     Raises ValueError as load_config does, and for an unknown stage.
     """
@@ -66,7 +66,7 @@ def load_stages(
     )
     for name in (*own, first):
         if name not in (None, *sections):
-            raise ValueError(f"stages.{name}: {path} has no such stage, but {', '.join(sections) or 'none at all'}")
+            raise ValueError(f"stages.{name}: {path} has no such stage; it has {', '.join(sections) or 'none'}")
     first, stages = first or next(iter(sections), None), []
     for number, (name, section) in enumerate(sections.items() or [(None, {})], start=1):
         try:
@@ -79,17 +79,17 @@ def load_stages(
         run_dir = config.train.run_dir if name is None else f"{config.train.run_dir}/{number}-{name}"
         stages.append(Stage(name, config.changed(draft={"start_from": start}, train={"run_dir": run_dir})))
         if (device := config.train.device) != stages[0].config.train.device:
-            raise ValueError(f"stages.{name}: train.device: {device}, but stages run on one; set it beside them")
+            raise ValueError(f"stages.{name}: train.device: {device}, but all stages run on one; set it outside them")
     return stages[[stage.name for stage in stages].index(first) :]
 
 
 def read_yaml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The file's mapping with the overrides laid over it in order, unchecked and with `${...}` as written.
 
-    Raises ValueError where the file or an override cannot be read.
+    Raises ValueError if the file or an override cannot be read.
     """
     path, root = Path(path), Path(__file__).resolve().parents[1]
-    if not path.is_file() and path.parts[:1] == ("configs",):  # the recipes that come along, from any folder
+    if not path.is_file() and path.parts[:1] == ("configs",):  # the included recipes, from any working directory
         path = root / path
     raw = _plain(lambda: OmegaConf.load(path), f"config: {path}")
     for override in overrides:
@@ -100,15 +100,15 @@ def read_yaml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
 def read_override(override: str) -> dict[str, Any]:
     """`section.field=value` as a nested mapping; raises ValueError for any other form."""
     if "=" not in override:
-        raise ValueError(f"override: {override!r} has not the form section.field=value, as train.steps=100")
+        raise ValueError(f"override: {override!r} lacks the form section.field=value, such as train.steps=100")
     return _plain(lambda: OmegaConf.from_dotlist([override]), f"override: {override!r}")
 
 
 def resolve(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The values with every `${...}` resolved by OmegaConf: `${target.path}` stands for another field,
-    `${oc.env:HOME}` for an environment variable, and `\\${` for these characters.
+    `${oc.env:HOME}` for an environment variable, and `\\${` for a literal `${`.
 
-    Raises ValueError where a reference is unknown or circular, or a value is `???`, still to be given.
+    Raises ValueError if a reference is unknown or circular, or a value is `???` (still to be set).
     """
     try:
         return OmegaConf.to_container(OmegaConf.create(raw), resolve=True, throw_on_missing=True)  # pyright: ignore
@@ -123,12 +123,12 @@ def _plain(read: Callable[[], DictConfig | ListConfig], what: str) -> dict[str, 
     except (OmegaConfBaseException, YAMLError, RecursionError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{what} cannot be read: {_one_line(error)}") from error
     if not isinstance(raw, dict):
-        raise ValueError(f"{what} is a list, expected sections of fields, as `train: {{steps: 100}}`")
+        raise ValueError(f"{what} is a list; expected sections of fields, such as `train: {{steps: 100}}`")
     return raw  # pyright: ignore[reportReturnType]
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """Mappings are merged, where a field unsets the one that it is given INSTEAD of; anything else is replaced."""
+    """Merge mappings, where setting a field unsets its alternative (INSTEAD); replace anything else by `above`."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     below = {name: value for name, value in below.items() if above.get(INSTEAD.get(name)) is None}
@@ -136,7 +136,7 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def _config(layers: Sequence[Mapping[str, Any]]) -> Config:
-    """The config of layers that are laid over each other in order."""
+    """The config of these layers, merged in order: later ones take precedence."""
     return config_from_dict(resolve(reduce(_merged, layers)))
 
 

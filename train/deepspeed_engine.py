@@ -1,4 +1,4 @@
-"""DeepSpeed around the draft: its settings, the optimizer and its state, one step. The frozen target stays outside."""
+"""Wraps the draft in DeepSpeed: settings, the optimizer and its state, one step. The frozen target stays outside."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, redirect_stdout
@@ -15,16 +15,16 @@ from longdraft.train.ranks import Ranks  # before DeepSpeed: it names the accele
 # isort: split
 import deepspeed
 
-# The largest number of values in DeepSpeed's buffer for sums over ranks.
+# The largest bucket in which DeepSpeed reduces gradients over ranks, in elements.
 MAX_BUCKET = 500_000_000
-# What is saved of each parameter: the fp32 weights that the optimizer moves, and its moments.
+# What a checkpoint holds of each parameter: the fp32 master weights that the optimizer updates, and its moments.
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 
 def deepspeed_dict(train: TrainSection, clip: float, world_size: int, n_weights: int) -> dict[str, Any]:
-    """What `deepspeed.initialize` is told for a draft of `n_weights` weights, apart from optimizer and learning rate,
+    """The config for `deepspeed.initialize`, for a draft of `n_weights` weights. It lacks optimizer and learning rate,
     which DraftEngine sets."""
-    # Memory-efficient linear layers would replace F.linear in the whole process, under the frozen target too.
+    # Memory-efficient linear layers would replace F.linear in the whole process, also for the frozen target.
     zero: dict[str, Any] = {"stage": train.zero_stage, "memory_efficient_linear": False}
     zero["reduce_bucket_size"] = min(n_weights, MAX_BUCKET)
     if train.offload_optimizer:
@@ -34,16 +34,16 @@ def deepspeed_dict(train: TrainSection, clip: float, world_size: int, n_weights:
         "gradient_accumulation_steps": train.n_passes(world_size),
         "gradient_clipping": clip,
         "bf16": {"enabled": train.precision == "bf16"},
-        # Gradients of passes are summed in fp32 too: a sum of ten bf16 ones would lose the small ones.
+        # Gradients are accumulated over passes in fp32 too: a bf16 sum of ten would lose small ones.
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
-        # Ours are plain PyTorch: DeepSpeed's own, the only ones it has tested, are compiled at the first launch.
+        # Our optimizers are plain PyTorch. DeepSpeed has tested only its own, which it compiles at the first launch.
         "zero_allow_untested_optimizer": True,
         # Sums of bf16 gradients would depend on the number of ranks far more than sums in fp32.
         "communication_data_type": "fp32",
         "steps_per_print": 10**9,
-        "timers": {"throughput": {"enabled": False}},  # it would wait for the device twice a pass
+        "timers": {"throughput": {"enabled": False}},  # it would synchronise with the device twice a pass
     }
 
 
@@ -58,12 +58,12 @@ def parameter_groups(draft: nn.Module, weight_decay: float) -> list[dict[str, An
 class DraftEngine:
     """A draft under ZeRO with its optimizer, clipping and gradient accumulation.
 
-    `deepspeed` is called like the draft, and tells of the last step whether it moved the weights (`was_step_applied`)
-    and its gradient's norm before clipping (`get_global_grad_norm`). `optimizer` is the one that DeepSpeed wraps in its
+    `deepspeed` is called like the draft. It reports whether the last step updated the weights (`was_step_applied`) and
+    the gradient's norm before clipping (`get_global_grad_norm`). `optimizer` is the one that DeepSpeed wraps in its
     own.
 
     Args:
-        draft: the network, its weights equal on all ranks.
+        draft: the network; its weights must be equal on all ranks.
     """
 
     def __init__(self, draft: nn.Module, ranks: Ranks, train: TrainSection, optimizer: OptimizerSection):
@@ -84,11 +84,11 @@ class DraftEngine:
             )
         self._is_skipped: Tensor | None = None
         self._hooks = [parameter.register_hook(self._zero_if_skipped) for parameter in draft.parameters()]
-        # The optimizer's state as it is before the first step, so that a checkpoint can be read into it.
+        # Create the optimizer's initial state here, so that a checkpoint can be loaded into it.
         zero: Any = self.deepspeed.optimizer
         groups = self.optimizer.param_groups
         for flat in zero.fp32_partitioned_groups_flat if self._sharded else [group["params"][0] for group in groups]:
-            # A fused AdamW reads the count where the weights lie, AdaMuon on the host.
+            # A fused AdamW reads the step count on the weights' device, AdaMuon on the host.
             place = flat.device if self.optimizer.defaults.get("fused") else "cpu"
             state = {moment: torch.zeros_like(flat, requires_grad=False) for moment in MOMENTS}
             self.optimizer.state[flat] = {"step": torch.zeros((), dtype=torch.float32, device=place), **state}
@@ -99,12 +99,12 @@ class DraftEngine:
             group["lr"] = rate
 
     def backward(self, loss: Tensor, is_skipped: Tensor) -> None:
-        """Backpropagate one pass's share of the step's loss, the sum over all passes and ranks; after the last pass the
-        weights are updated. DeepSpeed averages over passes and ranks, hence the factors.
+        """Backpropagate one pass's share of the step's loss; after the last pass, update the weights. The step's loss
+        is the sum over all passes and ranks, but DeepSpeed averages over them, hence the factors.
 
         Args:
-            is_skipped: bool scalar on the device, which the host does not read: where it is true, the pass's gradient
-                is zero, whatever was computed.
+            is_skipped: bool scalar on the device, never read on the host. If true, the pass's gradient becomes zero,
+                whatever was computed.
         """
         passes = self.deepspeed.gradient_accumulation_steps()
         self._is_skipped = is_skipped
@@ -113,8 +113,8 @@ class DraftEngine:
         self.deepspeed.step()
 
     def _zero_if_skipped(self, gradient: Tensor) -> Tensor:
-        """Applied to a weight's gradient of a pass before DeepSpeed sees it. Masking the loss would not do, since NaN
-        times zero is NaN."""
+        """Mask a weight's gradient before DeepSpeed sees it. Masking only the loss would not suffice, since NaN times
+        zero is NaN."""
         return gradient if self._is_skipped is None else gradient.masked_fill(self._is_skipped, 0.0)
 
     def close(self) -> None:
@@ -127,12 +127,12 @@ class DraftEngine:
         self.optimizer.state.clear()
 
     def _whole(self, modifier_rank: int | None = None) -> AbstractContextManager[object]:
-        """Inside, ZeRO-3's weights are whole. All ranks enter together."""
+        """Context in which ZeRO-3's weights are gathered. All ranks enter together."""
         parameters = list(self.draft.parameters())
         return deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank, enabled=self._sharded)
 
     def weights(self) -> dict[str, Tensor]:
-        """The draft's whole state dict on the CPU in its training dtype, on every rank; all ranks must call it."""
+        """The draft's full state dict on the CPU in its training dtype, on every rank; all ranks must call it."""
         with self._whole():
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.draft.state_dict().items()}
 
@@ -143,8 +143,8 @@ class DraftEngine:
 
     def shares(self) -> dict[str, Tensor]:
         """This rank's part of the fp32 weights and of both moments: fp32 tensors [S] by `kind:start:name`, each the
-        entries of a flattened parameter from `start` on, without padding. Views of what the optimizer reads and
-        moves."""
+        entries of a flattened parameter from `start` on, without padding. They are views of the optimizer's own
+        tensors."""
         found: dict[str, Tensor] = {}
         zero: Any = self.deepspeed.optimizer
         parameters: dict[str, Any] = dict(self.draft.named_parameters())  # with the fields that DeepSpeed adds
@@ -165,7 +165,7 @@ class DraftEngine:
         return found
 
     def optimizer_steps(self) -> int:
-        """How many steps the optimizer took; skipped steps do not count."""
+        """The number of steps that the optimizer has taken, without skipped ones."""
         return int(next(iter(self.optimizer.state.values()))["step"])
 
     def set_optimizer_steps(self, n: int) -> None:

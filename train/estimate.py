@@ -1,13 +1,13 @@
-"""What a run needs, counted before anything is loaded: the memory of a rank, and the operations and hours of a step.
-`longdraft train --estimate` prints it.
+"""Estimates what a run needs before anything is loaded: the memory of a rank, its operations and its hours.
+`longdraft train --estimate` prints this.
 
-Counted is what is large: weights, masters and moments, gradients with DeepSpeed's buffers (ZeRO, arXiv 1910.02054), the
-target's pass, and the draft's with the chunk of logits in its loss. tests/train/test_memory.py holds it to 15 % of
-what runs on a CPU take. For a GPU it is arithmetic, without the allocator's fragmentation.
+The memory counts the large items: weights, masters and moments, gradients with DeepSpeed's buffers (ZeRO, arXiv
+1910.02054), the target's pass, and the draft's with the chunk of logits in its loss. tests/train/test_memory.py checks
+it to 15 % of measured CPU runs. For a GPU it is only arithmetic, without the allocator's fragmentation.
 
-r is the operations of a step over those of the target's pass, as far as the method reads that (for LongSpec, up to the
-last layer's keys and values). No step can be faster than that pass; with all parts equally fast it takes r times as
-long. A multiplication and an addition count as two operations; norms, rotations and the optimizer count as none.
+r is the operations of a step divided by those of the target's pass up to what the method reads (for LongSpec, the last
+layer's keys and values). No step can be faster than that pass; with all parts equally fast it takes r times as long. A
+multiplication and an addition count as two operations; norms, rotations and the optimizer are not counted.
 Shapes: N tokens of a pass, end to end; n of them a rank's where ranks share rows; Q queries of the draft; D hidden.
 """
 
@@ -35,25 +35,25 @@ from longdraft.train.sequence_parallel import check_heads
 from longdraft.train.teacher import ROW_CHUNK
 from longdraft.train.tracking import read_metrics
 
-# What a process has beside tensors. On a CPU, after the imports: the tokenizer, libraries' buffers, freed memory that
-# the allocator keeps. On a GPU: CUDA's context, NCCL, cuBLAS workspaces; a guess.
+# Bytes of a process beside its tensors. On a CPU, after the imports: the tokenizer, libraries' buffers, freed memory
+# that the allocator keeps. On a GPU: CUDA's context, NCCL, cuBLAS workspaces; a guess.
 PROCESS_CPU, PROCESS_GPU = 120 * 2**20, 1536 * 2**20
 HOST = "optimizer on the host"
-# fp32 values beside each logit of the block in work, at most (kernels/distillation.py). On a GPU acceptance alone has
-# any.
+# The most fp32 values that are held beside each logit of a block (kernels/distillation.py). On a GPU only acceptance
+# holds any.
 BESIDE_LOGITS = {"cross_entropy": 1, "kl": 6, "mix": 6, "overlap": 7, "acceptance": 13}
-# Operations of a backward pass over those of its forward pass. A product: the gradients of its input and its weight.
+# Operations of a backward pass over those of its forward pass. A matmul: the gradients of its input and its weight.
 # Attention: the scores once more, and the gradients of weights, queries, keys and values.
 BACKWARD_PRODUCT, BACKWARD_ATTENTION = 2.0, 2.5
 # 10^12 operations a second of an H100 that trained LongSpec's block for an 8B target on rows of 32,768 tokens, 21,000
-# tokens/s (docs/gpus.md). A GPU is taken to make as many where no rate is given or measured.
+# tokens/s (docs/gpus.md). Assumed for a GPU if no rate is given or measured.
 H100_TFLOPS = 556.0
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank: `kept` on its device, by what holds them; what each of `passes` takes beside them; `process`,
-    beside all tensors; `host`, what the optimizer of a GPU keeps on the host."""
+    """Bytes of one rank. `kept`: permanently on its device, by category. `passes`: in addition during each kind of
+    pass. `process`: beside all tensors. `host`: what a GPU's offloaded optimizer keeps on the host."""
 
     kept: dict[str, int]
     passes: dict[str, int]
@@ -65,7 +65,7 @@ class Memory:
         return self.process + sum(self.kept.values()) + max(self.passes.values())
 
     def table(self) -> str:
-        """A table for people, in GiB."""
+        """A printable table, in GiB."""
         largest = max(self.passes, key=self.passes.__getitem__)
         lines = {**self.kept, "the process itself": self.process, f"the {largest}": self.passes[largest]}
         lines |= {"at most": self.peak} | ({"and on the host": self.host} if self.host else {})
@@ -73,12 +73,12 @@ class Memory:
 
 
 def memory(config: Config, target: DecoderConfig, n_ranks: int, gpu: bool) -> Memory:
-    """The memory of one of `n_ranks` ranks, where every row is full and a single piece.
+    """The memory of one of `n_ranks` ranks if every row is full and a single piece.
 
     Args:
-        gpu: a rank is a GPU; else it is a process on a CPU.
+        gpu: whether a rank is a GPU or a process on a CPU.
 
-    Raises ValueError where that number of ranks cannot share rows.
+    Raises ValueError if that number of ranks cannot share rows.
     """
     train, size = config.train, DTYPES[config.train.precision].itemsize
     check_heads(target, train.sequence_parallel)
@@ -100,7 +100,7 @@ def memory(config: Config, target: DecoderConfig, n_ranks: int, gpu: bool) -> Me
 
 
 def zero_bytes(n: int, train: TrainSection, optimizer: str, n_ranks: int) -> dict[str, int]:
-    """Bytes of a draft with n weights on one rank, by what holds them, as measured with DeepSpeed 0.19.8."""
+    """Bytes of a draft with n weights on one rank, by category, as measured with DeepSpeed 0.19.8."""
     size = DTYPES[train.precision].itemsize
     gradients = (14 if train.zero_stage == 3 else 10) + (6 if optimizer == "adamuon" else 0)
     return {
@@ -111,7 +111,7 @@ def zero_bytes(n: int, train: TrainSection, optimizer: str, n_ranks: int) -> dic
 
 
 def target_pass(target: DecoderConfig, n: int, size: int) -> int:
-    """Bytes of the target's pass over n tokens, in a layer's projections or in its feed-forward of a chunk."""
+    """Peak bytes of the target's pass over n tokens, in a layer's projections or in its feed-forward of a chunk."""
     heads, kv = target.n_heads * target.head_dim, target.n_kv_heads * target.head_dim
     qkv, qk = heads + 2 * kv, heads + kv
     feed_forward = heads * n + feed_forward_numbers(target) * min(n, ROW_CHUNK)
@@ -119,7 +119,7 @@ def target_pass(target: DecoderConfig, n: int, size: int) -> int:
 
 
 def draft_pass(draft: DraftSection, data: DataSection, train: TrainSection, target: DecoderConfig, gpu: bool) -> int:
-    """Bytes of what the draft reads of the target, what it keeps for its gradient, and its loss."""
+    """Bytes of what the draft reads from the target, what it keeps for its backward pass, and its loss."""
     shape: Any = draft.network(target)
     d, heads, kv = target.hidden_size, target.n_heads * target.head_dim, target.n_kv_heads * target.head_dim
     size, norm = DTYPES[train.precision].itemsize, 1 if gpu else 2  # the copies that a norm keeps
@@ -138,7 +138,7 @@ def draft_pass(draft: DraftSection, data: DataSection, train: TrainSection, targ
     else:
         n_labels *= shape.n_heads
         kept += (2 * norm + 1 if getattr(shape, "kind", "") == "linear_chain" else 2) * d * shape.n_heads * n
-    # A chunk of logits, of both models in a distillation, and the fp32 values of the block in work.
+    # A chunk of logits, of both models in a distillation, and the fp32 values of one block.
     n_words, of_logits = shape.draft_vocab_size or target.vocab_size, size * (1 + distils)
     rows = min(n_labels, rows_per_chunk(n_words, of_logits, gpu))
     block = min(rows, rows_per_block(n_words, gpu, distils)) * 4 * BESIDE_LOGITS[train.loss]
@@ -149,8 +149,8 @@ def draft_pass(draft: DraftSection, data: DataSection, train: TrainSection, targ
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations for each token of a row: the target's pass as far as it is read, the draft's two passes. `head`: those
-    of the LM head and the loss for each label. `labels`: how many of them a token has."""
+    """Operations per token of a row. `target`: its pass, up to what the method reads. `draft`: the draft's forward and
+    backward pass. `head`: LM head and loss, per label. `labels`: labels per token."""
 
     target: float
     draft: float
@@ -162,7 +162,7 @@ class Operations:
         return self.of_step(1, self.labels) / self.target
 
     def of_step(self, n_tokens: int, n_labels: float) -> float:
-        """Operations of a step of so many tokens, in rows of one piece each, with so many labels."""
+        """Operations of a step with so many tokens and labels, in rows of one piece each."""
         return n_tokens * (self.target + self.draft) + n_labels * self.head
 
 
@@ -183,7 +183,7 @@ def operations(draft: DraftSection, data: DataSection, loss: str, target: Decode
     if is_block:
         # With a subset of queries, keys and values are computed for all tokens, in a projection of their own.
         products = share * (project + 3 * output + 6 * d * t.intermediate_size) + (2 * d * kv if share < 1 else 0)
-        later = mean_keys(length, None) - (1 + shape.noise) / 2  # a query reads up to its noise shift before it
+        later = mean_keys(length, None) - (1 + shape.noise) / 2  # a query reads keys up to its noise shift before it
         attention = share * 4 * heads * (mean_keys(length, shape.window + 1) + max(later, 0.0))
     else:
         products, attention = 2 * d * d * shape.n_heads, 0.0  # for all tokens, labels or not
@@ -205,17 +205,17 @@ def mean_keys(length: int, window: int | None) -> float:
 def report(
     stages: Sequence[Stage], n_ranks: int | None = None, gpu: bool | None = None, tflops: float | None = None
 ) -> str:
-    """For each stage, a table of bytes, r, and the hours, for one of `n_ranks` ranks.
+    """For each stage, the memory of one of `n_ranks` ranks, r, and the hours.
 
     Args:
         n_ranks: the ranks on all machines. None: one for each GPU of this machine, or a single one without GPUs.
-        gpu: a rank is a GPU, here or elsewhere, unless train.device says cpu; else it is a process on a CPU. None: as
-            on this machine.
-        tflops: operations that a rank makes, in 10^12 a second. None: as the run in the stage's folder measured on
-            such a rank, if there is one; else as measured on one H100, and for a CPU no hours are given.
+        gpu: whether a rank is a GPU, here or on another machine, or a process on a CPU; train.device=cpu overrides it.
+            None: as on this machine.
+        tflops: a rank's speed in 10^12 operations a second. None: as the run in the stage's folder measured it on such
+            a rank; without such a run, as measured on one H100, and for a CPU no hours are given.
 
-    Raises ValueError where a target cannot be read, is not for our decoder or has too few positions, that number of
-    ranks cannot share rows, or rows that are prepared cannot be read.
+    Raises ValueError if a target cannot be read, is not for our decoder or has too few positions, that number of ranks
+    cannot share rows, or prepared rows cannot be read.
     """
     gpu = (torch.cuda.is_available() if gpu is None else gpu) and stages[0].config.train.device != "cpu"
     n_ranks = n_ranks or (torch.cuda.device_count() if gpu else 1)
@@ -246,12 +246,12 @@ def report(
 def _hours(
     counted: Operations, config: Config, n_ranks: int, unit: str, tflops: float | None
 ) -> tuple[float | None, str]:
-    """The sum of all ranks' hours, and a line about it. Where the number of steps is not known, as for an epoch of rows
-    that are not prepared yet, the line is for a billion tokens and the sum None."""
+    """The sum of all ranks' hours, and a line about it. If the number of steps is unknown, as for epochs of rows that
+    are not prepared yet, the line is for a billion tokens and the sum is None."""
     rows, source = Path(config.data.path) / "train", "as given"
     if tflops is None:
         records = read_metrics(config.train.run_dir)
-        # A run in this folder may have been tried on a CPU, whose lines have no memory of a GPU.
+        # A run in this folder may have run on a CPU: its records then lack peak_memory_gib.
         measured = [
             record["tflops_per_rank"]
             for record in records

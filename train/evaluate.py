@@ -1,9 +1,9 @@
-"""Real decoding while training: held-out prompts with the current weights, by the runtime's own engine and drafter.
+"""Decodes held-out prompts during training with the current weights, by the runtime's own engine and drafter.
 
-Loss and hit rates mislead about what a draft is worth; what it is for is tokens/step. These numbers are a function of
-the weights alone: everything proposed is verified, no drafter decides anything by the clock, and the text, which
-depends on target, prompt and seed, is the same each time. TokenSwift decodes without its n-grams, since they come from
-the text and are not learned. Training is not affected: the weights that decode are a copy.
+Loss and hit rates are misleading measures of a draft; what counts is tokens/step. These numbers are a function of the
+weights alone: everything proposed is verified, no drafter decides anything by the clock, and the text depends only on
+target, prompt and seed. TokenSwift decodes without its n-grams, since they come from the text and are not learned. The
+weights that decode are a copy, so training is not affected.
 """
 
 import time
@@ -32,12 +32,12 @@ from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.methods.build import frozen_draft
 from longdraft.train.ranks import Ranks
 
-# A run of tokens in a row: (row, start, stop).
+# A contiguous span of tokens in a row: (row, start, stop).
 RowSpan = tuple[int, int, int]
 
 
 class Task(NamedTuple):
-    """One prompt to decode. `setting`: its length and temperature as records name them, ctx512.T0."""
+    """One prompt to decode. `setting`: its length and temperature, as in the names of metrics: ctx512.T0."""
 
     setting: str
     prompt: list[int]
@@ -45,8 +45,7 @@ class Task(NamedTuple):
 
 
 class Evaluator:
-    """Decodes in the course of a run, after every `decoding.every` steps and after the last one, and keeps the weights
-    that were the best.
+    """Decodes during a run, after every `decoding.every` steps and after the last one, and keeps the best weights.
 
     Every rank has one, and all ranks call its methods together. The prompts are divided among them, and all get the
     same results.
@@ -54,11 +53,7 @@ class Evaluator:
     Args:
         target: the run's. rows: its held-out rows.
 
-    Attributes:
-        last_step: the step after which it last decoded.
-
-    Raises ValueError where the held-out documents lack the prompts that `decoding` asks for, or the target the
-    positions.
+    Raises ValueError if the held-out documents have too few prompts for `decoding`, or the target too few positions.
     """
 
     def __init__(self, config: Config, target: Target, rows: ShardSet, ranks: Ranks):
@@ -79,13 +74,13 @@ class Evaluator:
     def after_step(
         self, engine: DraftEngine, step: int, heldout: Mapping[str, Any], stop: Sequence[int] = ()
     ) -> dict[str, Any] | None:
-        """Decode after `step` steps, and keep the weights if they are the best so far. A rank with something in `stop`
-        ends its part, and then nothing is measured.
+        """Decode after `step` steps, and keep the weights if they are the best so far. Decoding ends without a result
+        once `stop` is non-empty on any rank.
 
         Args:
-            heldout: this step's validation if there was one, to be kept with the weights (validation.py).
+            heldout: this step's validation, if there was one; it is saved with the weights (validation.py).
 
-        Returns: what is logged; None if it was stopped.
+        Returns: the record to log; None if it was stopped.
         """
         config, ranks, run_dir = self.config, self.ranks, self.config.train.run_dir
         begin, weights = time.monotonic(), engine.weights()
@@ -103,10 +98,10 @@ class Evaluator:
 
 
 def open_drafter(method: str, target: Target, draft: Draft) -> Drafter:
-    """The method's drafter, with the tree of an exported draft that has no measured rates."""
+    """The method's drafter, with the same tree as an exported draft without measured rates."""
     options: dict[str, Any] = {}
     if isinstance(draft, LongSpec):
-        options = {"widths": WIDTHS[: draft.config.noise], "extended": max(WIDTHS)}  # on a CPU as on a GPU
+        options = {"widths": WIDTHS[: draft.config.noise], "extended": max(WIDTHS)}  # the same on a CPU and a GPU
     elif method == "tokenswift":
         options = {"draft_pass": "never", "ngrams": 0}
     return build_drafter(method, target, draft, options)
@@ -116,13 +111,13 @@ def decode(
     target: Target, drafter: Drafter, tasks: Sequence[Task], ranks: Ranks, stop: Sequence[int] = ()
 ) -> dict[str, float] | None:
     """Decode the tasks, divided among the ranks, one sequence at a time and past end tokens, as `longdraft bench` does.
-    Where the target's weights are sharded (train/sharding.py), every pass is one of all ranks.
+    If the target's weights are sharded (train/sharding.py), every pass is collective.
 
     Args:
-        stop: once something is in it, this rank ends.
+        stop: once it is non-empty, this rank stops decoding.
 
-    Returns: decode_tokens_per_step/ctx512.T0 and decode_acceptance/ctx512.T0.depth1, the share of steps that accepted
-    at least one node of a path, for each setting and depth; decode_tokens_per_step, where every setting counts alike.
+    Returns: for each setting decode_tokens_per_step/ctx512.T0, and for each depth decode_acceptance/ctx512.T0.depth1,
+    the share of steps that accepted at least so many nodes of a path; decode_tokens_per_step, the mean over settings.
     None if a rank was stopped.
     """
     own_tasks = tasks[ranks.rank :: ranks.world_size]
@@ -150,8 +145,8 @@ def decode(
 
 @contextmanager
 def _one_pass_of_all(model: Decoder, ranks: Ranks) -> Iterator[None]:
-    """For a sharded target, where a pass of one rank needs a pass of all. Before each, the ranks agree that one is to
-    come; a rank that has none left makes placeholder passes until no rank has any."""
+    """For a sharded target, whose passes are collective. Before each pass, the ranks agree that at least one of them
+    has one; a rank that has none left runs placeholder passes until no rank has any."""
 
     def announce(*_: object) -> None:
         ranks.sum([1.0])
@@ -167,8 +162,8 @@ def _one_pass_of_all(model: Decoder, ranks: Ranks) -> Iterator[None]:
 
 
 def beginnings(rows: ShardSet) -> list[list[RowSpan]]:
-    """For each document, the runs of tokens from its first on, up to the first piece that is missing. They may lie in
-    several rows."""
+    """For each document, the spans of its pieces in order, up to the first missing piece. They may lie in several
+    rows."""
     pieces: dict[str, dict[int, RowSpan]] = defaultdict(dict)
     for i in range(len(rows)):
         for (name, number), (start, stop) in zip(rows.pieces(i), pairwise(rows[i]["borders"].tolist()), strict=True):
@@ -177,12 +172,12 @@ def beginnings(rows: ShardSet) -> list[list[RowSpan]]:
 
 
 def held_out_prompts(rows: ShardSet, documents: Sequence[Sequence[RowSpan]], context: int, n: int) -> list[list[int]]:
-    """n prompts of `context` tokens: beginnings of documents, evenly spread over those that are long enough. Raises
-    ValueError where there are fewer."""
+    """n prompts of `context` tokens: the beginnings of documents, evenly spread over those that are long enough. Raises
+    ValueError if there are fewer."""
     found = [spans for spans in documents if sum(stop - start for _, start, stop in spans) >= context]
     if len(found) < n:
         raise ValueError(
-            f"decoding.contexts: {len(found)} held-out documents have {context} tokens, and decoding.prompts is {n}; "
+            f"decoding.contexts: {len(found)} held-out documents have {context} tokens, but decoding.prompts is {n}; "
             "set fewer, or prepare more or longer documents"
         )
     chosen = [found[i * len(found) // n] for i in range(n)]

@@ -1,4 +1,4 @@
-"""Export a run's newest checkpoint as a draft folder (models/draft_folder.py), and read it back.
+"""Exports a run's newest checkpoint as a draft folder (models/draft_folder.py), and reads it back.
 
 Shapes: E draft vocabulary.
 """
@@ -31,24 +31,24 @@ def export(
     best: bool = False,
     card: str | None = None,
 ) -> Path:
-    """Write the folder, once what will be in it is checked, and print where it lies.
+    """Write the draft folder, read it back to verify it, and print its path, which is returned.
 
     Args:
         out: the folder to write. None: run_dir/draft.
-        target: the run's, where it is already loaded.
+        target: the run's target, if it is already loaded.
         draft_vocab_size: restrict the draft to this many of the tokens it was trained with, the most frequent ones of
             the run's training data.
-        best: take the weights that decoded best while training (train/evaluate.py), not the newest.
+        best: export the weights that decoded best during training (train/evaluate.py), not the newest.
         card: also write a model card and transformers' custom_generate beside the draft (train/model_card.py), for the
             hub repository OWNER/NAME, or for the folder if this is "".
 
-    Raises ValueError where run_dir has no whole checkpoint or no best weights, the vocabulary cannot be restricted to
-    that size, `out` holds anything but a draft of ours or cannot be written; a draft that is there already is then
-    untouched. Also where what is read back is not the trained draft.
+    Raises ValueError if run_dir has no intact checkpoint or no best weights, the vocabulary cannot be restricted to
+    that size, or `out` holds anything but a draft of ours or cannot be written; an existing draft is then untouched.
+    Also if the draft that is read back differs from the trained one.
     """
     found = checkpoint.best(run_dir) if best else checkpoint.newest(run_dir)
     if found is None:
-        missing = "best weights (decoding.every keeps them)" if best else "whole checkpoint"
+        missing = "best weights (decoding.every keeps them)" if best else "intact checkpoint"
         raise ValueError(f"run_dir: {run_dir} holds no {missing}; train first, or give another run's folder")
     saved, weights = found[1], load_file(found[0] / checkpoint.WEIGHTS)
     config = checkpoint.saved_config(run_dir, saved)
@@ -82,7 +82,7 @@ def _info(config: Config, saved: dict[str, Any], target: Target, draft: Draft) -
     levels: list[int] = [TOP_K] * draft.config.n_heads if noise is None else list(WIDTHS[:noise])  # pyright: ignore
     heldout = saved["extra"]["heldout"]
     return DraftInfo(
-        # By the weights that the run began with, whatever lies at the target's path now.
+        # With the hash of the weights that the run began with, even if the target's path now holds others.
         target=target_entry(target, saved["extra"].get("target_weights")),
         train_length=config.data.seq_len,
         tree={"levels": levels, "rank_rates": heldout.get("rank_rates"), "choice_rates": heldout.get("choice_rates")},
@@ -94,8 +94,8 @@ def _info(config: Config, saved: dict[str, Any], target: Target, draft: Draft) -
 
 
 def _check_same(exported: Draft, trained: Draft) -> None:
-    """Raises ValueError where the draft that was read back has another config or another weight."""
+    """Raises ValueError if the draft that was read back has another config or another weight."""
     found, expected = exported.state_dict(), trained.state_dict()
     same = exported.config == trained.config and found.keys() == expected.keys()
     if not (same and all(found[name].equal(weight.cpu()) for name, weight in expected.items())):
-        raise ValueError("out: the draft that was read back is not the trained one; export again")
+        raise ValueError("out: the draft that was read back differs from the trained one; export again")

@@ -1,6 +1,6 @@
-"""Starts the ranks of this machine and waits for them. Signals to stop reach all of them, where one dies the others are
-ended, and none is left where this process is killed. DeepSpeed's launcher, which also starts ranks on other machines,
-dies of SIGTERM and leaves its ranks behind.
+"""Starts the ranks of this machine and waits for them. It forwards stop signals to all of them and ends the others if
+one dies; if it is killed itself, its ranks end too. DeepSpeed's launcher can also start ranks on other machines, but
+dies of SIGTERM and leaves its ranks running.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from longdraft.models.files import STOP_SIGNALS, signals_noted
 
 POLL_S = 0.2
-# How long ranks have to end by themselves after one of them failed.
+# How long the other ranks have to exit by themselves after one has failed.
 PATIENCE_S = 30.0
 # The variable that tells a rank which process started it, and prctl's option (linux/prctl.h).
 LAUNCHER, PR_SET_PDEATHSIG = "LONGDRAFT_LAUNCHER", 1
@@ -24,12 +24,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def settle_device(setting: str) -> str:
-    """Make training run where `train.device` says; returns "cuda" or "cpu".
+    """Apply the setting `train.device`; returns "cuda" or "cpu".
 
-    Raises ValueError where it asks for a GPU and there is none, and where it leaves the device open and there is a GPU
-    that PyTorch cannot use.
+    Raises ValueError if it asks for a GPU and there is none, or if it is auto and there is a GPU that PyTorch cannot
+    use.
     """
-    from longdraft.models.device import check_device, default_device  # with PyTorch, which a rank imports later
+    from longdraft.models.device import check_device, default_device  # they import PyTorch
 
     if setting == "cpu":
         os.environ[VISIBLE] = "-1"
@@ -44,14 +44,14 @@ def rank_devices(num_gpus: int | None, device: str) -> list[str]:
     part of one, taken in order from that variable where it is set; on a CPU -1, which hides all GPUs.
 
     num_gpus: the number of ranks; None: one for each GPU, or a single one on a CPU. device: "cuda" or "cpu".
-    Raises ValueError where there are fewer GPUs.
+    Raises ValueError if there are fewer GPUs.
     """
     from longdraft.models.device import n_gpus
 
     if device == "cpu":
         return ["-1"] * (num_gpus or 1)
     count, visible = n_gpus(), os.environ.get(VISIBLE)
-    # CUDA takes the names in order, up to the first one that does not exist.
+    # CUDA reads the names in order, up to the first one that does not exist.
     names = [str(i) for i in range(count)] if visible is None else [name.strip() for name in visible.split(",")][:count]
     if num_gpus is not None and num_gpus > len(names):
         raise ValueError(f"num_gpus: {num_gpus} ranks, but there are {len(names)} GPUs ({VISIBLE}={visible})")
@@ -59,23 +59,23 @@ def rank_devices(num_gpus: int | None, device: str) -> list[str]:
 
 
 def launch_ranks(argv: Sequence[str], devices: Sequence[str]) -> int:
-    """Run the Python script ARGV once for each device and return the exit status: that of the first rank that fails, or
-    128 and the number of the signal that killed it. The others are then ended. A signal to stop (STOP_SIGNALS) is
-    passed to the ranks as a SIGTERM, and they are waited for, however long they save.
+    """Run a Python script once for each device. Returns the exit status: 0, or that of the first rank that fails (128
+    plus the signal's number if a signal killed it). The other ranks are then ended. A stop signal (STOP_SIGNALS) is
+    forwarded to the ranks as SIGTERM, and they are waited for, however long they take to save.
 
     Args:
-        argv: script and its arguments. It calls `stop_with_launcher`.
+        argv: the script and its arguments. The script calls `stop_with_launcher`.
         devices: as `rank_devices` returns them.
     """
     size = str(len(devices))
     shared = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {VISIBLE: ",".join(devices), LAUNCHER: str(os.getpid())}
     if devices[0] == "-1":
-        shared["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed's import looks for a GPU, and warns that there is none
+        shared["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed's import warns that it found no GPU
     failure, told, kill_at = 0, False, math.inf
     with signals_noted() as received:
-        # In sessions of their own, so that Ctrl-C in the terminal does not reach them directly. Signals are held back
-        # until they can note them (`signals_noted`).
+        # Each rank has a session of its own, so that Ctrl-C in the terminal does not reach it directly. Stop signals
+        # stay blocked in it until it can note them (`signals_noted`).
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         ranks = [
             subprocess.Popen(
@@ -98,23 +98,23 @@ def launch_ranks(argv: Sequence[str], devices: Sequence[str]) -> int:
             time.sleep(POLL_S)
     failure = failure or _failure(statuses)
     if failure < 0:
-        why = f"a rank was killed by {signal.Signals(-failure).name} (often a lack of memory) and the others were ended"
-        print(f"longdraft train: error: {why}; the same command goes on from the newest checkpoint", file=sys.stderr)
+        why = f"a rank was killed by {signal.Signals(-failure).name} (often out of memory) and the others were ended"
+        print(f"longdraft train: error: {why}; the same command resumes from the newest checkpoint", file=sys.stderr)
     return failure if failure >= 0 else 128 - failure
 
 
 def _failure(statuses: Sequence[int | None]) -> int:
-    """The status of the rank that failed, one that a signal killed before those that miss it; 0 if none did."""
+    """The exit status of a failed rank, or 0. Ranks that a signal killed come first: others may fail as a result."""
     return min(filter(None, statuses), default=0)
 
 
 def stop_with_launcher() -> None:
     """Have the system send a SIGTERM to this rank when `launch_ranks` dies, whatever kills it."""
     launcher = os.environ.get(LAUNCHER)
-    if launcher is None:  # of DeepSpeed's launcher, or without one
+    if launcher is None:  # started by DeepSpeed's launcher or by none
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if os.getppid() != int(launcher):  # it was dead by then
+    if os.getppid() != int(launcher):  # it had died before
         signal.raise_signal(signal.SIGTERM)
 
 

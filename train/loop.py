@@ -1,4 +1,4 @@
-"""Training from the first step to the last checkpoint: stages one after the other, and the steps of one run."""
+"""The training loop: runs the stages of a config one after the other, and the steps of each run."""
 
 import gc
 import os
@@ -29,23 +29,23 @@ from longdraft.train.step import StepResult, begin_step_sum, finish_step_sum, me
 from longdraft.train.tracking import Tracker, read_metrics
 from longdraft.train.validation import validate
 
-# What is compared at a run's end with what it began with: keys of its records, and what they are.
+# Metrics that `gains` compares between a run's start and its end: key in metrics.jsonl, and name in the log.
 MEASURED = {
     "heldout_choice_rates": "target's choice", "heldout_overlaps": "overlap", "decode_tokens_per_step": "tokens/step",
 }  # fmt: skip
 
 
 def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()) -> None:
-    """Train the stages that are not done yet, until all are or something is in `stop` (`signals_noted`) on any rank;
-    all ranks call it.
+    """Train the unfinished stages in order, until all are done or `stop` (`signals_noted`) is non-empty on any rank.
+    All ranks call it.
 
     Raises:
         ValueError: a config does not fit the ranks, the data, the target or the run already in its folder.
-        TrainingError: training cannot go on.
+        TrainingError: training cannot continue.
     """
     target: Target | None = None
     loaded: Any = None
-    if any(stage.config.train.deterministic for stage in stages):  # cuBLAS reads it once, at a process's first product
+    if any(stage.config.train.deterministic for stage in stages):  # cuBLAS reads it once, at a process's first matmul
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     done = ranks.from_first(lambda: [stage.name is not None and _is_done(stage) for stage in stages])
     for number, (stage, is_done) in enumerate(zip(stages, done, strict=True), start=1):
@@ -55,8 +55,8 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
             if is_done:
                 continue
         is_first, wanted = loaded is None, (config.target, config.train.precision)
-        target = target if loaded == wanted else None  # its memory is freed before another is loaded
-        gc.collect()  # DeepSpeed's engine of the stage before and transformers' models refer to themselves
+        target = target if loaded == wanted else None  # free its memory before another is loaded
+        gc.collect()  # the previous stage's DeepSpeed engine and transformers' models contain reference cycles
         if target is None:
             target, loaded = open_target(config, ranks), wanted
         if is_first:
@@ -69,9 +69,9 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
 
 
 def _is_done(stage: Stage) -> bool:
-    """Whether the draft of the last step of the stage's run is exported: a stopped run and best weights can be exported
-    too. A converted draft has no steps, and its stage is done. A kill may have left one file of the two, or an older
-    draft's. Raises ValueError where the draft was trained with other settings than the stage has now."""
+    """Whether the draft of the run's last step is exported; a stopped run or best weights may have been exported
+    instead. A converted draft has no steps: its stage counts as done. A kill may have left only one of the two files,
+    or one of an older draft. Raises ValueError if the draft was trained with other settings than the stage's."""
     weights = stage.draft / WEIGHTS
     if not (stage.draft / CONFIG).is_file() or not weights.is_file():
         return False
@@ -83,29 +83,29 @@ def _is_done(stage: Stage) -> bool:
     if info.step is None:
         return True
     config, saved = stage.config, checkpoint.saved_config(stage.config.train.run_dir, {"config": info.train_config})
-    if config.train.steps is None:  # epochs, of rows that need not be there any more
+    if config.train.steps is None:  # given in epochs, whose rows may have been deleted
         config = config.changed(train={"steps": info.step, "epochs": None})
     for name, (now, before) in checkpoint.changes(saved, config.resolved(0)).items():
-        if name != "target.path":  # of which the draft has a part
+        if name != "target.path":  # `export` stores it as an absolute path
             raise ValueError(
-                f"stages.{stage.name}: {name}: {now!r}, but {stage.draft} was trained with {before!r}; set it back, "
-                f"give it to later stages as stages.NAME.{name}, or start anew with train.run_dir=another/folder"
+                f"stages.{stage.name}: {name}: {now!r}, but {stage.draft} was trained with {before!r}; restore it, "
+                f"set it for later stages as stages.NAME.{name}, or start a new run with train.run_dir=another/folder"
             )
     return True
 
 
 def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = (), stage: str | None = None) -> bool:
-    """Train until the run's steps are done or something is in `stop` (`signals_noted`) on any rank; all ranks call it.
+    """Train until the run's last step, or until `stop` (`signals_noted`) is non-empty on any rank. All ranks call it.
 
     Args:
-        target: the run's (`open_target`).
-        stage: its name, where the run is one of several stages.
+        target: the run's target (`open_target`).
+        stage: the stage's name, if the run is a stage.
 
     Returns: whether the run is done.
 
     Raises:
         ValueError: the config does not fit the ranks, the data, the target or the run already in its folder.
-        TrainingError: training cannot go on.
+        TrainingError: training cannot continue.
     """
     rows = ShardSet(Path(config.data.path) / "train")
     config = config.resolved(len(rows))
@@ -115,7 +115,7 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
         lock = Path(run_dir) / "lock"
         ranks.from_first(lambda: held.enter_context(locked(lock, "train.run_dir", busy)))
         if not all(ranks.gather(lock.exists())):
-            raise ValueError(f"train.run_dir: not all machines see the first one's {run_dir}; give a shared folder")
+            raise ValueError(f"train.run_dir: not every machine sees the first one's {run_dir}; use shared storage")
         found = ranks.from_first(partial(checkpoint.newest, run_dir))
         undecoded = ranks.from_first(lambda: found is not None and _lacks_decoding(config, found[1]))
         if found is not None:
@@ -127,62 +127,62 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
         run.stop = stop
         ranks.log(_described(run))
         if ranks.first:
-            if found is None:  # what lies there is from a run that ended before its first checkpoint
+            if found is None:  # weights of an earlier run that ended before its first checkpoint
                 shutil.rmtree(checkpoint.best_folder(run_dir), ignore_errors=True)
             text, wandb_id = to_yaml(config), found and found[1]["extra"].get("wandb_id")
             write_atomically(Path(run_dir) / "config.yaml", lambda file: file.write_text(text, "utf-8"))
-            # What was measured before the first step is measured again.
+            # At step 0, -1 removes the records of step 0 too, since they are measured again.
             run.tracker = Tracker(config, run.method.part_names, run.step or -1, wandb_id, stage)
             run.bar = tqdm(total=n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
         if undecoded or (run.step == 0 and config.draft.start_from is not None):
-            # At step 0 what the training will be compared with; later what an unbroken run would have measured.
+            # At step 0, the baseline for `gains`; later, the decoding that a stop cut off.
             _evaluate(run, validates=_is_due(run, config.heldout.every), decodes=True)
         saved = found and found[0]
         while run.step < n_steps and (result := train_step(run)) is not None:
             run.step += 1
             saved = _after_step(run, result)
-        saved = saved or _save(run)  # before anything that may wait or fail
+        saved = saved or _save(run)  # before anything that may block or fail
         run.bar.close()
         if run.tracker:
             run.tracker.close()
         run.engine.close()
     if run.step < n_steps or run.undecoded:
-        ranks.log(f"Stopped after {run.step} of {n_steps} steps; the same command goes on from {saved}")
+        ranks.log(f"Stopped after {run.step} of {n_steps} steps; the same command resumes from {saved}")
         return False
     if ranks.first and (gained := gains(read_metrics(run_dir))):
-        ranks.log(f"From {config.draft.start_from} to step {n_steps}, held out: {gained}")
+        ranks.log(f"Held out, from {config.draft.start_from} to step {n_steps}: {gained}")
     ranks.log(f"Trained: {n_steps} steps, checkpoint in {saved}; next: {shlex.join(['longdraft', 'export', run_dir])}")
     return True
 
 
 def _lacks_decoding(config: Config, state: dict[str, Any]) -> bool:
-    """Whether a stop ended the decoding of a checkpoint's weights, and nothing has made up for it."""
+    """Whether a stop cut off the decoding of a checkpoint's weights, and it has not been repeated since."""
     records = read_metrics(config.train.run_dir)
     decoded = any(record["step"] == state["step"] and "decode_s" in record for record in records)
     return bool(config.decoding.every and state["extra"].get("undecoded")) and not decoded
 
 
 def _described(run: Run) -> str:
-    """What is logged before the first step."""
+    """The line that is logged before the first step."""
     train, data = run.config.train, run.config.data
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.engine.draft.parameters())
     return (
         f"Training {run.config.draft.method} ({parameters / 1e6:.1f} M parameters) for {run.config.target.path} on "
         f"{run.ranks.world_size} {'GPU' if run.ranks.device.type == 'cuda' else 'CPU'} rank(s), {train.precision}, "
         f"ZeRO-{train.zero_stage}: step {run.step} to {train.n_steps}, up to {train.global_batch * data.seq_len:,} "
-        f"tokens each, from {data.path}; all goes to {train.run_dir}"
+        f"tokens each, from {data.path}; output in {train.run_dir}"
     )
 
 
 def _after_step(run: Run, result: StepResult) -> Path | None:
-    """Log, validate, decode and save as far as each is due after a step; returns the checkpoint, if one was saved."""
+    """After a step, log, validate, decode and save if each is due. Returns the checkpoint, if one was saved."""
     config = run.config
     logs, validates, saves = (
         _is_due(run, every) for every in (config.log.every, config.heldout.every, config.train.save_every)
     )
     decodes = run.decoding is not None and _is_due(run, config.decoding.every)
     if logs or validates or decodes or saves:
-        finish_step_sum(run)  # before anything is written about these weights
+        finish_step_sum(run)  # before anything is recorded about these weights
     if logs:
         record = measure(run, result)
         _write(run, record)
@@ -190,19 +190,19 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
         run.bar.set_postfix(shown, refresh=False)
     _evaluate(run, validates, decodes)
     saved = _save(run) if saves else None
-    if run.step < config.train.n_steps and (validates or decodes or saves):  # a wish to stop may have come meanwhile
+    if run.step < config.train.n_steps and (validates or decodes or saves):  # a stop signal may have arrived meanwhile
         begin_step_sum(run)
     run.bar.update()
     return saved
 
 
 def _is_due(run: Run, every: int) -> bool:
-    """Whether what is done every so many steps, and after the last one, is done after the present one."""
+    """Whether something that is done every `every` steps, and after the last one, is due after the current step."""
     return run.step == run.config.train.n_steps or run.step % every == 0
 
 
 def _evaluate(run: Run, validates: bool, decodes: bool) -> None:
-    """Measure the present weights on held-out rows, and by decoding."""
+    """Measure the current weights on held-out rows and by decoding, if asked to."""
     config = run.config
     if validates:
         begin = time.perf_counter()
@@ -220,9 +220,9 @@ def _evaluate(run: Run, validates: bool, decodes: bool) -> None:
 
 
 def gains(records: Sequence[dict[str, Any]]) -> str:
-    """What was measured before the first step and after the last, in words; "" for a run that began with a new draft.
+    """Text that compares the metrics after the last step with those before the first; "" if the draft began as new.
 
-    Rates and overlaps are means over heads or levels that have labels, rates those of the first candidates.
+    Rates and overlaps are means over the heads or levels that have labels. A rate is that of the first candidates.
     """
     found = []
     for key, what in MEASURED.items():
@@ -235,7 +235,7 @@ def gains(records: Sequence[dict[str, Any]]) -> str:
 
 
 def _write(run: Run, record: dict[str, Any]) -> None:
-    """Write a record of the run's present step, on the first rank."""
+    """Write a record of the run's current step, on the first rank only."""
     if run.tracker:
         run.tracker.write({"step": run.step} | record)
 

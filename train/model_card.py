@@ -1,6 +1,6 @@
-"""An exported draft as a repository of the hub: its model card with curves, and its `custom_generate`.
+"""Makes a hub repository of an exported draft: its model card with curves, and its `custom_generate`.
 
-The card says only what the run recorded.
+The card states only what the run recorded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from longdraft.train.config import Config, to_yaml
 from longdraft.train.tracking import read_metrics
 
 CARD, CURVES, GENERATE = "README.md", "curves.png", "custom_generate/generate.py"
-# A record's names of tokens/step begin with this, and end with the prompts' length and the temperature (evaluate.py).
+# Prefix of the tokens/step metrics, which is followed by the prompts' length and the temperature (evaluate.py).
 TOKENS_PER_STEP = "decode_tokens_per_step/"
 # transformers' `custom_generate` reads this file from a repository and calls its function `generate`.
 GENERATE_TEXT = '''"""Decoding with this draft, for `model.generate(custom_generate=..., trust_remote_code=True)`."""
@@ -59,7 +59,7 @@ def write_card(run_dir: str | Path, folder: Path, config: Config, step: int, nam
 
     Args:
         folder: the draft's, exported from this step of a run with this config.
-        name: the hub repository that it will become, which they then name; "": they name the folder.
+        name: the hub repository that these files refer to; "": they refer to the folder.
     """
     info, where, path = read_info(folder), name or str(folder.resolve()), config.target.path
     is_on_hub = HUB_NAME.fullmatch(path) and info.target["name"] == path
@@ -84,7 +84,7 @@ def write_card(run_dir: str | Path, folder: Path, config: Config, step: int, nam
 
 
 def _decoding_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """The lines of a table with the last decoding's tokens/step; empty where there was none."""
+    """A Markdown table with the last decoding's tokens/step; empty if there was none."""
     decoded = [(record, settings) for record in records if (settings := _settings(record))]
     if not decoded:
         return ""
@@ -95,12 +95,12 @@ def _decoding_table(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _settings(record: Mapping[str, Any]) -> list[str]:
-    """The names of a decoding's lengths and temperatures, as ctx512.T0."""
+    """The names of a decoding's lengths and temperatures, such as ctx512.T0."""
     return [key.removeprefix(TOKENS_PER_STEP) for key in record if key.startswith(TOKENS_PER_STEP)]
 
 
 def draw_curves(folder: str | Path, records: Sequence[Mapping[str, Any]]) -> Path:
-    """Draw folder/curves.png from the records of metrics.jsonl: the losses and, where the run decoded, tokens/step by
+    """Draw folder/curves.png from the records of metrics.jsonl: the losses and, if the run decoded, tokens/step by
     context length and temperature, over training steps. The file is replaced atomically."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
-"""The processes of a training: how they meet, what they agree on, how they end.
+"""The ranks of a training: how they join, communicate and leave. launcher.py starts them.
 
-Ranks wait for one another in `Ranks.control`, on the CPU, for at most TIMEOUT. How they are started: launcher.py.
+They wait for one another in the group `Ranks.control`, on the CPU, for at most TIMEOUT.
 """
 
 import logging
@@ -30,17 +30,17 @@ import deepspeed
 
 # Long enough for a rank that loads a large target from a slow disk while the others wait.
 TIMEOUT = timedelta(minutes=60)
-# Parts of gloo's and NCCL's messages when the other side of a collective is gone.
+# Substrings of gloo's and NCCL's errors when a peer of a collective has died.
 LOST = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 T = TypeVar("T")
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; what was saved is good. All ranks raise it, and the first one of a machine reports it."""
+    """Training cannot continue; checkpoints are good. All ranks raise it, and each machine's first rank reports it."""
 
 
 class RankError(TrainingError):
-    """An error of this rank alone, which reports it itself."""
+    """An error of this rank only, which reports it itself."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Ranks:
         return self.rank == 0
 
     def log(self, line: str) -> None:
-        """Print a line on the first rank alone."""
+        """Print a line on the first rank only."""
         if self.first:
             log(line)
 
@@ -90,8 +90,8 @@ class Ranks:
         return values
 
     def on_all(self, work: Callable[[], T]) -> list[T]:
-        """The results of `work` on all ranks, in rank order. Where it fails on some, all raise the first one's error: a
-        ValueError as it is, one of reading or writing as a TrainingError that names the rank."""
+        """The results of `work` on all ranks, in rank order. If it fails on some, all ranks raise the first of these
+        errors: a ValueError unchanged, an error of reading or writing as a TrainingError that names the rank."""
         result, error = None, None
         try:
             result = work()
@@ -106,8 +106,8 @@ class Ranks:
         return [result for result, _ in outcomes]
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """The result of `work` on the first rank, on all ranks: for what one rank alone may read or do while the others
-        wait. Errors are raised on all ranks, as in `on_all`."""
+        """Run `work` on the first rank only, while the others wait, and return its result on all ranks. Errors are
+        raised on all ranks, as in `on_all`."""
         return self.on_all(work if self.first else lambda: None)[0]  # pyright: ignore[reportReturnType]
 
 
@@ -144,7 +144,7 @@ def join_ranks() -> Ranks:
         raise RankError(
             f"rank {env['RANK']} of {world_size} on {socket.gethostname()} cannot join the others at "
             f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}: {_first_line(error)}; on several machines, set "
-            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between them, as eth0 or ib0"
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between them, such as eth0 or ib0"
         ) from error
     return Ranks(dist.get_rank(), dist.get_world_size(), local_rank, local_size, device, control)
 
@@ -158,10 +158,10 @@ def _set_up_deepspeed() -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")
         del os.environ["TORCHDYNAMO_DISABLE"]
-    # No setting turns DeepSpeed's compiled operations off, which take a minute at the first launch or, without a CUDA
+    # No setting disables DeepSpeed's compiled operations. They take a minute at the first launch or, without a CUDA
     # toolkit, make every rank print what is missing.
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
-    # Where pynvml is installed, DeepSpeed takes what stands in CUDA_VISIBLE_DEVICES for numbers, which UUIDs are not.
+    # With pynvml, DeepSpeed parses CUDA_VISIBLE_DEVICES as numbers and fails on UUIDs.
     deepspeed.accelerator.get_accelerator()  # it imports pynvml
     vars(import_module("deepspeed.accelerator.cuda_accelerator"))["pynvml"] = None
 
@@ -174,15 +174,15 @@ def log(line: str) -> None:
 
 @contextmanager
 def failures_named(ranks: Ranks) -> Iterator[None]:
-    """Inside, a file that cannot be read or written (a full disk), and the errors of collectives because another rank
-    is gone, become RankErrors that say so."""
+    """Inside, a file that cannot be read or written (a full disk), and a collective that fails because another rank
+    died, raise a RankError that says so."""
     try:
         yield
     except BrokenPipeError:  # of standard output
         raise
     except OSError as error:
         raise RankError(
-            f"rank {ranks.rank}: {error}; then the same command goes on from the newest checkpoint"
+            f"rank {ranks.rank}: {error}; once fixed, the same command resumes from the newest checkpoint"
         ) from error
     except RuntimeError as error:
         reason = _first_line(error)
@@ -190,8 +190,8 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
         if not is_lost and not isinstance(error, dist.DistError):
             raise
         raise RankError(
-            f"rank {ranks.rank}: another rank is gone, it failed or was killed ({reason}); the same command goes on "
-            "from the newest checkpoint"
+            f"rank {ranks.rank}: another rank failed or was killed ({reason}); the same command resumes from "
+            "the newest checkpoint"
         ) from error
 
 
@@ -200,6 +200,6 @@ def _first_line(error: Exception) -> str:
 
 
 def leave_ranks(ranks: Ranks) -> None:
-    """Destroy the process group, as every rank's last act: one that is left may abort the process at exit."""
+    """Destroy the process group, as every rank's last action: otherwise the process may abort at exit."""
     ranks.barrier()
-    deepspeed.comm.destroy_process_group()  # with DeepSpeed's own record of the groups: the process may join again
+    deepspeed.comm.destroy_process_group()  # DeepSpeed's record of the groups too: the process may join again

@@ -25,7 +25,7 @@ from deepspeed.sequence.layer import DistributedAttention
 
 
 def check_heads(config: DecoderConfig, degree: int) -> None:
-    """Raises ValueError where a target's heads do not divide among `train.sequence_parallel` ranks."""
+    """Raises ValueError if a target's heads do not divide among `train.sequence_parallel` ranks."""
     if config.n_heads % degree or config.n_kv_heads % degree:
         raise ValueError(
             f"train.sequence_parallel: {degree} ranks cannot share the target's heads; set it to a number that divides "
@@ -34,7 +34,7 @@ def check_heads(config: DecoderConfig, degree: int) -> None:
 
 
 def sequence_group(degree: int) -> dist.ProcessGroup:
-    """This rank's group, where every `degree` consecutive ranks form one; all ranks call it, once."""
+    """This rank's group: every `degree` consecutive ranks form one. All ranks call it, once."""
     group: Any = dist.new_subgroups(degree, timeout=TIMEOUT)[0]
     return group
 
@@ -44,7 +44,7 @@ class SequenceParallel:
 
     Args:
         config: the target's. group: see `sequence_group`.
-    Raises ValueError where the heads do not divide among the ranks.
+    Raises ValueError if the heads do not divide among the ranks.
     """
 
     def __init__(self, config: DecoderConfig, group: dist.ProcessGroup):
@@ -58,18 +58,18 @@ class SequenceParallel:
         self._attention = DistributedAttention(attend, group, scatter_idx=2, gather_idx=1)  # pyright: ignore[reportArgumentType]
 
     def own_span(self, n_tokens: int) -> tuple[int, int]:
-        """Where this rank's tokens of a row start and stop; the last ranks may have fewer tokens, or none."""
+        """Start and stop of this rank's tokens in a row; the last ranks may have fewer tokens, or none."""
         width = -(-n_tokens // self.size)
         return min(self.rank * width, n_tokens), min((self.rank + 1) * width, n_tokens)
 
     @torch.no_grad()
     def forward(self, model: Decoder, given: Pass) -> TargetOutput:
-        """The target's pass over a whole packed sequence, which every rank passes in alike.
+        """The target's pass over a whole packed sequence; every rank passes in the same one.
 
         Args:
-            given: with borders and without a cache; needs last_kv, pre_norm, post_norm, logits.
+            given: with borders and without a cache; its `needs` are among last_kv, pre_norm, post_norm, logits.
 
-        Returns: last_kv of all N tokens, on every rank; other fields at this rank's tokens, those of `own_span(N)`:
+        Returns: last_kv of all N tokens, on every rank; the other fields for this rank's tokens, `own_span(N)`:
             [1, n, ...].
         """
         tokens_1N, borders, positions_1N = given.tokens_BT, given.borders, given.positions_BT
@@ -111,7 +111,7 @@ class SequenceParallel:
         return found.bool()
 
     def gather(self, own_1nX: Tensor, n_tokens: int) -> Tensor:
-        """The ranks' tensors of their own tokens joined: [1, n, ...] to [1, n_tokens, ...], without gradient."""
+        """Join the ranks' tensors of their own tokens: [1, n, ...] to [1, n_tokens, ...], without gradient."""
         width = -(-n_tokens // self.size)
         padded = own_1nX.new_zeros(width, *own_1nX.shape[2:])
         padded[: own_1nX.shape[1]] = own_1nX[0]

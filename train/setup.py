@@ -1,4 +1,4 @@
-"""The run (`Run`) and how it is opened: check the data, load target and draft, wrap the draft in DeepSpeed."""
+"""Opens a run (`Run`): checks the data, loads target and draft, wraps the draft in DeepSpeed."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from longdraft.train.tracking import Tracker
 
 @dataclass
 class StepInput:
-    """What a step reads, before it begins: this rank's passes, and their labels [P] of each part of the loss."""
+    """This rank's input of a step: its passes, and their number of labels for each part of the loss, [P]."""
 
     rows_by_pass: list[list[EpochRow]]
     micro_batches: list[MicroBatch]
@@ -43,15 +43,15 @@ class StepInput:
 
 @dataclass
 class Run:
-    """All that is open during training.
+    """The state of a run during training.
 
-    `target_weights`: the hash of the target's weights (models/fingerprint.py). `decoding`: None where the config does
-    not ask for it. `step`: steps done. `skipped`: passes and steps that were skipped because their loss or gradient was
-    not a number. `heldout`: the latest validation. `undecoded`: a stop ended the present step's decoding. `stop`: the
-    run ends once there is something in it on any rank. `tracker` and a visible `bar` exist on the first rank alone.
+    `target_weights`: the hash of the target's weights (models/fingerprint.py). `decoding`: None if the config does not
+    ask for it. `step`: completed steps. `skipped`: passes and steps that were skipped because their loss or gradient
+    was not finite. `heldout`: the latest validation. `undecoded`: a stop cut off the current step's decoding. `stop`:
+    the run ends once it is non-empty on any rank. Only the first rank has a `tracker` and a visible `bar`.
 
-    `sums` waits for what the ranks sum at a step's end and returns it (`finish_step_sum` in step.py). `next_input`:
-    what the next step reads, prepared while the device was still working; None before the first step.
+    `sums` waits for the all-reduce at a step's end and returns its result (`finish_step_sum` in step.py). `next_input`:
+    the next step's input, prepared while the device is still working; None before the first step.
     """
 
     config: Config
@@ -75,23 +75,23 @@ class Run:
 
 
 def open_run(config: Config, ranks: Ranks, target: Target, found: Found | None = None) -> Run:
-    """Open data, draft and engine as they are before the first step, or as the checkpoint `found` left them."""
+    """Open data, draft and engine, in their initial state or in that of the checkpoint `found`."""
     train = config.train
-    torch.use_deterministic_algorithms(train.deterministic)  # an operation that has no such algorithm raises
+    torch.use_deterministic_algorithms(train.deterministic)  # operations without a deterministic algorithm raise
     note_weights(target)
     weights, extra = target.fingerprint.get("weights"), found[1]["extra"] if found else {}
     if extra.get("target_weights") not in (None, weights):
         raise ValueError(
-            f"target.path: {config.target.path} has other weights than the run in {train.run_dir} began with; put "
-            "those back, or start anew with another train.run_dir"
+            f"target.path: {config.target.path} has other weights than the run in {train.run_dir} began with; "
+            "restore them, or start a new run with another train.run_dir"
         )
     rows, heldout_rows = (open_rows(config.data, split, target) for split in ("train", "heldout"))
     begun_with = {"data.path": (rows.identity, heldout_rows.identity), "target.path": weights}
     of_ranks = ranks.gather(begun_with)
     for name, value in begun_with.items():
         if any(other[name] != value for other in of_ranks):
-            raise ValueError(f"{name}: differs between the machines; copy the first one's to all of them")
-    # All shards are read once before any is trained on; the ranks of a machine, which may have its own copy, share it.
+            raise ValueError(f"{name}: differs between the machines; copy it from the first one to the others")
+    # All shards are verified before training. Each machine may have its own copy, so its ranks verify it together.
     share = ranks.local_rank, ranks.local_size, target.model.config.vocab_size
     ranks.on_all(lambda: [split.verify(*share) for split in (rows, heldout_rows)])
     decoding = Evaluator(config, target, heldout_rows, ranks) if config.decoding.every else None
@@ -108,12 +108,12 @@ def open_run(config: Config, ranks: Ranks, target: Target, found: Found | None =
 
 
 def whole_target(section: TargetSection, dtype: torch.dtype, device: torch.device | str = "cpu") -> Target:
-    """The target, whole, on this device."""
+    """Load the target, unsharded, on this device."""
     return LOADERS[section.loader](section.path, dtype, device, section.max_positions)
 
 
 def open_target(config: Config, ranks: Ranks) -> Target:
-    """The run's frozen target: a whole copy on this rank's device, or this rank's share of it."""
+    """Load the run's frozen target on this rank's device: a full copy, or this rank's shard of it."""
     section, dtype = config.target, DTYPES[config.train.precision]
     if ranks.device.type == "cuda" and section.loader == "longdraft":
         check_room(config, ranks)
@@ -126,8 +126,8 @@ def open_target(config: Config, ranks: Ranks) -> Target:
 
 
 def check_stages(stages: Sequence[Stage], target: Target, ranks: Ranks) -> None:
-    """Raises ValueError, before the first of the stages begins, for what would end one of them later: the number of
-    ranks, the draft's shape, and its rows, if they are prepared."""
+    """Raises ValueError before the first stage begins if any stage would fail later: for its number of ranks, its
+    draft's shape, or its rows if they are already prepared."""
     first, before = stages[0].config.target, None
     for stage in stages:
         config = stage.config
@@ -135,7 +135,7 @@ def check_stages(stages: Sequence[Stage], target: Target, ranks: Ranks) -> None:
             config.train.n_passes(ranks.world_size)
             network = config.draft.network(target.model.config)
             if before is not None and not same_shape(before, network):
-                raise ValueError(f"draft: {network}, but the stage before trains {before}; set the sections alike")
+                raise ValueError(f"draft: {network}, but the stage before trains {before}; make the sections equal")
             same = (config.target.path, config.target.max_positions) == (first.path, first.max_positions)
             if before is not None and same:
                 ranks.from_first(partial(_check_rows, config, target))
@@ -146,23 +146,23 @@ def check_stages(stages: Sequence[Stage], target: Target, ranks: Ranks) -> None:
 
 def _check_rows(config: Config, target: Target) -> None:
     if not all((Path(config.data.path) / split / MANIFEST).exists() for split in SPLITS):  # written last
-        log(f"{config.data.path} is not prepared yet, which its stage will need")
+        log(f"{config.data.path} is not prepared yet; prepare it before its stage begins")
         return
     rows, _ = (open_rows(config.data, split, target) for split in SPLITS)
     config.resolved(len(rows))
 
 
 def check_room(config: Config, ranks: Ranks) -> None:
-    """Raises ValueError, on all ranks and before anything is loaded, where a GPU has no room for what training keeps
-    there all the time."""
+    """Raises ValueError, on all ranks and before anything is loaded, if a GPU has too little free memory for what
+    training keeps there permanently."""
     target = read_target_config(config.target.path, config.target.max_positions)
     kept = sum(memory(config, target, ranks.world_size, gpu=True).kept.values())
-    # The process has taken what it needs beside tensors by now.
+    # The process has already allocated what it needs beside tensors.
     free, place = min(ranks.gather((free_bytes(ranks.device), f"{ranks.device} of {socket.gethostname()}")))
     if kept > free:
         raise ValueError(
-            f"train.device: {place} has {free / 2**30:.2f} GiB free, and training keeps {kept / 2**30:.2f} GiB there "
-            "(--estimate lists them); take more or larger GPUs, target.zero_stage=3, train.zero_stage=3 or "
+            f"train.device: {place} has {free / 2**30:.2f} GiB free, but training keeps {kept / 2**30:.2f} GiB there "
+            "(--estimate lists it); use more or larger GPUs, target.zero_stage=3, train.zero_stage=3 or "
             "train.offload_optimizer=true"
         )
 
@@ -179,8 +179,8 @@ def note_weights(target: Target) -> None:
 
 
 def open_rows(data: DataSection, split: str, target: Target) -> ShardSet:
-    """Open a split of the prepared folder; raises ValueError where its rows or tokenizer do not fit the run, the loss
-    counts no token, or too many documents were dropped."""
+    """Open a split of the prepared folder. Raises ValueError if its rows or tokenizer do not fit the run, it has no
+    supervised token, or too many documents were dropped."""
     rows = ShardSet(Path(data.path) / split)
     place, length, tokenizer = rows.folder, rows.manifest["seq_len"], rows.manifest["tokenizer_sha256"]
     if length != data.seq_len:
@@ -190,7 +190,7 @@ def open_rows(data: DataSection, split: str, target: Target) -> ShardSet:
             f"data.path: {place} was prepared with the tokenizer {tokenizer}, which is not {target.name}'s"
         )
     if not len(rows) or not rows.manifest.get("supervised_tokens", 1):  # older manifests do not count them
-        raise ValueError(f"data.path: {place} has no token that the loss counts; look at longdraft prepare --inspect")
+        raise ValueError(f"data.path: {place} has no supervised token; check it with longdraft prepare --inspect")
     share, reasons = rows.dropped_share()
     if share > data.max_dropped_share:
         why = ", ".join(f"{reason}: {n:,}" for reason, n in reasons.items() if n)

@@ -1,7 +1,7 @@
-"""The frozen target under ZeRO-3 (arXiv 1910.02054): its weights are sharded, and a layer is whole while it runs.
+"""The frozen target under ZeRO-3 (arXiv 1910.02054): its weights are sharded, and a layer is gathered while it runs.
 
 Each rank keeps a share of every layer's weights. Embedding, final norm and LM head stay whole on every rank, because
-the draft's loss reads them outside of any pass. A pass is collective: all ranks make the same passes in the same order,
+the draft's loss reads them outside of any pass. A pass is collective: all ranks run the same passes in the same order,
 each over its own tokens.
 """
 
@@ -28,9 +28,9 @@ import deepspeed
 
 
 def load_sharded_target(path: str | Path, dtype: torch.dtype, ranks: Ranks, max_positions: int | None = None) -> Target:
-    """`load_target` (same arguments, same errors) with the layers' weights sharded over all ranks, which all call it
-    and get the first rank's bytes. No rank's device ever holds more than one whole layer beside its share, and in a
-    pass the next one on its way.
+    """`load_target` (same arguments, same errors) with the layers' weights sharded over all ranks. All ranks call it
+    and get the first rank's weights. Beside its share, a device never holds more than one whole layer, and in a pass
+    also the next one, which is prefetched.
     """
     whole = partial(deepspeed.zero.GatheredParameters, modifier_rank=0)
     return load_target(path, dtype, ranks.device, max_positions, build=build_sharded_decoder, whole=whole)
@@ -43,7 +43,7 @@ def build_sharded_decoder(config: DecoderConfig, dtype: torch.dtype, device: tor
     decoder = decoder.to(dtype).requires_grad_(False).eval()
     for layer in decoder.layers:
         layer.to_empty(device=device)
-        # Memory-efficient linear layers help a backward pass alone, and replace torch's F.linear in the whole process.
+        # Memory-efficient linear layers only help a backward pass, and replace torch's F.linear in the whole process.
         deepspeed.zero.Init(module=layer, dtype=dtype, mem_efficient_linear=False)
     for part in (decoder.embed_tokens, decoder.norm, decoder.lm_head):
         part.to_empty(device=device)
@@ -58,9 +58,9 @@ def share_out(
     """A model of transformers with its layers' weights sharded, for `wrap` of `load_through_transformers`.
 
     The first rank's host reads the whole model and sends the others their shares; a device has at most one whole layer
-    of it. Raises ValueError on all ranks where the first one cannot read it.
+    of it. Raises ValueError on all ranks if the first one cannot read it.
     """
-    from transformers import AutoModelForCausalLM  # imports much of transformers, as the next one
+    from transformers import AutoModelForCausalLM  # imports much of transformers, as does the next import
 
     from longdraft.models.transformers_model import find_layers
 
@@ -95,15 +95,15 @@ def share_out(
 
 @contextmanager
 def whole_layers(decoder: Decoder, *which: int) -> Iterator[None]:
-    """Inside, the weights of these layers are whole and can be read outside of a pass, whether the decoder is sharded
-    or not. All ranks enter together."""
+    """Context in which the weights of these layers are gathered and can be read outside of a pass, whether or not the
+    decoder is sharded. All ranks enter together."""
     parameters = [parameter for layer in which for parameter in decoder.layers[layer].parameters()]
     with deepspeed.zero.GatheredParameters(parameters):
         yield
 
 
 class _WholeLayers:
-    """`Decoder.around_layer` of a sharded decoder: gathers a layer before it runs, and the next one meanwhile."""
+    """`Decoder.around_layer` of a sharded decoder: gathers a layer before it runs, and prefetches the next one."""
 
     def __init__(self, layers: Sequence[Layer]):
         self._next = dict(pairwise(layers))
@@ -113,7 +113,7 @@ class _WholeLayers:
     def __call__(self, layer: Layer) -> Iterator[None]:
         (self._coming.pop(layer, None) or _gather(layer)).wait()
         following = self._next.get(layer)
-        if following is not None and following not in self._coming:  # it may be there, after a pass that failed
+        if following is not None and following not in self._coming:  # still there after a pass that failed
             self._coming[following] = _gather(following)
         try:
             yield
@@ -123,6 +123,6 @@ class _WholeLayers:
 
 
 def _gather(layer: Layer) -> Any:
-    """Begin to gather a layer's weights. They are whole once the returned handle has been waited for."""
+    """Start gathering a layer's weights. They are whole after `wait` on the returned handle."""
     parameters: list[Any] = list(layer.parameters())
     return parameters[0].all_gather_coalesced(parameters)

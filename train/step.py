@@ -1,11 +1,11 @@
-"""One step of training: its rows, the target's passes, the draft's, the backward passes, the update; and its metrics.
+"""One training step: its rows, the passes of target and draft, the backward passes, the update; and its metrics.
 
-A step's loss counts all labels of its rows alike, whichever rank and pass they are in; `Method.loss_weights` says how
-its parts weigh. The host runs ahead of a GPU: in a step that is neither logged nor saved it waits for what DeepSpeed
-waits for where the weights move (under ZeRO-3 after each pass), and for nothing else. So what the ranks sum at a step's
-end is read when the next step begins, and before anything is logged or saved. The result is the same as if the host had
-waited; only the error about too many skipped passes is raised later.
-Shapes: P parts of the loss, K ranks counted.
+A step's loss weighs all labels of its rows equally, whichever rank and pass they are in; `Method.loss_weights` weighs
+its parts. The host runs ahead of a GPU: in a step that is neither logged nor saved it waits only where DeepSpeed does,
+at the weight update (under ZeRO-3 after each pass). So the all-reduce at a step's end is read when the next step
+begins, and before anything is logged or saved. The result is the same as if the host had waited; only the error about
+too many skipped passes is raised later.
+Shapes: P parts of the loss.
 """
 
 import math
@@ -26,7 +26,7 @@ from longdraft.train.methods.base import MicroBatch
 from longdraft.train.ranks import TrainingError, log
 from longdraft.train.setup import Run, StepInput
 
-# By PyTorch's name of a GPU: the TFLOP/s of its products in bf16 without sparsity, from NVIDIA's data sheets.
+# Dense bf16 TFLOP/s by PyTorch's name of the GPU, from NVIDIA's data sheets.
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": 312.0, "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA A100-PCIE-40GB": 312.0,
     "NVIDIA A100 80GB PCIe": 312.0, "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0,
@@ -37,9 +37,9 @@ PEAKS = {
 
 @dataclass
 class StepResult:
-    """One rank's result of a step. `loss`: sums [P] over its labels of each part of the loss, on its device.
-    `n_labels` [P]: the labels of all ranks. `seconds`: the whole step. `target_seconds`: the target's passes, where the
-    step is logged."""
+    """One rank's result of a step. `loss`: each part's sum over this rank's labels [P], on its device. `n_labels` [P]:
+    the number of labels on all ranks. `seconds`: the duration of the step. `target_seconds`: that of the target's
+    passes; 0 if the step is not logged."""
 
     loss: LinearLoss
     n_labels: list[float]
@@ -48,8 +48,8 @@ class StepResult:
 
 
 def train_step(run: Run) -> StepResult | None:
-    """Take one step on this rank's rows. Returns None, with the weights as they were, if any rank had something in
-    `run.stop` before the step or during a pass before its last one."""
+    """Take one step on this rank's rows. Returns None and leaves the weights unchanged if `run.stop` was non-empty on
+    any rank before the step or during any pass but the last."""
     train, ranks = run.config.train, run.ranks
     if run.next_input is None:  # the run's first step
         run.next_input = _read_input(run, run.step)
@@ -67,8 +67,8 @@ def train_step(run: Run) -> StepResult | None:
     weights_P = from_host(torch.tensor(run.method.loss_weights(n_labels)), ranks.device)
     run.engine.set_rate(learning_rate(run.step, train.n_steps, run.config.optimizer))
     losses: list[LinearLoss] = []
-    laps: list[tuple[Moment, Moment]] = []  # of the target's passes
-    flags: list[HostCopy] = []  # of skipped passes
+    laps: list[tuple[Moment, Moment]] = []  # start and end of the target's passes
+    flags: list[HostCopy] = []  # whether each pass is skipped
     vote: Callable[[], list[float]] | None = None
     for number, micro_batch in enumerate(inputs.micro_batches, start=1):
         loss, is_skipped, lap = _forward(run, micro_batch.to(ranks.device), is_logged)
@@ -81,14 +81,14 @@ def train_step(run: Run) -> StepResult | None:
             if vote is not None:
                 vote()
             return None
-        if last and run.step + 1 < train.n_steps:  # now, since DeepSpeed will then wait for the gradient
+        if last and run.step + 1 < train.n_steps:  # now, since DeepSpeed then waits for the gradient
             run.next_input = _read_input(run, run.step + 1)
         run.engine.backward((loss.sums * weights_P).sum(), is_skipped)
         losses.append(LinearLoss(*(field.detach() for field in loss)))
     begin_step_sum(run, _count_skipped_passes(run, inputs.rows_by_pass, flags))
-    # Where the norm of the whole gradient is not finite, DeepSpeed leaves weights and optimizer as they are.
+    # If the norm of the full gradient is not finite, DeepSpeed leaves weights and optimizer unchanged.
     if not run.engine.deepspeed.was_step_applied():
-        ranks.log(f"The gradient of step {run.step + 1} is not a number, the step is skipped")
+        ranks.log(f"The gradient of step {run.step + 1} is not finite; the step is skipped")
         run.skipped += 1
     loss = LinearLoss(*(torch.stack(field).sum(0) for field in zip(*losses, strict=True)))
     target_seconds = 0.0
@@ -106,8 +106,9 @@ def begin_step_sum(run: Run, n_skipped: int = 0) -> None:
 
 
 def finish_step_sum(run: Run) -> tuple[bool, list[float]]:
-    """Whether any rank wished to stop, and all ranks' labels of each part of the next step's loss. The skipped passes
-    are counted the first time. All ranks call it before a step is logged, saved or followed by another.
+    """Wait for `begin_step_sum`. Returns whether any rank wants to stop, and the next step's number of labels on all
+    ranks for each part of the loss. Skipped passes are added to `run.skipped` once. All ranks call it before a step is
+    logged, saved or followed by another.
 
     Raises TrainingError above train.max_skipped.
     """
@@ -117,14 +118,14 @@ def finish_step_sum(run: Run) -> tuple[bool, list[float]]:
     most = run.config.train.max_skipped
     if run.skipped > most:
         raise TrainingError(
-            f"step {run.step}: {run.skipped} times a loss or gradient was not a number, more than train.max_skipped = "
-            f"{most}; what was saved before is good: lower optimizer.peak_lr and start a new run, or look at these rows"
+            f"step {run.step}: {run.skipped} times a loss or gradient was not finite, more than train.max_skipped = "
+            f"{most}; earlier checkpoints are good: lower optimizer.peak_lr and start a new run, or inspect these rows"
         )
     return bool(stopping), n_labels
 
 
 def learning_rate(step: int, steps: int, optimizer: OptimizerSection) -> float:
-    """The rate of step 0, 1, ...: (step + 1) / warmup of the peak, then a cosine that would reach 0 at `steps`."""
+    """The learning rate of step 0, 1, ...: a linear warm-up to the peak, then a cosine that reaches 0 at `steps`."""
     warmup = optimizer.warmup_steps or 0
     if step < warmup:
         return optimizer.peak_lr * (step + 1) / warmup
@@ -133,13 +134,13 @@ def learning_rate(step: int, steps: int, optimizer: OptimizerSection) -> float:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait for a GPU's work."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _read_input(run: Run, step: int) -> StepInput:
-    """This rank's passes of step 0, 1, ..."""
+    """This rank's input of step 0, 1, ..."""
     train, ranks = run.config.train, run.ranks
     rows = step_rows(train.seed, step, len(run.rows), train.global_batch)
     degree = train.sequence_parallel
@@ -153,11 +154,11 @@ def _read_input(run: Run, step: int) -> StepInput:
 def _forward(
     run: Run, micro_batch: MicroBatch, count_top_k: bool
 ) -> tuple[LinearLoss, torch.Tensor, tuple[Moment, Moment]]:
-    """Target and draft of one pass.
+    """Run target and draft over one pass.
 
-    Returns the loss; whether the pass is skipped because its loss is not a number: bool, on the device, so that the
-    host does not wait to know; and when the target's pass began and ended. A skipped pass counts for nothing, and the
-    other ranks' rows still count. A pass without rows takes part in the collectives, and its gradient is zero.
+    Returns the loss; whether the pass is skipped because its loss is not finite, a bool on the device so that the host
+    need not wait for it; and the start and end of the target's pass. A skipped pass contributes nothing; the other
+    ranks' rows still count. A pass without rows takes part in the collectives with a zero gradient.
     """
     method, teacher, device = run.method, run.teacher, run.ranks.device
     batch, objective = micro_batch.batch, run.config.train.distillation(run.step)
@@ -177,26 +178,26 @@ def _forward(
 
 
 def _count_skipped_passes(run: Run, rows_by_pass: Sequence[list[EpochRow]], flags: Sequence[HostCopy]) -> int:
-    """Log and count this rank's passes that were skipped as their loss was not a number; those of ranks that share rows
-    count once, and one without rows has nothing to skip."""
+    """Log and count this rank's passes that were skipped because their loss was not finite. A pass that several ranks
+    share counts once, a pass without rows not at all."""
     if run.ranks.rank % run.config.train.sequence_parallel:
         return 0
     skipped = [rows for rows, flag in zip(rows_by_pass, flags, strict=True) if flag.lists()[0] and rows]
     for rows in skipped:
         names = ", ".join(f"{row} (epoch {epoch})" for epoch, row in rows)
-        log(f"The loss of step {run.step + 1} is not a number for rows {names}")
+        log(f"The loss of step {run.step + 1} is not finite for rows {names}")
     return len(skipped)
 
 
 def measure(run: Run, result: StepResult) -> dict[str, Any]:
-    """The step's line in metrics.jsonl, over all ranks; all ranks call it, after `finish_step_sum`.
+    """The step's record in metrics.jsonl, over all ranks. All ranks call it, after `finish_step_sum`.
 
-    `loss`: as it is minimised, by `objective`; None without labels. `part_loss`: the mean of each part in nats. `top1`,
-    `top3`: the share of each part's labels that are the draft's first candidate, or among its first three; of a part
-    without labels all are None. `over_target`: the step's time over that of its target's passes on the first rank;
-    estimate.py says what it could be. `tflops_per_rank`: counted operations of a rank, which is a GPU or a process on a
-    CPU, in 10^12 a second. `share_of_peak`: that over what the card can do in bf16, where PEAKS has it.
-    `peak_memory_gib`: of tensors, on the GPU that had most.
+    `loss`: the minimised loss, which `objective` names; None without labels. `part_loss`: each part's mean, in nats.
+    `top1`, `top3`: the share of each part's labels that are the draft's first candidate, or among its first three. For
+    a part without labels these are None. `over_target`: the step's time over that of the target's passes, on the first
+    rank; r in estimate.py is what it would be at equal speed. `tflops_per_rank`: counted operations of a rank (a GPU or
+    a CPU process), in 10^12 a second. `share_of_peak`: that over the GPU's bf16 peak, if PEAKS has it.
+    `peak_memory_gib`: the tensors' peak on the GPU that used most.
     """
     loss, n_parts, ranks, train = result.loss, len(run.method.part_names), run.ranks, run.config.train
     sums = torch.cat([loss.sums[:, None], loss.top_k_counts, loss.n_labels[:, None]], dim=1).double()

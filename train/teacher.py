@@ -14,8 +14,8 @@ from longdraft.models.passes import Pass, TargetOutput
 from longdraft.train.sequence_parallel import SequenceParallel
 
 CHOICE_ROWS = 128
-# Tokens that the products of a layer take at a time: enough to fill any device, and with long rows little memory beside
-# the rows' own hidden states.
+# Tokens per chunk of a layer's matmuls: enough to fill any device, and with long rows little memory compared with their
+# hidden states.
 ROW_CHUNK = 4096
 
 
@@ -23,14 +23,14 @@ class Teacher:
     """The target in this process, outside DeepSpeed's engine and without gradient.
 
     Args:
-        parallel: the ranks that share each row, whose passes are collective. None: this rank reads whole rows.
+        parallel: the ranks that share each row; their passes are collective. None: this rank reads whole rows.
     """
 
     def __init__(self, model: Decoder, parallel: SequenceParallel | None = None):
         self.model, self._parallel = model, parallel
 
     def own_span(self, n_tokens: int) -> tuple[int, int] | None:
-        """Where this rank's tokens of shared rows start and stop; None where it has all tokens."""
+        """Start and stop of this rank's tokens in shared rows; None if it has all tokens."""
         return None if self._parallel is None else self._parallel.own_span(n_tokens)
 
     @property
@@ -42,10 +42,10 @@ class Teacher:
     def forward(
         self, tokens_N: Tensor, borders: list[int], positions_N: Tensor | None, needs: Set[str]
     ) -> TargetOutput:
-        """The target's pass over these tokens: the fields in `needs`, without a batch dimension. Nothing beyond them is
-        computed.
+        """The target's pass over these tokens. Computes only the fields in `needs` and returns them without a batch
+        dimension.
 
-        Where ranks share the rows, last_kv is of all tokens, and other fields of the tokens in this rank's `own_span`.
+        If ranks share the rows, last_kv covers all tokens, the other fields those in this rank's `own_span`.
         """
         positions_1N = None if positions_N is None else positions_N[None]
         given = Pass(tokens_N[None], positions_BT=positions_1N, borders=borders, needs=needs, chunk=ROW_CHUNK)
@@ -68,7 +68,7 @@ class Teacher:
     @torch.no_grad()
     def choices(self, post_norm_RD: Tensor) -> tuple[Tensor, Tensor]:
         """The target's greedy next token after each of these positions, int64 [R], and the log-sum-exp of its logits,
-        fp32 [R]. A few rows of logits exist at a time."""
+        fp32 [R]. At most CHOICE_ROWS rows of logits exist at a time."""
         chosen, totals = [], []
         for part_RD in post_norm_RD.split(CHOICE_ROWS):
             logits_RV = self.model.lm_head(part_RD)

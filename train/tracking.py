@@ -1,6 +1,6 @@
-"""Where a run's numbers go: always to run_dir/metrics.jsonl, and to W&B when it is on. Only rank 0 has a tracker.
+"""Writes a run's metrics to run_dir/metrics.jsonl and, if enabled, to W&B. Only rank 0 has a tracker.
 
-No trouble with W&B ends a training: what does not reach it stands in metrics.jsonl.
+A failure of W&B never ends a training: metrics.jsonl holds every record.
 """
 
 import json
@@ -20,11 +20,11 @@ class Tracker:
     """Appends each record as a JSON line and forwards it to W&B.
 
     Args:
-        config: its section `log` says where to; the whole config is shown in W&B.
-        part_names: names of the numbers in a record's lists.
-        resume_step: lines of later steps, which a kill left and which will be written again, are removed.
+        config: its section `log` configures W&B, which shows the whole config.
+        part_names: names of the entries of a record's lists.
+        resume_step: records of later steps, left by a kill, are removed; they will be written again.
         wandb_id: the run to continue in W&B.
-        stage: its name, where the run is one of several stages, which form a group in W&B.
+        stage: the stage's name, if the run is a stage; the stages form a group in W&B.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Tracker:
         )
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a record, with its `step` (steps done); its line is flushed before the next step begins."""
+        """Write a record, whose `step` is the number of completed steps, and flush its line."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         if self._run is not None:
@@ -75,8 +75,8 @@ class Tracker:
             self._try(lambda: self._run.finish())
 
     def _try(self, work: Callable[[], object]) -> None:
-        """Do work of W&B; after an error the run goes on without it. A SIGTERM to a whole job also ends W&B's service,
-        which is a process of its own, while the ranks still have a checkpoint to save."""
+        """Call W&B; after an error the run continues without it. A SIGTERM to a whole job also ends W&B's service
+        process, while the ranks still have a checkpoint to save."""
         try:
             work()
         except Exception as error:
@@ -84,12 +84,12 @@ class Tracker:
                 raise
             self._run = None
             reason = (str(error).splitlines() or [""])[0]  # other lines may show a key
-            print(f"log.wandb: W&B failed ({type(error).__name__}: {reason}); training goes on without it", flush=True)
+            print(f"log.wandb: W&B failed ({type(error).__name__}: {reason}); the run continues without it", flush=True)
 
 
 def wandb_mode(setting: str) -> str:
-    """The mode that `log.wandb` means here: `auto` is online with a key in the environment or a login, else offline.
-    W&B's own variable overrides the setting."""
+    """W&B's mode for the setting `log.wandb`: `auto` is online with a key in the environment or a login, else offline.
+    The variable WANDB_MODE overrides the setting."""
     mode = os.environ.get("WANDB_MODE", setting)
     if mode != "auto":
         return mode

@@ -1,6 +1,6 @@
-"""The draft on held-out rows: its loss, how often its candidates are right, and how often they are the target's choice.
+"""Validates the draft on held-out rows: its loss, and how often its candidates match the text and the target's choice.
 
-Shapes: N tokens end to end, D hidden, P parts of the loss, K ranks, M sampled labels of a part, R their tokens.
+Shapes: N tokens end to end, D hidden, P parts of the loss, K candidates, M sampled labels of a part, R their tokens.
 """
 
 from typing import Any
@@ -22,15 +22,15 @@ from longdraft.train.teacher import Teacher
 @torch.no_grad()
 def validate(run: Run, rows: ShardSet) -> dict[str, Any]:
     """Measure the draft on `heldout.rows` rows, spread evenly over the split since neighbours often come from one
-    document. The rows are divided among the ranks, which all call it and get the same.
+    document. The rows are divided among the ranks, which all call it and get the same result.
 
     Returns:
-        loss: cross-entropy of the text, whatever is minimised, None without labels; part_loss [P]: its mean in nats;
+        loss: cross-entropy of the text, whatever train.loss is; None without labels. part_loss [P]: means in nats;
         rank_rates [P][K]: share of labels that are the part's (k+1)-th candidate;
         choice_rates [P][K]: share of about `heldout.choices` positions where that candidate is the target's argmax;
         overlaps [P]: mean sum of min(p, q) there, p the target's distribution and q the draft's, at temperature 1;
         positions: the number of labels of the first part.
-        Of a part without labels, losses and overlaps are None; then there are no rates, which a tree needs of all.
+        A part without labels has loss and overlap None; then all rates are None, since a tree needs those of all parts.
     """
     config, ranks, method, teacher = run.config, run.ranks, run.method, run.teacher
     n_parts = len(method.part_names)
@@ -79,17 +79,17 @@ def _choices(
 ) -> tuple[list[LossPart], list[int], Distillation]:
     """About n evenly spaced labels of each part, with the target's own choice in place of the text.
 
-    `micro_batch` is on the host, where everything is decided that need not wait for the target.
+    `micro_batch` is on the host, so that only the choices themselves wait for the target.
 
-    Returns these parts, on the target's device; the number of labels of each, of which a choice that the draft cannot
-    propose is ignored and so counts as missed; and the target's whole distributions there.
+    Returns these parts, on the target's device; the number of labels of each; and the target's distributions there. A
+    choice that the draft cannot propose is IGNORED but included in that number, so it counts as missed.
     """
     rows, places = [], []
     for i, part in enumerate(micro_batch.parts):
         step = max(1, len(part.rows) // n)
         rows.append(part.rows[::step][:n])
         places.append(method.target_rows(micro_batch, i)[::step][:n].contiguous())
-    unique_R = torch.cat(places).unique()  # the parts of a row mostly need the same places
+    unique_R = torch.cat(places).unique()  # the parts of a row mostly need the same tokens
     device = post_norm_ND.device
     states_RD = post_norm_ND[from_host(unique_R, device)]
     choices_R, log_totals_R = teacher.choices(states_RD)
@@ -102,5 +102,5 @@ def _choices(
 
 
 def _rates(counts_PK1: Tensor) -> list[list[float]] | None:
-    """Counts by rank, divided by the totals in the last column; None if one of these is 0."""
+    """Counts by candidate, divided by the totals in the last column; None if a total is 0."""
     return (counts_PK1[:, :-1] / counts_PK1[:, -1:]).tolist() if counts_PK1[:, -1].all() else None

@@ -65,7 +65,7 @@ def test_a_run_goes_back_before_a_flipped_bit(runs, run, go_on):
     flip(file)
     status, said = go_on(run)
     assert status == 0
-    assert f"{folder(run, 20)} is damaged ({file.name} is not as it was saved) and is passed over" in said
+    assert f"{folder(run, 20)} is damaged ({file.name} is not as it was saved) and is skipped" in said
     assert "step 10 to 20" in said
     expected = folder(runs / "bf16-1-1", 20) / checkpoint.WEIGHTS
     assert (folder(run, 20) / checkpoint.WEIGHTS).read_bytes() == expected.read_bytes()
@@ -85,7 +85,7 @@ def test_export_goes_back_before_a_flipped_bit(run, capsys, tmp_path):
     flip(folder(run, 20) / checkpoint.WEIGHTS, 0.9)
     assert cli.main(["export", str(run), "--out", str(tmp_path / "former")]) == 0
     printed = capsys.readouterr().out
-    assert f"{folder(run, 20)} is damaged (draft.safetensors is not as it was saved) and is passed over" in printed
+    assert f"{folder(run, 20)} is damaged (draft.safetensors is not as it was saved) and is skipped" in printed
     assert f"Exported step 10 of {run}" in printed
     weights = load_draft(tmp_path / "former").state_dict()
     for name, weight in load_file(folder(run, 10) / checkpoint.WEIGHTS).items():

@@ -132,7 +132,7 @@ def test_what_is_not_read_back_as_it_was_trained_is_an_error(made_run, monkeypat
         monkeypatch.setattr(draft_folder, "load_file", lambda file, load=load_file, damage=damage: {
             name: damage(weight) for name, weight in load(file).items()
         })  # fmt: skip
-        with pytest.raises(ValueError, match=r"out: .* not the trained one"):
+        with pytest.raises(ValueError, match=r"out: .* differs from the trained one"):
             export(run)
 
 

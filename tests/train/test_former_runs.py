@@ -46,7 +46,7 @@ def test_a_finished_run_is_done(folder, train_command):
 def test_a_killed_run_is_refused_by_name(folder, train_command):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     status, printed = train_command("run.yaml", "train.run_dir=killed")
-    assert status == 2 and "train.run_dir: killed/checkpoints/step_000002 was saved by a former version" in printed
+    assert status == 2 and "train.run_dir: killed/checkpoints/step_000002 was saved by an older version" in printed
     assert {path: path.read_bytes() for path in before} == before
 
 

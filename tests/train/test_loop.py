@@ -1,5 +1,5 @@
 """The small parts of a run: learning rate, parameter groups, what must fit together, tracking, the command's errors;
-and the effects of a loss that is not a number."""
+and the effects of a loss that is not finite."""
 
 import gc
 import json
@@ -277,8 +277,8 @@ def test_a_row_without_a_number_is_a_row_without_labels(
         run = [f"train.run_dir={tmp_path / name}-run", data, f"train.zero_stage={stage}"]
         train(load_config(config_file, [*draft, *ONE_STEP, *run]), alone, used)
         records.append(read_metrics(tmp_path / f"{name}-run")[0])
-    said = [line for line in capsys.readouterr().out.splitlines() if "is not a number" in line]
-    assert said == ["The loss of step 1 is not a number for rows 2 (epoch 0)"]
+    said = [line for line in capsys.readouterr().out.splitlines() if "is not finite" in line]
+    assert said == ["The loss of step 1 is not finite for rows 2 (epoch 0)"]
     assert [record["skipped"] for record in records] == [1, 0]
     # The row's labels still count in the step's mean.
     assert records[0]["grad_norm"] * 4 / 3 == pytest.approx(records[1]["grad_norm"], rel=1e-5)
@@ -300,13 +300,13 @@ def test_too_many_rows_without_a_number_stop_the_run(alone, config_file, poisone
     first, second = (step for step in range(6) if any(place.row == 5 for place in step_rows(0, step, 12, 4)))
     assert train(patient, alone, poisoned)
     capsys.readouterr()
-    with pytest.raises(TrainingError, match=rf"step {second + 1}: 2 times a loss or gradient was not a number, more "
+    with pytest.raises(TrainingError, match=rf"step {second + 1}: 2 times a loss or gradient was not finite, more "
                        r"than train\.max_skipped = 1; "):  # fmt: skip
         train(strict_1, alone, poisoned)
-    said = [line for line in capsys.readouterr().out.splitlines() if "is not a number" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if "is not finite" in line]
     assert len(said) == 2
-    assert f"The loss of step {first + 1} is not a number for rows " in said[0] and "(epoch 0)" in said[0]
-    assert f"The loss of step {second + 1} is not a number for rows " in said[1] and "5 (epoch 1)" in said[1]
+    assert f"The loss of step {first + 1} is not finite for rows " in said[0] and "(epoch 0)" in said[0]
+    assert f"The loss of step {second + 1} is not finite for rows " in said[1] and "5 (epoch 1)" in said[1]
     new = ["train.max_skipped=0", "train.save_every=6", f"train.run_dir={tmp_path / 'new'}"]
     new += ["log.every=6", f"heldout.every={first + 1}"]
     with pytest.raises(TrainingError, match=r"train\.max_skipped = 0; "):
@@ -329,6 +329,6 @@ def test_a_number_missing_where_nothing_is_learned_counts_too(alone, config_file
     """The row has no labels, so its loss is a number although its states are NaN; no weight becomes NaN."""
     run = [f"train.run_dir={tmp_path}/run", rows("both", 4, bad=2, mute=2), *LONGSPEC]
     train(load_config(config_file, [*run, *ONE_STEP]), alone, poisoned)
-    assert "is not a number" in capsys.readouterr().out
+    assert "is not finite" in capsys.readouterr().out
     assert read_metrics(tmp_path / "run")[0]["skipped"] == 1
     assert all(torch.isfinite(weight).all() for weight in weights(tmp_path / "run").values())

@@ -252,7 +252,7 @@ def test_weights_and_vocabulary_are_handed_on(unbroken, staged, train_command, n
         for pair in (records[:2], records[4:6])
     )
     assert held == held_again and tokens == tokens_again and "heldout_overlaps" in held and tokens
-    assert f"From {draft} to step 2, held out: target's choice " in printed
+    assert f"Held out, from {draft} to step 2: target's choice " in printed
 
 
 def test_a_wish_to_stop_ends_the_curriculum_too(staged, no_launcher, tmp_path, capsys):

@@ -1,6 +1,6 @@
-"""What a trained method tells the trainer: what it reads of the target, its labels and its random draws.
+"""The trainer's interface to a method: which fields of the target it reads, its labels and its random draws.
 
-Everything a pass needs is made on the CPU from (config, document piece) alone. Offsets, noise shifts and subsets of
+The input of a pass is made on the CPU from (config, document piece) alone. Offsets, noise shifts and subsets of
 queries are drawn with the key of each piece, so packing, the number of ranks and resuming change nothing.
 Shapes: N tokens of a pass, end to end; D hidden; M labels of a part of the loss; R tokens chosen among the N.
 """
@@ -24,15 +24,15 @@ from longdraft.train.batches import Batch, draws
 from longdraft.train.config import DataSection, TrainSection
 from longdraft.train.teacher import Teacher
 
-# `data.query_share` chooses a piece's tokens in blocks of this size: neighbours share the keys that they read.
+# `data.query_share` selects a piece's tokens in blocks of this size, since neighbours read mostly the same keys.
 QUERY_BLOCK = 128
 
 
 class MicroBatch(NamedTuple):
     """The input of one pass over a few rows, on the CPU or, after `to`, on the device.
 
-    `positions` int64 [N]. `parts`: the labels of each part of the loss. `first`: the token that row 0 of the draft's
-    states belongs to. `queries`: the tokens that LongSpec's block runs for.
+    `positions` int64 [N]. `parts`: the labels of each part of the loss. `first`: index in N of the token of the draft's
+    row 0. `queries`: the tokens that LongSpec's block runs for.
     """
 
     batch: Batch
@@ -47,7 +47,7 @@ class MicroBatch(NamedTuple):
         return [len(part.labels) for part in self.parts]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same pass on the device, but for `batch.supervised`, which only labels are made of."""
+        """The same pass on the device, except for `batch.supervised`, which only serves to make labels."""
 
         def move(tensor: Tensor) -> Tensor:
             return from_host(tensor, device)
@@ -62,15 +62,15 @@ class MicroBatch(NamedTuple):
         return MicroBatch(batch, move(self.positions), parts, self.first, queries)
 
     def without_labels(self) -> "MicroBatch":
-        """The same pass with nothing to learn: its loss and gradient are zero."""
+        """The same pass without labels: its loss and gradient are zero."""
         return self._replace(parts=[LossPart(part.rows[:0], part.labels[:0]) for part in self.parts])
 
 
 class Method(ABC):
-    """A kind of draft in training.
+    """How one kind of draft is trained.
 
-    `draft`: the network, whose forward gives the loss. `needs`: the fields of TargetOutput that it reads.
-    `part_names`: names of the parts of its loss, which are counted separately.
+    `draft`: the network, whose forward returns the loss. `needs`: the fields of TargetOutput that it reads.
+    `part_names`: names of the parts of its loss, which are reported separately.
     """
 
     draft: Draft
@@ -85,8 +85,8 @@ class Method(ABC):
             self._draft_ids[draft.token_ids.cpu()] = torch.arange(len(draft.token_ids))
 
     def micro_batch(self, batch: Batch, span: Span | None = None) -> MicroBatch:
-        """The training pass over these rows, in which the draft runs for `data.query_share` of the tokens. `span`: the
-        tokens of this rank, where ranks share the rows."""
+        """The training pass over these rows, in which the draft runs for `data.query_share` of the tokens. `span`: this
+        rank's tokens, if ranks share the rows."""
         return self._pass(batch, span, self.data.query_share, self._positions(batch))
 
     def eval_batches(self, batch: Batch, span: Span | None = None) -> list[MicroBatch]:
@@ -110,7 +110,7 @@ class Method(ABC):
         """For each label of a part, the index in N of the token whose target distribution predicts it, int64 [M]."""
 
     def distillation(self, micro_batch: MicroBatch, states_ND: Tensor, objective: tuple[str, float]) -> Distillation:
-        """A loss against the target's distributions, given its post-norm states. `objective`: with its text_weight."""
+        """A loss against the target's distributions, given its post-norm states. `objective`: name and text_weight."""
         return Distillation(
             states_ND, [self.target_rows(micro_batch, i) for i in range(len(self.part_names))], *objective
         )
@@ -120,14 +120,14 @@ class Method(ABC):
         return tokens_R if self._draft_ids is None else from_host(self._draft_ids, tokens_R.device)[tokens_R]
 
     def _labels(self, batch: Batch, distance: int) -> LossPart:
-        """`ahead`, without the labels that a restricted vocabulary cannot propose."""
+        """The part that `ahead` returns, without labels outside a restricted vocabulary."""
         rows, labels = ahead(batch.tokens, batch.supervised, batch.borders, distance)
         labels = self.as_labels(labels)
         return LossPart(rows[labels >= 0], labels[labels >= 0])
 
     def _positions(self, batch: Batch) -> Tensor:
-        """Plain positions, or Anchor-Offset Indices (LongSpec, 3.2): the first `sinks` tokens of a piece stay in place,
-        the rest move on by a random offset from 0 to max_position - length."""
+        """Plain positions, or Anchor-Offset Indices (LongSpec, 3.2): the first `sinks` positions of a piece stay, the
+        others are shifted by a random offset from 0 to max_position - length."""
         if self.data.positions == "plain":
             return plain_positions(batch.borders)
         pieces = []
@@ -165,7 +165,7 @@ def plain_positions(borders: Sequence[int]) -> Tensor:
 
 
 def ahead(tokens_N: Tensor, supervised_N: Tensor, borders: Sequence[int], distance: int) -> LossPart:
-    """The part in which token t proposes token t + `distance`: all such pairs within a piece whose second token is
+    """The loss part in which token t predicts token t + `distance`: all such pairs within a piece whose second token is
     supervised.
 
     Args:

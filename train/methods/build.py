@@ -1,8 +1,8 @@
-"""The draft that a run trains: the method that its config names, with its network, vocabulary and first weights.
+"""Builds the draft that a run trains: the method that its config names, with network, vocabulary and initial weights.
 
-Reading the LM head once for each level is most of LongSpec's draft time, and few tokens make up most of a text. So a
-draft may propose the most frequent ones alone. The omitted ones cost acceptance, never exactness;
-models/drafts/longspec.py says what the draft does with them. Shapes: V vocabulary, E draft vocabulary.
+Most of LongSpec's draft time goes into reading the LM head once per level, and a few tokens make up most of a text. So
+a draft may be restricted to the most frequent tokens. The omitted ones cost acceptance, never exactness;
+models/drafts/longspec.py tells how the draft treats them. Shapes: V vocabulary, E draft vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,22 +28,22 @@ from longdraft.train.methods.heads import HeadsMethod
 from longdraft.train.methods.longspec import LongSpecMethod
 from longdraft.train.sharding import whole_layers
 
-# By the name of a method: makes the network (config, generator, target, restricted vocabulary), and how it is trained.
+# For each method: a function of (config, generator, target, restricted vocabulary) that makes the network; its Method.
 METHODS = {
     "tokenswift": (lambda shape, rng, target, ids: TokenSwift(shape, rng, target.norm.weight, ids), HeadsMethod),
     "medusa": (lambda shape, rng, target, ids: Medusa(shape, rng, ids), HeadsMethod),
     "longspec": (LongSpec, LongSpecMethod),
 }
-# Fields of a draft's config that say nothing about the shape of its weights: how its training begins or goes, and which
-# tokens it proposes, whose weights are the target's.
+# Fields of a draft's config that do not change the shapes of its weights: initialisation, noise shifts, and the size of
+# its vocabulary, whose weights are the target's.
 SHAPELESS = dict.fromkeys(("noise", "warm_start", "init_std", "out_norm_init", "draft_vocab_size"))
 
 
 def open_draft(config: Config, target: Target, rows: ShardSet, saved: Path | None) -> Method:
-    """The method with its network, whose weights are those before the first step. All ranks call it.
+    """The method with its network and initial weights. All ranks call it.
 
     Args:
-        saved: the checkpoint's folder where there is one: its weights will be loaded, and its vocabulary holds.
+        saved: the folder of the checkpoint to resume, if any: its vocabulary is used; its weights are loaded later.
     """
     section, token_ids = config.draft, None
     _check_target(section, target)
@@ -64,11 +64,11 @@ def open_draft(config: Config, target: Target, rows: ShardSet, saved: Path | Non
 
 
 def _check_target(section: DraftSection, target: Target) -> None:
-    """Raises ValueError where a target loaded through transformers lacks what the draft section needs of it."""
+    """Raises ValueError if a target loaded through transformers lacks something that the draft section needs."""
     if target.loader != "transformers":
         return
     model: Any = target.model  # of models/transformers_model.py, which imports much of transformers
-    # Gemma stores its norms' weights less 1: our decoder adds it when it reads them.
+    # Gemma stores its norms' weights minus 1; our decoder adds the 1 when it loads them.
     has_our_norms = model.known is not None and not model.known.norm_offset
     lacks = {
         "method": section.method == "longspec" and not model.rotates,  # the last layer's keys over whole heads
@@ -78,16 +78,16 @@ def _check_target(section: DraftSection, target: Target) -> None:
     }
     for name in (name for name, is_lacking in lacks.items() if is_lacking):
         raise ValueError(
-            f"draft.{name}: {getattr(section, name)} needs of {target.name} what target.loader=transformers does not "
-            "give; omit it, or take draft.method=tokenswift or medusa"
+            f"draft.{name}: {getattr(section, name)} needs parts of {target.name} that target.loader=transformers lacks"
+            "; omit it, or use draft.method=tokenswift or medusa"
         )
 
 
 def open_method(
     section: DraftSection, data: DataSection, train: TrainSection, target: Decoder, token_ids_E: Tensor | None = None
 ) -> Method:
-    """The method with its network as it is before the first step, drawn from the seed. `token_ids_E`: the restricted
-    vocabulary, where the config asks for one."""
+    """The method with its network, initialised from the seed. `token_ids_E`: the restricted vocabulary, if the config
+    asks for one."""
     make_network, kind = METHODS[section.method]
     network = make_network(
         section.network(target.config), torch.Generator().manual_seed(train.seed), target, token_ids_E
@@ -96,14 +96,14 @@ def open_method(
 
 
 def begin_with(method: Method, start: Draft, folder: str) -> None:
-    """Put the weights of another draft into the network, which keeps its own vocabulary.
+    """Copy the weights of another draft into the network, which keeps its own vocabulary.
 
-    Raises ValueError if that draft has another method or shape than the config's.
+    Raises ValueError if that draft's method or shape differs from the config's.
     """
     ours = method.draft.config
     if not same_shape(start.config, ours):
         raise ValueError(
-            f"draft.start_from: {folder} holds {start.config}, but this run trains {ours}; set the draft section alike"
+            f"draft.start_from: {folder} holds {start.config}, but this run trains {ours}; make the draft section match"
         )
     own = {name: buffer for name, buffer in method.draft.named_buffers() if name == "token_ids"}
     weights = {name: weight for name, weight in start.state_dict().items() if name != "token_ids"}
@@ -120,25 +120,25 @@ def frequent_tokens(
 ) -> Tensor:
     """The n most frequent token ids of a split, int64 [E = n], ascending; a function of the rows alone.
 
-    Every token of the split but padding is counted. Among equally frequent tokens the smaller id is taken. Ascending
-    ids resolve equal logits to the same token as in the whole vocabulary, and the LM head's rows are read in order.
+    Every token of the split except padding counts; of equally frequent tokens the smaller id is preferred. Because ids
+    are ascending, equal logits resolve to the same token as in the full vocabulary, and the LM head's rows are read in
+    order.
 
     Args:
-        rows: the training split; it is read whole, a few million tokens at a time.
+        rows: the training split; all of it is read, a few million tokens at a time.
         vocab_size: V, the target's.
         always: ids that are included whatever their count: the tokens that end a sequence, which occur once in each
             document. Ids outside the vocabulary are ignored.
-        among: int64: only these ids are taken, apart from `always`. None: the whole vocabulary.
+        among: the candidate ids, int64, beside `always`. None: the whole vocabulary.
 
-    Raises ValueError where n is below the number of `always` or above that of the ids, or a token of the split is not
-    below V.
+    Raises ValueError if n is below the number of `always` or above that of all candidates, or the split has an id >= V.
     """
     included = sorted({token for token in always if 0 <= token < vocab_size})
     most = vocab_size if among is None else len({*among.tolist(), *included})
     least = max(1, len(included))
     if not least <= n <= most:
         raise ValueError(
-            f"draft_vocab_size: {n}; give {least} (the tokens that end a sequence) to {most} (those that there are)"
+            f"draft_vocab_size: {n}; give {least} (the tokens that end a sequence) to {most} (all candidates)"
         )
     counts_V = np.zeros(vocab_size, dtype=np.int64)
     for tokens in rows.used_tokens():
@@ -158,7 +158,7 @@ def frequent_tokens(
 
 def frozen_draft(section: DraftSection, target: Target, weights: Mapping[str, Tensor]) -> Draft:
     """A separate network with these weights (of a `state_dict`), frozen, on the target's device."""
-    with torch.device("meta"):  # shapes alone: the weights are given
+    with torch.device("meta"):  # shapes only: the weights are given
         draft: Draft = DRAFTS[section.method][1](section.network(target.model.config))
     draft.load_state_dict(weights, assign=True)
     return draft.to(target.model.lm_head.weight.device).requires_grad_(False).eval()

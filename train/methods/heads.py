@@ -16,7 +16,7 @@ from longdraft.train.teacher import Teacher
 
 
 class HeadsMethod(Method):
-    """Part i of the loss is head i's, and every head's mean loss counts alike."""
+    """Part i of the loss is that of head i; the mean losses of all heads have equal weight."""
 
     def __init__(self, data: DataSection, train: TrainSection, draft: TokenSwift | Medusa, vocab_size: int):
         super().__init__(data, train, draft, vocab_size)

@@ -19,7 +19,7 @@ from longdraft.train.teacher import Teacher
 
 
 class LongSpecMethod(Method):
-    """Part j of the loss holds the predictions made under noise shift j = 1..J, and every label counts alike."""
+    """Part j of the loss holds the predictions made under noise shift j = 1..J; all labels have equal weight."""
 
     needs = frozenset({"last_kv"})
 
@@ -46,7 +46,7 @@ class LongSpecMethod(Method):
         return rows if queries is None or queries.rows is None else queries.rows[rows]
 
     def _shift(self, bits: int) -> int:
-        """The noise shift, 1 to J, that 64 random bits stand for."""
+        """Map 64 random bits to a noise shift from 1 to J."""
         if self._level_weights is None:
             return 1 + bits % len(self.part_names)
         sums = list(accumulate(map(Fraction, self._level_weights)))  # exact: the same shift on every machine
@@ -55,7 +55,7 @@ class LongSpecMethod(Method):
     def _pass(
         self, batch: Batch, span: Span | None, share: float, positions: Tensor, shifts: list[int] | None = None
     ) -> MicroBatch:
-        """`shifts`: the noise shift of each piece. None: they are drawn."""
+        """`shifts`: the noise shift of each piece. None: they are drawn at random."""
         shifts = shifts or [self._shift(draws(self.seed, key, 1)[0]) for key in batch.keys]
         queries = plan_queries(batch.borders, shifts, self._window, self._query_spans(batch, span, share))
         rows, labels = self._labels(batch, 1)
