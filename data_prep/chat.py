@@ -1,20 +1,20 @@
 """Turns conversations into token ids, with the spans that carry a loss.
 
-The text is what the target's chat template makes of the conversation; nothing is added before or after it. The loss
+The text is the conversation as rendered by the target's chat template; nothing is added before or after it. The loss
 counts what the assistant writes: everything after the prompt of its turn, up to and including the token that ends the
 turn (the token that stops generation), and none of the headers.
 
-The conversation up to a turn is rendered with the generation prompt, and again with the answer: what the second text
-has after the first is the answer and its end, which is the first special token after the content, else the first token
-of any kind; if the template writes nothing there, EOS is added. An answer that was cut follows its prompt as it is, and
-has no end.
+The conversation before a turn is rendered with the generation prompt, and again with the answer: what the second text
+adds to the first is the answer and its end. The end is the first special token after the content, else the first token
+of any kind; if the template writes nothing there, EOS is added. An answer that was cut off follows its prompt unchanged
+and has no end.
 
-A conversation is one sequence if it shows every turn as the conversation up to that turn does. If not (models that
-think drop the reasoning of earlier turns), each turn becomes a sequence of its own, with the loss on its answer alone,
-which is what decoding sees.
+A conversation is one sequence if it renders every turn like the conversation up to that turn. If not (reasoning models
+drop the thoughts of earlier turns), each turn becomes a sequence of its own, with the loss on its answer only, which is
+what decoding sees.
 
-Special tokens spelled out in a message are plain text, as in tokenize.py. Tokens that a tokenizer adds without calling
-them special (<think>, <tool_call>) are tokens wherever they occur, since the model writes them in its answers.
+Special tokens spelled out in a message are plain text, as in tokenize.py. Added tokens that are not marked as special
+(<think>, <tool_call>) are tokens wherever they occur, since the model writes them in its answers.
 """
 
 import hashlib
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 Turn = tuple[str, Span]  # a rendered text, and (start, stop) of the answer that the loss counts, in characters
-# The end of a prompt that opens a thought, which models that think are trained to continue.
+# The end of a prompt that opens a thought, which reasoning models continue.
 THOUGHT, THOUGHT_END = re.compile(r"<think>\s*\Z"), "</think>"
-# The template for texts that the target continued: the beginning, right after it the continuation, and EOS.
+# The template for texts that the target continued: the beginning, directly followed by the continuation and EOS.
 PLAIN = "plain"
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
 
@@ -78,7 +78,7 @@ class ChatEncoder:
         self._tokenizer = ChatTokenizer(self.serialised, self.eos_id)
 
     def describe(self) -> dict:
-        """What decides the tokens besides the tokenizer's own hash, for plan and manifest."""
+        """The settings that affect the tokens, besides the tokenizer's own hash, for plan and manifest."""
         return {
             "vocab_size": self.vocab_size,
             "eos_token_id": self.eos_id,
@@ -89,7 +89,7 @@ class ChatEncoder:
         """The conversation as one sequence, or as one per turn, named `name#1`, `name#2`, ... Raises Unusable."""
         assert isinstance(document, Conversation), document.name
         messages = self.template.guarded(document.messages)
-        # A first message is no answer: many templates refuse a prompt without messages.
+        # The first message is never an answer: many templates refuse a prompt without messages.
         answers = [i for i, (role, _) in enumerate(messages) if role == "assistant" and i > 0]
         if not answers:
             raise Unusable("no_assistant_turn")
@@ -107,7 +107,7 @@ class ChatEncoder:
     def _turn(self, messages: list[tuple[str, str]], cut: bool) -> Turn:
         """The text up to the last of these messages, which is the assistant's, with the loss on that message.
 
-        cut: whether the answer is unfinished, so that it has no end to learn."""
+        cut: whether the answer is unfinished and so has no end to learn."""
         prompt = self.template.render(messages[:-1], prompt=True)
         if cut:
             answer = _after_opening(messages[-1][1], prompt).rstrip()
@@ -116,22 +116,22 @@ class ChatEncoder:
         if special := PLACEHOLDER.search(answer, end):
             end = special.end()
         elif end < len(answer):
-            end += 1  # the token that this character is in
+            end += 1  # include the token that contains this character
         else:
             answer += placeholder(self.eos_id)
             end = len(answer)
         return prompt + answer, (len(prompt), len(prompt) + end)
 
     def _answer(self, messages: list[tuple[str, str]], prompt: str) -> tuple[str, int]:
-        """What follows the prompt once the last of these messages has answered it, and where in it the content ends.
+        """The text of the last of these messages as the answer that follows the prompt, and where its content ends.
 
-        Usually that is what the template writes, but some templates (DeepSeek-R1's) drop a thought that their prompt
-        opens, or leave its opening to the content, which may lack it (QwQ's). Then the rest of the thought and the
-        answer are taken from the content. Others (Mistral v0.3's) show the system message in the last message only, if
-        that is a question; the answer is then rendered without it."""
+        Usually that is what the template writes, but some templates drop a thought that their prompt opens
+        (DeepSeek-R1's), or expect its opening in the content, which may lack it (QwQ's). Then the rest of the thought
+        and the answer are taken from the content. Others (Mistral v0.3's) put the system message into the last message,
+        and only if that is a question; the answer is then rendered without it."""
         complete, content = self.template.render(messages), messages[-1][1]
         opened, follows = THOUGHT.search(prompt), complete.startswith(prompt)
-        # An answer that itself opens a thought looks like the prompt's where the thought is dropped, but ends none.
+        # If the template drops the thought, an answer that opens one itself looks like the prompt's, but ends none.
         if opened and THOUGHT_END in content and not (follows and THOUGHT_END in complete[len(prompt) :]):
             place, end = self._content_end(messages, complete)
             written = _after_opening(content[:place], prompt)
@@ -148,7 +148,7 @@ class ChatEncoder:
 
     def _content_end(self, messages: list[tuple[str, str]], text: str) -> tuple[int, int]:
         """The end of the last message's content, without trailing blanks if possible: its place in the content, and in
-        the rendered text. Raises Unusable if that cannot be told."""
+        the rendered text. Raises Unusable if it cannot be found."""
         role, content = messages[-1]
         # Mark the end before the trailing blanks, which many templates strip. If that fails, mark it after them:
         # Qwen3's template strips the blanks of an answer that is all thought as leading ones.
@@ -159,7 +159,7 @@ class ChatEncoder:
         raise Unusable("answer_not_found")
 
     def _whole(self, messages: list[tuple[str, str]], turns: list[Turn]) -> tuple[str, list[Span]] | None:
-        """The whole conversation as one text, or None if it shows a turn differently from the turn alone."""
+        """The whole conversation as one text, or None if it renders a turn differently from the turn alone."""
         text = turns[-1][0] if messages[-1][0] == "assistant" else self.template.render(messages)
         is_same = all(text.startswith(turn[:stop]) for turn, (_, stop) in turns)
         return (text, [span for _, span in turns]) if is_same else None
@@ -168,7 +168,7 @@ class ChatEncoder:
         encoding = self._tokenizer.encode(text)
         joined = [begin for begin, _ in spans if not self._is_border(text, encoding, begin)]
         if joined:
-            # Decoding tokenises the prompt alone. Where the whole text's tokens differ from that, split the text.
+            # Decoding tokenises the prompt alone. If the tokens of the whole text differ from that, split the text.
             text, spans = _with_borders(text, spans, joined)
             encoding = self._tokenizer.encode(text)
         # A token counts if any of its characters is in the span.
@@ -192,7 +192,7 @@ class ChatEncoder:
 
 
 def _after_opening(content: str, prompt: str) -> str:
-    """A guarded content without the opening of a thought that the prompt ends with."""
+    """A guarded content without guards, and without the opening of a thought if the prompt ends with it."""
     content = content.replace(GUARD, "")
     if opened := THOUGHT.search(prompt):
         return re.sub(rf"\A(?:{re.escape(opened[0])}|\s*<think>)", "", content)
@@ -200,7 +200,7 @@ def _after_opening(content: str, prompt: str) -> str:
 
 
 def _with_borders(text: str, spans: list[Span], at: list[int]) -> tuple[str, list[Span]]:
-    """Insert BORDER at these places, and move the spans with the text; a span begins after the border at its start."""
+    """Insert BORDER at these places, and shift the spans accordingly; a span starts after a border at its start."""
     cuts = [0, *at, len(text)]
     text = BORDER.join(text[begin:end] for begin, end in pairwise(cuts))
     return text, [(begin + bisect_right(at, begin), end + bisect_left(at, end)) for begin, end in spans]

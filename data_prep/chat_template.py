@@ -1,14 +1,14 @@
-"""Renders conversations with a chat template and tokenises them, so that the template's special tokens and the content
-are told apart.
+"""Renders conversations with a chat template and tokenises them, distinguishing the template's special tokens from the
+same spellings in the content.
 
-A template is a Jinja program that comes with a model. It runs in Jinja's sandbox, with what transformers documents for
-templates: trim_blocks, lstrip_blocks, loop controls, `{% generation %}` (whose marks are not used), `tojson`,
-`raise_exception`, `strftime_now`, and the tokenizer's special tokens by name. `strftime_now` gives a fixed date, so
-data does not depend on the day.
+A template is a Jinja program that comes with a model. It runs in Jinja's sandbox with the features that transformers
+documents for templates: trim_blocks, lstrip_blocks, loop controls, `{% generation %}` (whose marks are not used),
+`tojson`, `raise_exception`, `strftime_now`, and the tokenizer's special tokens by name. `strftime_now` gives a fixed
+date, so that data does not depend on the day.
 
-In the rendered text each special token that the template wrote is replaced by a placeholder, and the content of
-messages is left as it is. To ChatTokenizer the placeholders are the only special tokens. Noncharacters (documents.py)
-mark places in the raw rendering.
+In the rendered text, a placeholder replaces each special token that the template wrote; the content of messages is
+unchanged. For ChatTokenizer the placeholders are the only special tokens. Noncharacters (documents.py) mark places in
+the raw rendering.
 """
 
 import json
@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from longdraft.data_prep.documents import Unusable
 
-TODAY = datetime(2024, 7, 26)  # Llama 3.1's template falls back to this date where it has no clock
+TODAY = datetime(2024, 7, 26)  # Llama 3.1's template falls back to this date if it has no clock
 GUARD, ANSWER_END, EDGE = "\ufdd0", "\ufdd1", "\ufdd4"
 BORDER = "\ufdd5"  # in a text to tokenise: no token crosses it
 PLACEHOLDER = re.compile(f"{EDGE}[0-9]+{EDGE}")
@@ -56,7 +56,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot be read: {error}") from error
         self.source, self.variables, self.special = source, dict(variables), dict(special)
         spelled = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
-        # Few characters begin one, and there may be a thousand to try.
+        # A quick test of the first character, since there may be a thousand special tokens to try.
         begins = f"(?=[{re.escape(''.join(sorted({one[0] for one in special})))}])" if special else ""
         self._starts = re.compile(f"{begins}(?=(?:{spelled}))(.)", re.DOTALL)
         self._written = re.compile(f"{begins}(?:{spelled})(?!{GUARD})")
@@ -65,7 +65,7 @@ class ChatTemplate:
         return ChatTemplate, (self.source, self.variables, self.special)
 
     def guarded(self, messages: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The messages for `render`, marked so that no special token in their content passes for the template's own."""
+        """The messages for `render`, marked so that no special token in their content is taken for the template's."""
         return [(role, self._starts.sub(rf"\1{GUARD}", content)) for role, content in messages]
 
     def render(self, messages: Sequence[tuple[str, str]], prompt: bool = False) -> str:
@@ -78,14 +78,14 @@ class ChatTemplate:
         arguments = {"messages": dicts, "add_generation_prompt": prompt, "tools": None, "documents": None}
         try:
             raw = self._template.render(self.variables | arguments)
-        except Exception as error:  # its own refusal, or any error of Python in its expressions
+        except Exception as error:  # the template's own refusal, or any Python error in its expressions
             what = f"{type(error).__name__}: {error}"
             raise Unusable("refused_by_template", f"is refused by the chat template ({what})") from None
         return self._written.sub(lambda found: placeholder(self.special[found[0]]), raw).replace(GUARD, "")
 
 
 class _Generation(Extension):
-    """{% generation %}...{% endgeneration %} encloses what the model writes; its content is rendered as it is."""
+    """{% generation %}...{% endgeneration %} encloses what the model writes; its content is rendered unchanged."""
 
     tags = {"generation"}
 
@@ -99,7 +99,7 @@ def _refuse(message: str) -> None:
 
 
 class Encoding(NamedTuple):
-    """ids: ids of ChatTokenizer's own tokens. begins, ends: the range of characters of each token. All int64 [n]."""
+    """ids: ChatTokenizer's own token ids. begins, ends: the range of characters of each token. All int64 [n]."""
 
     ids: np.ndarray
     begins: np.ndarray
@@ -107,9 +107,9 @@ class Encoding(NamedTuple):
 
 
 class ChatTokenizer:
-    """The target's tokenizer, but with placeholders in place of its special tokens, so that no text can spell one.
+    """The target's tokenizer with placeholders in place of its special tokens, so that no text can spell one.
 
-    serialised: the target's Rust tokenizer as JSON. eos_id: gets a placeholder even if it is not a special token.
+    serialised: the target's Rust tokenizer as JSON. eos_id: has a placeholder even if it is not a special token.
     """
 
     def __init__(self, serialised: str, eos_id: int):

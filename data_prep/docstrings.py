@@ -1,8 +1,8 @@
 """Makes conversations from Python code: the source "stdlib-chat", which needs no network.
 
-Each docstring of some length gives one conversation, of a kind that a hash chooses:
+Each docstring of at least MIN_DOCSTRING characters gives one conversation. A hash chooses its kind:
 document     the user shows the code without its docstring, the assistant writes the docstring
-implement    the user gives signature and docstring, the assistant writes the body (of functions, if it is short enough)
+implement    the user gives signature and docstring, the assistant writes the body (only for short enough functions)
 
 All conversations of a file have the file's digest, so a whole file is held out or not: a class and its methods, or two
 versions of one function, are never in both splits.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from longdraft.data_prep.documents import BadDocument, Conversation, Unusable, read_messages
 
-MIN_DOCSTRING = 60  # characters, cleaned: a shorter one says hardly more than the name
+MIN_DOCSTRING = 60  # characters, after cleaning: a shorter one says hardly more than the name
 MAX_CODE = 2400  # characters of code in a message: most conversations then fit in a row of 1024 tokens
 
 DOCUMENT = (
@@ -40,7 +40,7 @@ Node = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def read_docstrings(name: str, raw: bytes) -> Iterator[Conversation | BadDocument]:
     """One conversation for each docstring of at least MIN_DOCSTRING characters, in the order of the code.
 
-    name: of the file; a conversation is named `name:line`, with the line where its docstring begins. raw: the file's
+    name: the file's; a conversation is named `name:line`, with the line where its docstring begins. raw: the file's
     bytes.
     """
     digest = hashlib.sha256(raw).digest()
@@ -48,7 +48,7 @@ def read_docstrings(name: str, raw: bytes) -> Iterator[Conversation | BadDocumen
         # As Python reads it: without a byte order mark, and with one kind of line end.
         text = raw.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the code that is read
+            warnings.simplefilter("ignore")  # warnings about the code that is parsed
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
         yield BadDocument(name, digest, "bad_utf8" if isinstance(error, UnicodeDecodeError) else "bad_syntax")
@@ -58,7 +58,7 @@ def read_docstrings(name: str, raw: bytes) -> Iterator[Conversation | BadDocumen
     for node in sorted(documented, key=lambda node: node.body[0].lineno):
         docstring, quoted = (ast.get_docstring(node) or "").strip(), node.body[0]
         if len(docstring) < MIN_DOCSTRING or lines[quoted.lineno - 1][: quoted.col_offset].strip():
-            continue  # short, or on the line of its function
+            continue  # too short, or on the same line as its definition
         document_name = f"{name}:{quoted.lineno}"
         try:
             messages = read_messages(_messages(document_name, node, docstring, lines))
@@ -68,7 +68,7 @@ def read_docstrings(name: str, raw: bytes) -> Iterator[Conversation | BadDocumen
 
 
 def _messages(name: str, node: Node, docstring: str, lines: list[str]) -> list[dict[str, str]]:
-    """A question about the node's code, and the answer. lines: of the file."""
+    """A question about the node's code, and the answer. lines: the file's."""
     what = {ast.Module: "module", ast.ClassDef: "class"}.get(type(node), "function")
     quoted, first, last, margin = node.body[0], 1, len(lines), 0
     if not isinstance(node, ast.Module):
@@ -92,7 +92,7 @@ def _messages(name: str, node: Node, docstring: str, lines: list[str]) -> list[d
 
 
 def _dedented(lines: list[str], margin: int) -> str:
-    """The lines with up to `margin` leading blanks removed (lines of a text may begin further left)."""
+    """The lines with up to `margin` leading blanks removed (lines of a string may be indented less)."""
     return "\n".join(line[min(margin, len(line) - len(line.lstrip())) :] for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""What is read from sources: texts, conversations, and documents that cannot be used, with reasons."""
+"""What sources contain: texts, conversations, and documents that cannot be used, with the reasons."""
 
 import hashlib
 import json
@@ -14,10 +14,10 @@ SPEAKERS = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }
-# Fields where chat data keeps what the assistant wrote besides `content`, which would be lost.
+# Fields in which chat data keeps what the assistant wrote besides `content`. It would be lost.
 BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-# Unicode reserves the first for a program's internal use: chat_template.py marks places in a text with them. The others
-# are halves of surrogate pairs, which JSON can express and UTF-8 cannot.
+# Unicode reserves the first range for a program's internal use: chat_template.py marks places in a text with these. The
+# second range is halves of surrogate pairs, which JSON can express and UTF-8 cannot.
 NONCHARACTERS = re.compile("[\ufdd0-\ufdef\ud800-\udfff]")
 
 
@@ -34,8 +34,8 @@ class Document:
 @dataclass(frozen=True)
 class Conversation:
     """A conversation. name: like a document's. messages: (role, content) in order; at least one is the assistant's if
-    answers are to be learned. digest: a sha256 that decides whether it is held out. unfinished: the last answer was
-    cut, so its end must not be learned."""
+    answers are to be learned. digest: a sha256 that decides whether it is held out. unfinished: the last answer was cut
+    off, so its end must not be learned."""
 
     name: str
     digest: bytes
@@ -48,10 +48,10 @@ class BadDocument:
     """A document that cannot be used. digest: a sha256 that decides in which split it is counted. why: the reason, as
     the manifest counts it. detail: the cause and the fix, printed after the name; "" if `why` says everything.
 
-    Reasons that need a word: too_short, a text to continue that ends within its beginning; prompt_not_kept, a rendered
-    answer that does not follow the prompt (which opens a thought that the answer lacks); answer_not_found, the template
-    omitted the answer or repeated it; unfinished, an answer that did not end within the allowed tokens, so that a wrong
-    end would be learned.
+    Reasons that need an explanation: too_short, a text to continue that is no longer than the prompt made of it;
+    prompt_not_kept, a rendered answer that does not follow the prompt (which opens a thought that the answer lacks);
+    answer_not_found, the template omitted the answer or repeated it; unfinished, an answer that did not end within the
+    allowed tokens, so that a wrong end would be learned.
     """
 
     name: str
@@ -71,10 +71,10 @@ class Unusable(ValueError):
 def read_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], ...]:
     """Read the messages of a conversation as (role, content).
 
-    value: a list of {"role": ..., "content": ...} or ShareGPT's {"from": "human", "value": ...}, of which null fields
+    value: a list of {"role": ..., "content": ...} or ShareGPT's {"from": "human", "value": ...}, where null fields
     count as absent; a list of texts, in which user and assistant alternate (UltraChat); or such a list as JSON text.
-    answered: whether at least one answer is required; if not, answers will be replaced, and may be null. Other fields
-    of a message are ignored, except that those of BESIDE_CONTENT are refused. Raises Unusable.
+    answered: whether at least one answer is required; if not, answers will be replaced and may be null. Other fields of
+    a message are ignored, but those of BESIDE_CONTENT are refused. Raises Unusable.
     """
     if isinstance(value, str):
         try:
@@ -91,7 +91,7 @@ def read_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], .
         speaker, content = present.get("role", present.get("from")), present.get("content", present.get("value"))
         role = SPEAKERS.get(str(speaker).lower())
         if role is None:
-            detail = f"has a message by {ascii(speaker)[:40]}, who is neither system, user nor assistant"
+            detail = f"has a message by {ascii(speaker)[:40]}, which is neither system, user nor assistant"
             raise Unusable("unknown_role", detail)
         if role == "system" and content is None:
             continue

@@ -1,7 +1,7 @@
 """Gets completions from OpenAI-style servers (vLLM, SGLang, `longdraft serve`) instead of from an engine of our own.
 
-A prompt is sent to /v1/completions as token ids, so that the target's own template and tokenizer make it, and not the
-server's chat template.
+A prompt is sent to /v1/completions as token ids, so that the target's own template and tokenizer make it, not those of
+the server.
 """
 
 import os
@@ -17,15 +17,15 @@ from longdraft.data_prep.regenerate import Completion, Due
 from longdraft.models.schema import validate
 
 KEY = "OPENAI_API_KEY"
-TRIES, LONGEST_PAUSE = 8, 60.0  # of one request; in seconds, doubled after each try from 1 on
+TRIES, LONGEST_PAUSE = 8, 60.0  # of one request; pauses start at 1 s and double after each try
 SECONDS = 3600.0
-RETRIED = (408, 425, 429)  # and all of the servers' own errors
-OF_PROMPTS = (400, 413, 422)  # what servers say of a prompt, if they answer others
+RETRIED = (408, 425, 429)  # in addition to all server errors (5xx)
+OF_PROMPTS = (400, 413, 422)  # the fault of the prompt, if the server answers others
 
 
 class _Choice(BaseModel):
     text: str
-    finish_reason: Literal["stop", "length"]  # with any other the answer was broken off
+    finish_reason: Literal["stop", "length"]  # any other means that the answer was aborted
 
 
 class _Completions(BaseModel):
@@ -39,9 +39,9 @@ class EndpointClient:
         urls: each server's URL, with or without the /v1.
         sampling: fields of a request besides prompt and seed: max_tokens, temperature, ..., and the model's name for
             servers that need one.
-        positions: most tokens of a prompt and its answer together; max_tokens is lowered accordingly.
-        concurrency: the number of requests in flight. seconds: how long to wait for an answer, of which nothing comes
-            before its last token.
+        positions: the most tokens of a prompt and its answer together; max_tokens is lowered accordingly.
+        concurrency: the number of requests in flight. seconds: how long to wait for an answer, which arrives as a whole
+            after its last token.
 
     Raises ValueError for a URL that is not valid.
     """
@@ -64,17 +64,17 @@ class EndpointClient:
         self._client, self._answered = httpx.Client(headers=headers, limits=limits, timeout=timeout), 0
 
     def __call__(self, due: Due) -> Iterator[Completion]:
-        """The prompts' completions, as they come. Raises ValueError if the servers refuse all, or none answers; then
-        requests that have not started are dropped."""
+        """The prompts' completions, as they arrive. Raises ValueError if the servers refuse all prompts or none
+        answers; requests that have not started are then dropped."""
         pool, asked, finished = ThreadPoolExecutor(self._concurrency), set[Future[Completion]](), list[Completion]()
         try:
             while due or asked:
-                while due and len(asked) < self._concurrency:  # later turns first: a server may keep what was before
+                while due and len(asked) < self._concurrency:  # later turns first: a server may have cached the rest
                     index, (prompt, seed) = due.popitem()
                     asked.add(pool.submit(self._complete, index, prompt, seed))
                 done, asked = wait(asked, return_when=FIRST_COMPLETED)
                 finished += [future.result() for future in done]
-                if self._answered:  # until then all are refused, and who is to blame is not known
+                if self._answered:  # until then all are refused, perhaps not because of the prompts
                     yield from finished
                     finished.clear()
         finally:
@@ -83,8 +83,8 @@ class EndpointClient:
             raise ValueError(f"--endpoint: {finished[0].refused}; for too long a prompt give --max-length")
 
     def _complete(self, index: int, prompt: list[int], seed: int) -> Completion:
-        """Ask a server, and after a failure that may pass the next one, TRIES times in all. If they fail to the end
-        while others are answered, it is the prompt's fault."""
+        """Send a request, after a temporary failure to the next server, TRIES times in all. If all tries fail while
+        other requests are answered, the prompt is at fault."""
         # Servers take signed 64-bit seeds. Our own noise is the same for a seed and its signed form.
         signed = seed - 2**64 if seed >= 2**63 else seed
         request = {**self._sampling, "prompt": prompt, "seed": signed}
@@ -111,5 +111,5 @@ class EndpointClient:
             return Completion(index, "", False, f"no answer in {TRIES} tries, the last time with {why}")
         raise ValueError(
             f"--endpoint: the servers did not answer in {TRIES} tries, the last time with {why}; finished parts are "
-            "kept, the same call goes on"
+            "kept, and the same call resumes"
         )

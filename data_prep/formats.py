@@ -1,7 +1,7 @@
 """Record formats: a record holds a text, a conversation, a question and its answer, or ids of another tokenizer.
 
-A format's `documents` turns the record `name`, a mapping from field names to values, into documents, and raises
-`Unusable` for a record that it cannot use, or UnicodeError. `fields` are the fields that it reads if a record has them.
+A format's `documents` turns the record `name`, a mapping from field names to values, into documents. It raises
+`Unusable` or UnicodeError for a record that it cannot use. `fields` are the fields that it reads if a record has them.
 records.py reads the records.
 """
 
@@ -39,10 +39,10 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """One field holds the list of messages. answered: whether at least one must be the assistant's.
+    """One field holds the list of messages. answered: whether at least one message must be the assistant's.
 
     A record whose field `unfinished` is true (`longdraft prepare regenerate --unfinished keep`) ends in an answer that
-    was cut."""
+    was cut off."""
 
     chat_field: str
     answered: bool = True
@@ -59,7 +59,7 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class QuestionAnswerFormat:
-    """Two templates, with names of fields in braces, make a question and its answer. A field may be empty or null."""
+    """Two templates with field names in braces make a question and its answer. A field may be empty or null."""
 
     prompt: str
     answer: str
@@ -83,7 +83,7 @@ class TokenIdsFormat:
     """A field holds token ids of another tokenizer, which are turned back into text, without special tokens.
 
     Each span (start, stop) of the ids is a document; without a field of spans, all ids are one document. Data sets are
-    cut to a length in tokens, so a span may begin or end within a character; the rest of that character is omitted.
+    cut at a number of tokens, so a span may begin or end within a character; the part of that character is omitted.
     serialised: the Rust tokenizer that made the ids, as JSON.
     """
 
@@ -117,7 +117,7 @@ RecordFormat = TextFormat | ChatFormat | QuestionAnswerFormat | TokenIdsFormat
 
 
 def record_format_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokenizerFast]") -> RecordFormat:
-    """The format of a source's records. tokenizers: the tokenizers that sources of token ids name, by name."""
+    """The format of a source's records. tokenizers: by name, the tokenizers that sources of token ids refer to."""
     if source.chat_field is not None:
         return ChatFormat(source.chat_field)
     if source.prompt is not None and source.answer is not None:

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 N_SAMPLES, SAMPLE_TOKENS = 3, 160
-# What is shown of a split's manifest; shard_task.py describes it.
+# The fields of a split's manifest that are shown; shard_task.py describes them.
 COUNTS = ("rows", "tokens", "supervised_tokens", "documents", "pieces", "mix", "bad", "dropped", "examples")
 
 
 def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None) -> str:
-    """Inspect a finished folder, whose shards are compared with their hashes.
+    """Inspect a finished folder. Its shards are compared with their hashes.
 
-    tokenizer: the one that made the folder, which decodes the samples; with None there are none. What the loss counts
-    of a sample is between 《 and 》. Raises ValueError if the folder is not finished, or a shard is damaged.
+    tokenizer: the one that made the folder; it decodes the samples. None: no samples. The tokens of a sample that the
+    loss counts are between 《 and 》. Raises ValueError if the folder is not finished, or a shard is damaged.
     """
     lines = [f"{folder}: rows of {read_manifest(folder / MANIFEST)['seq_len']:,} tokens"]
     for split in SPLITS:

@@ -1,6 +1,6 @@
 """Packs documents into rows of a fixed length: a document is cut into pieces, a row holds pieces of several documents.
 
-Only lengths are seen here. The caller moves the tokens and everything that goes with them.
+This module sees only lengths. The caller moves the tokens and everything that belongs to them.
 """
 
 import bisect
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# A piece that is cut off to fill a row has at least this fraction of a row, because it starts without its context.
+# The least fraction of a row of a piece that is cut off to fill a row, because it starts without its context.
 MIN_FRACTION = 1 / 32
 
 
@@ -28,11 +28,11 @@ class Piece:
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[Piece]]:
     """Pack every token of every document into rows of at most `seq_len` tokens; nothing is dropped.
 
-    lengths: tokens of each document. A document longer than a row is cut into full rows and a rest. Rests and short
-    documents go, longest first, each into the fullest row that has room (best-fit decreasing). Then rows that hold
-    nothing but rests, emptiest first, are cut up to fill the room in other rows, as long as this saves a row: otherwise
-    a few long documents (books) would leave some rows half empty. A document that fits in a row is never cut, and no
-    cut leaves a piece shorter than MIN_FRACTION of a row.
+    lengths: tokens of each document. A document longer than a row is cut into full rows and a remainder. Remainders and
+    short documents are placed, longest first, each into the fullest row that has space (best-fit decreasing). Then rows
+    with only remainders, emptiest first, are cut up to fill the space in other rows, as long as this saves a row:
+    otherwise a few long documents (books) would leave some rows half empty. A document that fits in a row is never cut,
+    and no cut leaves a piece shorter than MIN_FRACTION of a row.
     Rows are sorted by their first piece, and the pieces in a row by document.
     """
     rows: list[list[Piece]] = []
@@ -46,7 +46,7 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[Piece]]:
 
 
 def best_fit(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
-    """Put whole pieces into rows of at most `seq_len` tokens: longest first, each into the fullest row with room."""
+    """Put whole pieces into rows of at most `seq_len` tokens: longest first, each into the fullest row with space."""
     rows: list[list[Piece]] = []
     open_rows: list[tuple[int, int]] = []  # (room, row), sorted
     for piece in sorted(pieces, key=lambda piece: (-len(piece), piece.document)):
@@ -63,7 +63,7 @@ def best_fit(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
 
 
 def _redistribute(rows: list[list[Piece]], seq_len: int) -> list[list[Piece]]:
-    """Save rows by cutting up their pieces to fill the room in the other rows."""
+    """Save rows by cutting up their pieces to fill the space in the other rows."""
     least = max(1, int(seq_len * MIN_FRACTION))
     rows = sorted(rows, key=lambda row: (-_used(row), row))
     rooms = [seq_len - _used(row) for row in rows]
@@ -71,7 +71,7 @@ def _redistribute(rows: list[list[Piece]], seq_len: int) -> list[list[Piece]]:
         if any(piece.start == 0 for piece in rows[i]):
             continue  # a document that fits in a row is not cut
         if sum(rooms) - rooms[i] < _used(rows[i]):
-            break  # the remaining rows are fuller still
+            break  # the remaining rows are even fuller
         rooms_after = [*rooms]
         rooms_after[i] = 0
         placed = _cut_to_fit(rows[i], rooms_after, least)

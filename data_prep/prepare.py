@@ -2,10 +2,10 @@
 
 sources.py lists the files, records.py hashes them and cuts them into segments, `plan_tasks` divides the segments into
 tasks, tasks.py runs these in processes, shard_task.py makes the shards of a task (formats.py, then tokenize.py or
-chat.py, then pack.py), and WorkFolder keeps a record of each task, which `_write_manifests` adds up.
+chat.py, then pack.py), and WorkFolder keeps a record of each task. `_write_manifests` adds up the records.
 
-The tasks depend on the sources' content and the settings alone, so the number of workers cannot change the result.
-After a kill only the tasks without a record are done again.
+The tasks depend only on the sources' content and the settings, so the number of workers cannot change the result.
+After a kill, only the tasks without a record are repeated.
 """
 
 import math
@@ -30,13 +30,13 @@ from longdraft.models.files import PLAN, WorkFolder, write_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PLAN_VERSION = 2  # raised whenever the same settings and sources would be divided into other tasks
+PLAN_VERSION = 2  # increased whenever the same settings and sources would give other tasks
 OWN_FILES = rf"(?:{'|'.join(SPLITS)})/(?:shard-[\d-]+\.arrow|manifest\.json)|manifest\.json"
-SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # least and most text of a shard
-# As many bytes of records are read for each token of a budget. A token of text has 4 or 5 bytes; the rest allows for
-# what a record holds besides its text.
+SHARD_TEXT_BYTES = (1 << 20, 16 << 20)  # minimum and maximum text of a shard
+# Bytes of records that are read for each token of a budget. A token of text has 4 or 5 bytes; the rest allows for what
+# a record holds besides its text.
 BYTES_A_TOKEN = 8
-LOOKED_AT = 5  # segments of a source, and records of each, before anything is written
+LOOKED_AT = 5  # segments per source, and records per segment, that are checked before anything is written
 
 
 def prepare(
@@ -46,11 +46,11 @@ def prepare(
     tokenizers: "Mapping[str, PreTrainedTokenizerFast] | None" = None,
     log: Callable[[str], object] = print,
 ) -> dict:
-    """Prepare `config.out`, resume it, or find it finished. Returns the folder's manifest and logs what it holds.
+    """Prepare `config.out`, resume it, or find it finished. Returns the folder's manifest and logs a summary of it.
 
     Args:
         tokenizer_hash: identifies the tokenizer in the manifest; training compares it with the target's.
-        tokenizers: the tokenizers that sources of token ids name, by name.
+        tokenizers: by name, the tokenizers that sources of token ids refer to.
     Raises:
         ValueError: a source does not exist, the folder was made with other settings, tokenizer or sources, a split is
             empty, or the disk is full. Finished shards stay on disk, and the same call resumes.
@@ -76,7 +76,7 @@ def prepare(
 
 
 def check_fields(segments: Sequence[Segment], readers: Sequence[Reader]) -> None:
-    """Raises ValueError for a source of which the first records of some segments all lack a field."""
+    """Raises ValueError if the first records of a source's first segments all lack a field."""
     for number, reader in enumerate(readers):
         own = list(islice((segment for segment in segments if segment.file.source == number), LOOKED_AT))
         documents = (islice(read_documents(one, reader.record_format), LOOKED_AT) for one in own)
@@ -88,8 +88,8 @@ def check_fields(segments: Sequence[Segment], readers: Sequence[Reader]) -> None
 
 def plan_tasks(config: PrepareConfig, segments: Sequence[Segment]) -> list[ShardTask]:
     """Divide the segments into tasks, in the order of a seeded hash, so that a budget samples all files and a shard
-    mixes them. Each source has the part of `max_tokens` that its weight says, and a task the part of that which the
-    text in its segments says."""
+    mixes them. A source's weight decides its part of `max_tokens`; each task gets a part of that in proportion to the
+    source's text in its segments."""
     total_weight = math.fsum(source.weight for source in config.sources.values())
     budgets = [
         math.inf if config.max_tokens is None else config.max_tokens * source.weight / total_weight
@@ -122,7 +122,7 @@ def plan_tasks(config: PrepareConfig, segments: Sequence[Segment]) -> list[Shard
 
 
 def _usable_bytes(segment: Segment, config: PrepareConfig) -> int:
-    """Bytes of the segment that can become tokens of a row. The mode "first" uses only the head of each document."""
+    """Bytes of the segment that can become tokens of a row. The mode "first" uses only the beginning of a document."""
     if config.documents == "first" and segment.n_documents is not None:
         return min(segment.n_bytes, segment.n_documents * config.seq_len * BYTES_A_TOKEN)
     return segment.n_bytes
@@ -131,7 +131,7 @@ def _usable_bytes(segment: Segment, config: PrepareConfig) -> int:
 def _make_plan(
     config: PrepareConfig, readers: Sequence[Reader], tokenizer_hash: str, digests: Mapping[str, str]
 ) -> dict:
-    """Everything that decides the content of the folder: calls with the same plan write the same bytes."""
+    """Everything that affects the content of the folder: calls with the same plan write the same bytes."""
     settings = {name: getattr(config, name) for name in ("seq_len", "heldout_share", "max_tokens", "seed")}
     encoders = sorted((reader.encoder for reader in readers), key=lambda encoder: isinstance(encoder, Encoder))
     described = {key: value for encoder in encoders for key, value in encoder.describe().items()}
@@ -156,7 +156,7 @@ def _make_shards(
     n_workers = min(config.workers, len(todo))
     with tqdm(total=len(todo), desc="tokenising", unit="shard", mininterval=1) as progress:
         if n_workers > 1:
-            # The tasks that read most come first, so that no process is left alone with one at the end.
+            # The largest tasks come first, so that no process is left with a large one at the end.
             todo.sort(key=lambda task: -sum(segment.n_bytes for segment in task.segments))
             run_in_processes(work, todo, n_workers, progress.update)
         else:
@@ -174,7 +174,7 @@ def _write_manifests(tasks: Sequence[ShardTask], config: PrepareConfig, folder: 
         splits[name] = split = add_up([empty_record(), *records])
         if fraction and not split["rows"]:
             raise ValueError(
-                f"no row for {name}: give more text and another folder, or other values of heldout_share, seq_len, "
+                f"no row for {name}: give more text and another folder, or change heldout_share, seq_len, "
                 f"max_tokens or seed; bad or dropped: {'; '.join(_omitted(split)) or 'none'}"
             )
     for name, split in splits.items():
@@ -185,7 +185,7 @@ def _write_manifests(tasks: Sequence[ShardTask], config: PrepareConfig, folder: 
 
 
 def _summary(manifest: dict, out: Path) -> str:
-    """What a finished folder holds: rows, tokens, documents, and lines about what was omitted and tokens by source."""
+    """What a finished folder holds: rows, tokens and documents, omitted documents by reason, and tokens by source."""
     train, heldout = (manifest["splits"][split] for split in SPLITS)
     total = add_up([train, heldout])
     rows, tokens, supervised = (total[name] for name in ("rows", "tokens", "supervised_tokens"))
@@ -205,6 +205,6 @@ def _summary(manifest: dict, out: Path) -> str:
 
 
 def _omitted(counts: Mapping[str, dict]) -> list[str]:
-    """For each reason how many documents were bad or dropped, with the first of them."""
+    """For each reason, the number of documents that were bad or dropped, and the first of them."""
     reasons = [(why, n) for what in ("bad", "dropped") for why, n in counts[what].items()]
     return [f"{n:,} {why}, first {counts['examples'][why]}" for why, n in reasons]

@@ -1,4 +1,4 @@
-"""What a preparation is asked for: its sources, how their records are read, and its settings."""
+"""The configuration of a preparation: its sources, how their records are read, and its settings."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ T = TypeVar("T", bound=Schema)
 
 
 def fields_of(template: str) -> tuple[str, ...]:
-    """The fields that a template names in braces, each once, in order. Raises ValueError for any other brace, and for a
-    template without fields."""
+    """The fields that a template names in braces, in order and without repetitions. Raises ValueError for any other
+    brace, and for a template without fields."""
     names = dict.fromkeys(re.findall(r"{(\w+)}", template.replace("{{", "").replace("}}", "")), "")
     try:
         template.format_map(names)
@@ -32,20 +32,20 @@ Template = Annotated[Str, AfterValidator(lambda template: fields_of(template) an
 
 
 class Source(Schema):
-    """One source of a mix: where it is, which of its files to take, and how to read a record.
+    """One source of a mix: where it is, which of its files to read, and how to read a record.
 
     path: a file, a folder, "stdlib", "stdlib-chat", or a data set of the Hugging Face hub, "owner/name[@revision]".
-    files: patterns of file names within it ("data/train-*"); () takes every file with a known suffix.
+    files: patterns of file names within it ("data/train-*"); () selects every file with a known suffix.
 
-    How a record (a JSONL line, a row of a table, a sample of MDS) is read, one of:
+    How a record (a JSONL line, a table row, an MDS sample) is read, one of:
       text_field: the field that holds a text; the loss counts every token;
       chat_field: the field that holds a list of messages; the loss counts the answers;
       prompt, answer: two templates with fields in braces ("Summarise:\\n\\n{report}"), a conversation with one answer;
       tokens_field: the field that holds token ids of the model `tokenizer`, which are turned back into text.
-        spans_field: the field with (start, stop) of each document among them; None: they are one document.
+        spans_field: the field with (start, stop) of each document among the ids; None: all ids are one document.
 
     weight: the source's part of `PrepareConfig.max_tokens`, relative to the other sources' weights. streaming: read
-    what is needed of a data set of the hub without storing its files.
+    only the needed parts of a hub data set, without storing its files.
     """
 
     path: Annotated[Str, AfterValidator(from_home)]
@@ -64,11 +64,11 @@ class Source(Schema):
     def _one_way_to_read(self) -> Self:
         given = {name for name, value in self if value is not None}
         if len(ways := [name for name in WAYS_TO_READ if name in given]) > 1:
-            raise ValueError(f"{', '.join(ways)} are given for {self.path}; a record is read in one way, leave one")
+            raise ValueError(f"{', '.join(ways)} are given for {self.path}; a record is read in one way: keep only one")
         for one, other in (("prompt", "answer"), ("answer", "prompt"), ("tokens_field", "tokenizer"),
                            ("tokenizer", "tokens_field"), ("spans_field", "tokens_field")):  # fmt: skip
             if one in given and other not in given:
-                raise ValueError(f"{one} of {self.path} goes with {other}, which is missing")
+                raise ValueError(f"{one} of {self.path} needs {other}, which is missing")
         return self
 
     @property
@@ -83,12 +83,12 @@ class Source(Schema):
 
 
 class PrepareConfig(Schema):
-    """What to prepare. Everything except `workers` decides the content of the shards.
+    """What to prepare. Every field except `workers` affects the content of the shards.
 
-    sources: by name. out: the folder to make. seq_len: tokens of a row. documents: "pack" cuts long documents into
-    rows, "first" keeps one row of each and drops shorter documents. chat_template: a Jinja file, "plain" (chat.py), or
-    None for the tokenizer's own. heldout_share: fraction of the documents that are held out. max_tokens: of both splits
-    together, without filler; the document that reaches it is cut.
+    sources: by name. out: the folder to make. seq_len: tokens per row. documents: "pack" cuts long documents into rows;
+    "first" keeps only the first row of each and drops shorter ones. chat_template: a Jinja file, "plain" (chat.py), or
+    None for the tokenizer's own. heldout_share: the fraction of documents that are held out. max_tokens: the limit for
+    both splits together, without filler; the document that reaches it is cut.
     """
 
     sources: Annotated[dict[Str, Source], Field(min_length=1)]
@@ -107,15 +107,15 @@ class PrepareConfig(Schema):
         if self.chat_template is not None and not any(source.is_chat for source in self.sources.values()):
             raise ValueError("chat_template is for conversations; give --chat-field, or omit it")
         if self.max_tokens is None and any(source.weight != 1 for source in self.sources.values()):
-            raise ValueError("max_tokens is missing, and weights share it out: say how many tokens the mix is to have")
+            raise ValueError("max_tokens is missing, but weights divide it among the sources; set it")
         return self
 
 
 def check_outside(out: Path, sources: Iterable[str]) -> None:
-    """Raises ValueError if the folder to make lies in a source, so that its files would be read as a source."""
+    """Raises ValueError if the folder to make lies in a source, since its files would then be read as source files."""
     for source in map(Path, sources):
         if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
-            raise ValueError(f"out: {out} lies in the source {source}, and would be read as one; choose another")
+            raise ValueError(f"out: {out} lies in the source {source} and would be read with it; choose another")
 
 
 def changed(settings: T, **fields: Any) -> T:
@@ -124,7 +124,7 @@ def changed(settings: T, **fields: Any) -> T:
 
 
 def same_way(paths: Sequence[str], **fields: Any) -> dict[str, Source]:
-    """Sources that are all read with the same settings, by the last part of their paths (numbered if it repeats)."""
+    """Sources that share these settings, named by the last part of their paths (numbered if it repeats)."""
     sources: dict[str, Source] = {}
     for path in dict.fromkeys(paths):
         name = stem = Path(path).name or path

@@ -1,12 +1,12 @@
 """Hashes a source's files and cuts them into segments (`scan`), and reads a segment's documents (`read_documents`).
 
-A text file is one document. A line of JSONL that is not blank, an element of a JSON array and a row of a table are
-records, which are read in the format that the source names (formats.py). A code file of "stdlib-chat" holds one
-conversation per docstring. A document that cannot be used (empty, bad UTF-8, a missing field) becomes a `BadDocument`
-with its name, so that it can be counted.
+A text file is one document. A non-blank line of JSONL, an element of a JSON array and a row of a table are records,
+which are read in the source's format (formats.py). A code file of "stdlib-chat" holds one conversation per docstring. A
+document that cannot be used (empty, bad UTF-8, a missing field) becomes a `BadDocument` with its name, so that it can
+be counted.
 
-`datasets` does not read the files because it changes what it reads: a text that is a date becomes a time, a missing
-field null, and one bad line fails ten megabytes.
+The library `datasets` is not used because it changes what it reads: a text that is a date becomes a timestamp, a
+missing field becomes null, and one bad line makes ten megabytes fail.
 """
 
 import hashlib
@@ -26,19 +26,19 @@ from longdraft.data_prep.tables import TABLES, open_table, table_rows
 from longdraft.models.files import file_digest
 
 SEGMENT_BYTES = 1 << 20
-COMPRESSION = 4  # bytes of text in a byte of a compressed file, about
+COMPRESSION = 4  # bytes of text per byte of a compressed file, roughly
 BOM = b"\xef\xbb\xbf"
 BEFORE_JSON = BOM + b" \t\r\n"
-ARRAY_BYTES = 1 << 30  # a JSON array is parsed as a whole, into several times its bytes
+ARRAY_BYTES = 1 << 30  # a JSON array is parsed as a whole, which takes several times its bytes
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of whole documents in one file.
+    """Consecutive whole documents of one file.
 
     start, stop: bytes in JSONL, chunks in a table (tables.py); stop is None at the file's end. n_bytes: uncompressed;
-    an estimate if the file is compressed. first_number: of the first record (the line's number in JSONL), from 1 on.
-    n_documents: bad ones included; None if they are not counted before the file is read.
+    an estimate if the file is compressed. first_number: the number of the first record, from 1 on (the line in JSONL).
+    n_documents: including bad ones; None if they are not counted before the file is read.
     """
 
     file: SourceFile
@@ -52,8 +52,8 @@ class Segment:
 def scan(files: Iterable[SourceFile], segment_bytes: int) -> tuple[dict[str, str], list[Segment]]:
     """Hash files and cut them into segments of at least `segment_bytes`, each but the last of a file.
 
-    JSONL is cut after a line, a table after a chunk. A file of another kind, and one that is compressed or remote, is
-    one segment, of which at most a table's index is read.
+    JSONL is cut after a line, a table after a chunk. A file of another kind, or a compressed or remote file, is one
+    segment; of it, at most a table's index is read.
     Returns the digest of each file, by name, and all segments in order. Raises ValueError for a damaged file.
     """
     digests, segments = {}, []
@@ -74,7 +74,7 @@ def scan(files: Iterable[SourceFile], segment_bytes: int) -> tuple[dict[str, str
 
 def _cut(file: SourceFile, ends: Iterable[tuple[int, int, int, int]], least: float) -> list[Segment]:
     """Segments of at least `least` bytes. ends: for each place where the file can be cut, (bytes and documents since
-    the place before, the place, number of the next record)."""
+    the previous place, the place, number of the next record)."""
     segments, start, first_number, size, n_documents = [], 0, 1, 0, 0
     for n_bytes, n_more, place, next_number in ends:
         size, n_documents = size + n_bytes, n_documents + n_more
@@ -105,8 +105,8 @@ def read_documents(
 ) -> Iterator[Document | Conversation | BadDocument]:
     """The segment's documents in order, good and bad.
 
-    record_format: how a record is read; None: its field "text" is a text. A text file is a record with the format's
-    first field alone.
+    record_format: how a record is read; None: its field "text" is a text. A text file counts as a record that has only
+    the format's first field.
     Raises ValueError if the file is damaged.
     """
     file, record_format, number = segment.file, record_format or TextFormat(), None
@@ -120,7 +120,7 @@ def read_documents(
             if isinstance(record, Unusable):
                 raise record
             if not isinstance(record, dict):
-                raise Unusable("missing_field", f"is no object with fields, but {type(record).__name__}")
+                raise Unusable("missing_field", f"is not an object with fields, but {type(record).__name__}")
             yield from record_format.documents(name, record)
         except Unusable as error:
             yield _bad(name, error.why, error.detail)
@@ -135,8 +135,8 @@ def _bad(name: str, why: str, detail: str) -> BadDocument:
 
 
 def numbered_records(segment: Segment, fields: Collection[str] | None = None) -> Iterator[tuple[int, Any]]:
-    """The segment's records with their numbers, each a mapping of fields to values, any other value of JSON, or why it
-    cannot be used (`Unusable`). fields: the ones to read of tables; None: all."""
+    """The segment's records with their numbers. A record is a mapping of fields to values, any other JSON value, or the
+    reason why it cannot be used (`Unusable`). fields: the columns to read from tables; None: all."""
     file = segment.file
     if file.kind in TABLES:
         yield from enumerate(table_rows(file, segment.start, segment.stop, fields), segment.first_number)
@@ -159,8 +159,8 @@ def numbered_records(segment: Segment, fields: Collection[str] | None = None) ->
 
 
 def _json_records(stream: BinaryIO) -> Iterator[Any]:
-    """The elements of a JSON array, or the values in the lines of a file that is no array. Raises ValueError for an
-    array of more than ARRAY_BYTES."""
+    """The elements of a JSON array or, if the file is no array, the values of its lines. Raises ValueError for an array
+    of more than ARRAY_BYTES."""
     lines = iter(lambda: stream.readline(ARRAY_BYTES + 1), b"")
     first = next((line for line in lines if line.strip(BEFORE_JSON)), b"")
     if not first.strip(BEFORE_JSON).startswith(b"["):
@@ -168,13 +168,13 @@ def _json_records(stream: BinaryIO) -> Iterator[Any]:
         return
     raw = first + stream.read(max(0, ARRAY_BYTES + 1 - len(first)))
     if len(raw) > ARRAY_BYTES:
-        raise ValueError(f"it is JSON of more than {ARRAY_BYTES >> 20} MiB: convert it to JSONL")
+        raise ValueError(f"it is a JSON array of more than {ARRAY_BYTES >> 20} MiB: convert it to JSONL")
     yield from json.loads(raw.removeprefix(BOM).decode("utf-8", "surrogateescape"))
 
 
 def _parse_json(raw: bytes) -> Any:
-    """The value of a JSON text, or why it has none (`Unusable`)."""
+    """The value of a JSON text, or the reason why it has none (`Unusable`)."""
     try:
         return json.loads(raw.decode("utf-8-sig"))  # some files begin with a byte order mark
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits raises a plain ValueError
         return Unusable("bad_utf8" if isinstance(error, UnicodeError) else "bad_json", f"({error})")

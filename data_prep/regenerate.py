@@ -3,11 +3,11 @@
 Every assistant turn is answered anew, and so is a question at the end. A text to continue is a conversation too: its
 question is the text's beginning, and its template is PLAIN of chat.py. The seed of an answer is a function of the
 call's seed, the conversation's content and the turn, so no answer depends on other conversations, their order, the
-batch, the drafter or a kill. The target itself is opened in launch/regenerate.py, or endpoints.py asks its servers.
+batch, the drafter or a kill. launch/regenerate.py opens the target, or endpoints.py sends requests to its servers.
 
-The output is a work folder (`WorkFolder` of models/files.py). Each task takes the next PART_SIZE conversations of the
-input and writes those that were answered to `part-*.jsonl`, a line each; its record counts them and the bad ones. A
-task begins when no prompt of those before is left. The sum of all records is manifest.json, which is written last.
+The output is a work folder (`WorkFolder` of models/files.py). Each task reads the next PART_SIZE conversations of the
+input and writes the answered ones to `part-*.jsonl`, one per line; its record counts them and the bad ones. A task
+begins when no prompt of earlier tasks is waiting. The sum of all records is manifest.json, which is written last.
 """
 
 import hashlib
@@ -43,18 +43,18 @@ from longdraft.data_prep.tokenize import rust_tokenizer
 from longdraft.models.files import PLAN, WorkFolder, write_atomically, write_json
 from longdraft.models.schema import validated_dataclass
 
-PART_SIZE = 256  # conversations of a task
+PART_SIZE = 256  # conversations per task
 PART = "part-{:05d}"
-FIRST, ENOUGH = PART.format(0), 20  # a first task of so many that all are bad for one reason ends the call
+FIRST, ENOUGH = PART.format(0), 20  # if all of a first task of at least this size are bad for one reason, the call ends
 SHOWN_BAD = 5
-NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # what stands for bytes that are no whole character
-CHARACTERS_A_TOKEN = 32  # of a text's beginning that are tokenised: more than tokens of text have
+NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # replaces bytes that are no complete character
+CHARACTERS_A_TOKEN = 32  # characters of a text that are tokenised per token of its beginning: more than tokens have
 
 
 @dataclass(frozen=True)
 class Completion:
     """What the target wrote after prompt `index`. text: without an end token, other special tokens spelled out. ended:
-    whether the target ended it. refused: why a server gives none, though it answers other prompts."""
+    whether the target ended it. refused: why a server refuses this prompt, although it answers others."""
 
     index: int
     text: str
@@ -63,10 +63,10 @@ class Completion:
 
 
 Given = Conversation | Document | BadDocument
-# By index, prompts (token ids) with their seeds (unsigned, 64 bits).
+# Waiting prompts by index: token ids with a seed (unsigned, 64 bits).
 Due = dict[int, tuple[list[int], int]]
-# Takes prompts out of a Due, to which each completion may add some, until none is left, and gives their completions as
-# they are finished, in any order. What it does not work on yet it should leave there.
+# Removes prompts from a Due until none is left, and yields their completions as they finish, in any order. After each
+# completion the caller may add prompts. It should leave prompts in the Due until it works on them.
 Generate = Callable[[Due], Iterable[Completion]]
 
 
@@ -74,9 +74,9 @@ Generate = Callable[[Due], Iterable[Completion]]
 class RegenerateConfig:
     """What to answer, and how.
 
-    max_prompt: most tokens of a prompt. answering: what decides an answer besides the seed (target, sampling), as JSON
-    values. keep_unfinished: whether an answer without an end becomes its conversation's last one; if not, the
-    conversation is bad. field: of a record, with its messages or the text to continue. beginning: if texts are
+    max_prompt: the most tokens of a prompt. answering: what decides an answer besides the seed (target, sampling), as
+    JSON values. keep_unfinished: whether an answer without an end is kept as its conversation's last; if not, the
+    conversation is bad. field: the field of a record with its messages or the text to continue. beginning: if texts are
     continued, the least and most tokens of their beginnings.
     """
 
@@ -100,12 +100,12 @@ def regenerate(
     start: Callable[[], Generate],
     log: Callable[[str], object] = print,
 ) -> dict[str, Any]:
-    """Answer the input into `config.out`, or go on with that, and log one line.
+    """Answer the input into `config.out`, or resume doing so, and log a summary.
 
-    encoder: for the target's tokenizer and chat template. start: makes the target ready; called only if there is work
-    to do. Returns how many conversations there are ("input") and were answered ("success"), the "bad" ones by reason,
-    and what is wrong with the first of them ("bad_named"). Raises ValueError if a source does not exist, the folder was
-    made with other settings, or the disk is full; finished parts stay on disk, and the same call resumes.
+    encoder: for the target's tokenizer and chat template. start: prepares the target; called only if there is work to
+    do. Returns the number of conversations ("input") and of answered ones ("success"), the "bad" ones by reason, and
+    details of the first bad ones ("bad_named"). Raises ValueError if a source does not exist, the folder was made with
+    other settings, or the disk is full; finished parts stay on disk, and the same call resumes.
     """
     is_chat = config.beginning is None
     record_format = ChatFormat(config.field, answered=False) if is_chat else TextFormat(config.field)
@@ -131,7 +131,7 @@ def regenerate(
                 answering.begin(task, part)
                 for completion in generate(answering.due):
                     answering.go_on(completion.index, completion)
-                    # Whoever generates has taken all, and should not be idle while the last of them are long.
+                    # All prompts are in work; add a task, so that the generator is not idle during the last long ones.
                     if not answering.due and (following := next(unfinished, None)):
                         answering.begin(*following)
             counts = add_up(folder.read_all(tasks))
@@ -145,7 +145,7 @@ def regenerate(
 def _unfinished(
     documents: Iterator[Given], folder: WorkFolder, tasks: list[str], progress: tqdm
 ) -> Iterator[tuple[str, list[Given]]]:
-    """The tasks without a record, each with its conversations. All tasks are added to `tasks`."""
+    """The tasks without a record, each with its conversations. The names of all tasks are added to `tasks`."""
     while part := list(islice(documents, PART_SIZE)):
         tasks.append(PART.format(len(tasks)))
         if folder.read(tasks[-1]) is None:
@@ -156,7 +156,7 @@ def _unfinished(
 
 @dataclass
 class _Task:
-    """A task that has begun. ends: of conversations that are finished, by index."""
+    """A task that has begun. ends: the results of its finished conversations, by index."""
 
     name: str
     documents: list[Given]
@@ -164,9 +164,8 @@ class _Task:
 
 
 class _Answering:
-    """The conversations of all tasks that have begun; what is due of them; tasks are written when all theirs are done.
-
-    A number tells a conversation from all others.
+    """The open conversations of all tasks that have begun, and their waiting prompts. A task is written once all its
+    conversations are finished. Each conversation has a unique number.
     """
 
     def __init__(self, config: RegenerateConfig, encoder: ChatEncoder, folder: WorkFolder, progress: tqdm):
@@ -176,7 +175,7 @@ class _Answering:
         self._numbers = count()
 
     def begin(self, name: str, documents: list[Given]) -> None:
-        """Begin a task."""
+        """Begin a task with these conversations."""
         task = _Task(name, documents, {})
         for i, document in enumerate(documents):
             number = next(self._numbers)
@@ -184,7 +183,7 @@ class _Answering:
             self.go_on(number, None)
 
     def go_on(self, number: int, completion: Completion | None) -> None:
-        """Go on with conversation `number`, after its completion."""
+        """Continue conversation `number` with its completion; None starts it."""
         task, i, answers = self._answers[number]
         try:
             self.due[number] = answers.send(completion)
@@ -210,8 +209,8 @@ def _finish(task: _Task, folder: WorkFolder) -> None:
     if all_bad and task.name == FIRST and not folder.tasks():
         (folder.path / PLAN).unlink()  # nothing was done, so a call with other settings may begin here
         raise ValueError(
-            f"none of the first {len(ends)} conversations can be used ({', '.join(reasons)}), so no more are asked "
-            f"for; the first is {named[0]}"
+            f"none of the first {len(ends)} conversations can be used ({', '.join(reasons)}), so the call ends; "
+            f"the first is {named[0]}"
         )
     if good:
         write_atomically(path, lambda temporary: temporary.write_text("".join(good), encoding="utf-8"))
@@ -224,7 +223,7 @@ def answer(
 ) -> Generator[tuple[list[int], int], Completion | None, dict]:
     """Answer a document's open turns: yields prompt and seed of each, and is sent its completion.
 
-    Returns the record for `prepare`: {"messages", "source"}, and "unfinished" if the last answer was cut. Raises
+    Returns the record for `prepare`: {"messages", "source"}, and "unfinished" if the last answer was cut off. Raises
     Unusable.
     """
     if isinstance(document, Document) and config.beginning is not None:
@@ -248,8 +247,8 @@ def answer(
 
 
 def open_answers(messages: Sequence[tuple[str, str]]) -> list[tuple[str, str | None]]:
-    """The messages with None as the content of every answer, also of one due after a last question; a greeting before
-    the first question stays. Raises Unusable if there is nothing to answer."""
+    """The messages with None as the content of every answer; one is added after a last question. A greeting before the
+    first question is kept. Raises Unusable if there is nothing to answer."""
     opened = [(role, None if role == "assistant" and i > 0 else content) for i, (role, content) in enumerate(messages)]
     if messages and messages[-1][0] == "user":
         opened.append(("assistant", None))
@@ -259,8 +258,8 @@ def open_answers(messages: Sequence[tuple[str, str]]) -> list[tuple[str, str | N
 
 
 def beginning(document: Document, least: int, most: int, tokenizer: Tokenizer) -> Conversation:
-    """A conversation whose question is the document's beginning of `least` to `most` tokens, chosen by the document's
-    hash; if they end within the first character, all of it. Raises Unusable if the document ends there.
+    """A conversation whose question is the document's beginning of `least` to `most` tokens, a number chosen by the
+    document's hash, and at least its first character. Raises Unusable if the document ends there.
 
     tokenizer: from `rust_tokenizer`."""
     count = least + int.from_bytes(document.digest[:8], "little") % (most - least + 1)
@@ -274,14 +273,14 @@ def beginning(document: Document, least: int, most: int, tokenizer: Tokenizer) -
 
 
 def answer_seed(seed: int, messages: Sequence[tuple[str, str]], turn: int) -> int:
-    """The seed of an answer (unsigned, 64 bits), from the call's, the conversation as it was given, and the number of
+    """The seed of an answer (unsigned, 64 bits), from the call's seed, the original conversation, and the number of
     answers before this one."""
     key = f"{seed}:{messages_digest(messages).hex()}:{turn}"
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
 
 
 def _checked(completion: Completion, config: RegenerateConfig, encoder: ChatEncoder) -> str:
-    """The answer's text. Raises Unusable if `prepare` could not learn it."""
+    """The answer's text. Raises Unusable if `prepare` could not use it."""
     if completion.refused:
         raise Unusable("refused_by_server", completion.refused)
     if not completion.ended and not config.keep_unfinished:
@@ -293,5 +292,5 @@ def _checked(completion: Completion, config: RegenerateConfig, encoder: ChatEnco
         raise Unusable("not_text")
     if found := [spelling for spelling in encoder.template.special if spelling in text]:
         raise Unusable("special_token_in_answer", f"({found[0]})")
-    # Templates that write a blank before an answer do so themselves, but a text goes on with its own.
+    # A template writes the blank before an answer itself, but the continuation of a text keeps its own.
     return text.removeprefix(" ") if completion.ended and config.beginning is None else text

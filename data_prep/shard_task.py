@@ -1,7 +1,7 @@
 """One task of a preparation: reads, tokenises and packs some segments of the sources, and writes them as shards.
 
-The shards depend on the task and the settings alone, not on the process that makes them, or when. prepare.py decides
-what the tasks are.
+The shards depend only on the task and the settings, not on the process or the time. prepare.py decides what the tasks
+are.
 """
 
 import math
@@ -26,7 +26,7 @@ from longdraft.models.files import WorkFolder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SHARD_TOKENS = 1 << 23  # a shard ends with the document that reaches them, so that a task of any size fits in memory
+SHARD_TOKENS = 1 << 23  # the document that reaches this ends a shard, so that a task of any size fits in memory
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Reader:
 class ShardTask:
     """The documents of `split` in these segments, which become one shard, or several if they are long.
 
-    budgets: the most tokens that this task takes of each source. Once one is full, the rest of the source's segments is
-    not read.
+    budgets: the most tokens that this task uses from each source. Once one is used up, the rest of the source's
+    segments is not read.
     """
 
     split: str
@@ -60,7 +60,7 @@ def empty_record() -> dict[str, Any]:
     """The record of a task without documents, which has the fields of a split's manifest.
 
     mix: documents and tokens of each source. bad, dropped: documents by reason. examples: for each reason the name of
-    the first document, and what is wrong with it if the reason does not say it all.
+    the first document, with details if there are any.
     """
     counts = dict.fromkeys(("rows", "tokens", "supervised_tokens", "documents", "pieces"), 0)
     return {**counts, "mix": {}, "bad": Counter(), "dropped": Counter(), "examples": {}, "shards": []}
@@ -83,7 +83,7 @@ def make_readers(
 
 
 def make_shards_of(task: ShardTask, config: PrepareConfig, readers: Sequence[Reader], folder: WorkFolder) -> None:
-    """Write the task's shards, none if it has no row, and then its record."""
+    """Write the task's shards (none if it has no row), then its record."""
     record, sequences, n_tokens = empty_record(), list[Encoded](), 0
     for sequence in _sequences(task, config, readers, record):
         sequences.append(sequence)
@@ -115,11 +115,11 @@ def _write(
 def _sequences(
     task: ShardTask, config: PrepareConfig, readers: Sequence[Reader], record: dict[str, Any]
 ) -> Iterator[Encoded]:
-    """The sequences of tokens of the task's documents, which are counted in the record.
+    """The token sequences of the task's documents, which are counted in the record.
 
     The sequence that reaches the budget of its source is cut there.
     """
-    room = [*task.budgets]  # tokens left of each source
+    room = [*task.budgets]  # tokens left in each source's budget
     least, most = (config.seq_len, config.seq_len) if config.documents == "first" else (1, math.inf)
     for segment in task.segments:
         source = segment.file.source
@@ -147,7 +147,7 @@ def _sequences(
             for sequence in encoded:
                 cut = _beginning(sequence, min(room[source], most))
                 room[source] -= len(cut.tokens)
-                if cut.spans:  # else the cut took the whole answer
+                if cut.spans:  # otherwise the whole answer was cut off
                     counts["tokens"] += len(cut.tokens)
                     yield cut
 
@@ -160,11 +160,11 @@ def _beginning(sequence: Encoded, limit: float) -> Encoded:
 
 
 def _make_row(pieces: Sequence[Piece], sequences: Sequence[Encoded]) -> Row:
-    """The row that these pieces make, with their spans moved to the row's places."""
+    """The row of these pieces, with their spans shifted to positions in the row."""
     tokens = [sequences[piece.document].tokens[piece.start : piece.stop] for piece in pieces]
     borders = [0, *np.cumsum([len(run) for run in tokens]).tolist()]
     in_loss = np.zeros(borders[-1], dtype=bool)
-    for piece, border in zip(pieces, borders, strict=False):  # borders has one entry more, the end of the row
+    for piece, border in zip(pieces, borders, strict=False):  # borders has one more entry, the end of the row
         for start, stop in sequences[piece.document].spans:
             shift = border - piece.start
             in_loss[max(start, piece.start) + shift : max(min(stop, piece.stop) + shift, 0)] = True

@@ -1,11 +1,11 @@
 """Prepared rows on disk, as Arrow shards with a manifest, and their reader. A kill never leaves a half-written file.
 
 A split's folder holds `manifest.json` and `shard-*.arrow` (Arrow streams with the `datasets` library's schema, so
-`datasets.Dataset.from_file` opens one too). A row of a shard:
+`datasets.Dataset.from_file` can open them too). A row of a shard:
 
-tokens      int32 [seq_len], filled up with EOS after the used length
+tokens      int32 [seq_len], padded with EOS after the used length
 borders     int32 [n_pieces + 1], where each piece starts; the last entry is the used length
-loss_spans  int32 [2 n_spans], start and end of each run of tokens that the loss counts
+loss_spans  int32 [2 n_spans], start and end of each span of tokens that the loss counts
 documents   string [n_pieces], the document of each piece
 pieces      int32 [n_pieces], the piece's number within its document
 """
@@ -59,7 +59,7 @@ def write_shard(path: Path, rows: Sequence[Row], seq_len: int, fill_id: int) -> 
 def shard_schema(seq_len: int) -> pa.Schema:
     """The schema that `datasets.Features(...).arrow_schema` gives for a shard's columns, with its metadata.
 
-    It is made without the library, which every worker process would take seconds to import. A test compares the two.
+    It is made without that library, which takes each worker process seconds to import. A test compares the two.
     """
     fields, features = [], {}
     for name in ("tokens", "borders", "loss_spans", "documents", "pieces"):
@@ -74,7 +74,7 @@ class ShardSet:
     """The rows of a prepared split, by index. Opening reads the manifest; a shard is memory-mapped when first read.
 
     folder: `train` or `heldout` of a prepared folder. Raises ValueError if the split is not finished, or if a shard is
-    missing or does not have the size that the manifest says. `verify` checks the content too.
+    missing or its size differs from the manifest's. `verify` also checks the content.
     """
 
     def __init__(self, folder: str | Path):
@@ -98,7 +98,7 @@ class ShardSet:
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """A copy of row i: {"tokens": int32 [seq_len], "borders": int32 [n_pieces + 1], "loss": bool [seq_len]}.
 
-        borders: the start of each piece, and last the used length; tokens after it are filler and never in `loss`.
+        borders: the start of each piece, then the used length; tokens after it are filler and never in `loss`.
         Raises IndexError.
         """
         columns, row = self._locate(i)
@@ -109,12 +109,12 @@ class ShardSet:
         return {"tokens": tokens.copy(), "borders": borders.copy(), "loss": loss}
 
     def pieces(self, i: int) -> list[tuple[str, int]]:
-        """(document name, piece number) of each piece of row i. They identify a piece wherever it is packed."""
+        """(document name, piece number) of each piece of row i. This identifies a piece wherever it is packed."""
         columns, row = self._locate(i)
         return list(zip(columns["documents"][row].as_py(), columns["pieces"][row].as_py(), strict=True))
 
     def used_tokens(self) -> Iterator[np.ndarray]:
-        """Every token except filler, in order, for statistics: an int32 array for each shard."""
+        """All tokens except filler, in order, for statistics: an int32 array for each shard."""
         for number in (i for i, shard in enumerate(self.manifest["shards"]) if shard["rows"]):
             columns, seq_len = self._shard(number), self.manifest["seq_len"]
             tokens = columns["tokens"].values.to_numpy().reshape(-1, seq_len)
@@ -128,13 +128,13 @@ class ShardSet:
         return {"rows": len(self), "sha256": hashlib.sha256(hashes.encode()).hexdigest()}
 
     def verify(self, first: int = 0, step: int = 1, vocab_size: int | None = None) -> None:
-        """Read every `step`-th shard, starting with number `first`. Raises ValueError that names a shard whose sha256
-        is not the manifest's, or that holds an id outside the vocabulary."""
+        """Read every `step`-th shard, starting with number `first`. Raises ValueError if a shard's sha256 is not the
+        manifest's, or it holds an id outside the vocabulary."""
         for number in range(first, len(self.manifest["shards"]), step):
             shard = self.manifest["shards"][number]
             path = self.folder / shard["file"]
             if (found := file_digest(path)) != shard["sha256"]:
-                why = f"is not as prepared: sha256 {found}, not {shard['sha256']}"
+                why = f"has changed: its sha256 is {found}, not {shard['sha256']}"
                 raise ValueError(f"{path} {why}; remove the folder and prepare it again")
             if vocab_size is None:
                 continue
@@ -142,19 +142,19 @@ class ShardSet:
             lowest, highest = int(tokens.min()), int(tokens.max())
             if lowest < 0 or highest >= vocab_size:
                 raise ValueError(
-                    f"{path} holds token ids from {lowest} to {highest}, outside of the target's vocabulary of "
+                    f"{path} holds token ids from {lowest} to {highest}, outside the target's vocabulary of "
                     f"{vocab_size}; prepare it for this target"
                 )
 
     def dropped_share(self) -> tuple[float, dict[str, int]]:
-        """The fraction of all documents seen that was bad or did not fit, and how many for each reason."""
+        """The fraction of all documents read that were bad or did not fit, and their number for each reason."""
         reasons = {**self.manifest.get("bad", {}), **self.manifest.get("dropped", {})}
-        reasons.pop("beyond_max_tokens", None)  # --max-tokens asked for it
+        reasons.pop("beyond_max_tokens", None)  # --max-tokens asked to drop these
         seen = sum(reasons.values()) + self.manifest.get("documents", 0)
         return sum(reasons.values()) / max(1, seen), reasons
 
     def _locate(self, i: int) -> tuple[dict[str, pa.ListArray], int]:
-        """The columns of the shard that holds row i, and the row's place in it."""
+        """The columns of the shard that holds row i, and the row's index in it."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"row {i} of {len(self)} in {self.folder}")
         i %= len(self)
@@ -162,7 +162,7 @@ class ShardSet:
         return self._shard(number), i - (int(self._ends[number - 1]) if number else 0)
 
     def _shard(self, number: int) -> dict[str, pa.ListArray]:
-        """A shard's columns over its memory-mapped file, of which nothing is read yet."""
+        """A shard's columns, memory-mapped from its file, so that nothing is read yet."""
         if number not in self._opened:
             path = self.folder / self.manifest["shards"][number]["file"]
             table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
@@ -172,5 +172,5 @@ class ShardSet:
 
 def read_manifest(path: Path) -> dict:
     """Parse a manifest. Raises ValueError if it is missing or damaged."""
-    with damage_named(path, remedy="longdraft prepare makes it"):
+    with damage_named(path, remedy="make it with longdraft prepare"):
         return {**json.loads(path.read_text(encoding="utf-8"))}

@@ -16,7 +16,7 @@ from longdraft.data_prep.recipe import STDLIB, STDLIB_CHAT, Source
 from longdraft.data_prep.shards import MANIFEST
 from longdraft.models.files import PLAN, PROGRESS, damage_named
 
-# How a file is read, by its suffix, which may be followed by one of COMPRESSED.
+# How a file is read, by its suffix. A suffix of COMPRESSED may follow.
 KINDS = {
     **dict.fromkeys((".md", ".py", ".rst", ".txt"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
@@ -26,10 +26,10 @@ COMPRESSED = {".zst": "zstd", ".zstd": "zstd", ".gz": "gzip", ".bz2": "bz2"}
 # Tests contain files that are broken on purpose (bad UTF-8, bad syntax), and installed packages are not the library.
 # `encodings` is mostly tables of numbers, which would teach a draft to count.
 STDLIB_SKIPPED = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings")
-CACHES = "cache-*.arrow"  # what `map` and `filter` of `datasets` leave beside a saved data set
+CACHES = "cache-*.arrow"  # left beside a saved data set by `map` and `filter` of `datasets`
 REMOTE = "hf://"
 BUFFER_BYTES = 1 << 20
-REMEDY = "if it was not fetched whole, fetch it again"
+REMEDY = "if it is incomplete, fetch it again"
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class SourceFile:
     """A file found by `list_files`.
 
     path: on this machine, or hf://... for a remote file. name: identifies the file in manifests, without this machine's
-    path. kind: one of KINDS, or "docstrings". source: the number of the source that it belongs to. digest: of a remote
-    file, as the hub lists it; None for a local file.
+    path. kind: a value of KINDS, or "docstrings". source: the number of the source that it belongs to. digest: the
+    hub's digest of a remote file; None for a local file.
     """
 
     path: str
@@ -58,9 +58,9 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
     """The files of all sources, sorted by name.
 
     "stdlib" is Python's own standard library: code and texts, without tests, tables of characters, installed packages
-    and the empty files that only mark packages. "stdlib-chat" is conversations from the docstrings of the same code. A
-    folder gives the files, at any depth, that match one of the source's patterns, or without patterns those of a known
-    suffix except .json; names that begin with a dot are skipped. A data set of the hub is fetched, or only listed if it
+    and the empty files that only mark packages. "stdlib-chat" is conversations made of that code's docstrings. In a
+    folder, files at any depth are listed that match one of the source's patterns or, without patterns, have a known
+    suffix other than .json; names that begin with a dot are skipped. A hub data set is fetched, or only listed if it
     streams. Raises ValueError for a source that does not exist or holds no file, and for a file of an unknown suffix.
     """
     files = [file for number, source in enumerate(sources) for file in _files_of(source, number)]
@@ -80,10 +80,10 @@ def is_compressed(path: str) -> bool:
 
 @contextmanager
 def open_plain(path: str) -> Iterator[BinaryIO]:
-    """Open a file's uncompressed bytes. Of a remote file, only what is read is fetched.
+    """Open a file's uncompressed bytes. A remote file is fetched only as far as it is read.
 
-    An uncompressed file is seekable. Raises ValueError if the file cannot be opened, or, inside the block, if what is
-    read in it is damaged or ends early.
+    An uncompressed file is seekable. Raises ValueError if the file cannot be opened or, inside the block, if it is
+    damaged or ends early.
     """
     with damage_named(path, remedy=REMEDY), _open(path) as raw:
         if not is_compressed(path):
@@ -111,7 +111,7 @@ def _files_of(source: Source, number: int) -> list[SourceFile]:
         prefix, paths = f"{root.name}/", [one for one in _walk(root, patterns, STDLIB_SKIPPED) if one.stat().st_size]
     elif path.is_dir():
         if (path / PLAN).exists() and (path / PROGRESS).exists() and not (path / MANIFEST).exists():
-            raise ValueError(f"source {source.path!r} is not finished; call again what makes it")
+            raise ValueError(f"source {source.path!r} is not finished; call again the command that makes it")
         root = path.resolve()
         prefix, paths = f"{root.name}/", _walk(root, patterns)
     elif path.is_file():
@@ -122,10 +122,10 @@ def _files_of(source: Source, number: int) -> list[SourceFile]:
         root, remote = _of_hub(source, number, patterns)
         if remote:
             return remote
-        # The cache's folder is not there if no file matches.
+        # The cache has no folder if no file matches.
         prefix, paths = f"{source.path}/", _walk(root, patterns) if root.exists() and not source.streaming else []
     if not paths:
-        raise ValueError(f"source {source.path!r} holds no file {' or '.join(patterns)}; name other files by --files")
+        raise ValueError(f"source {source.path!r} holds no file {' or '.join(patterns)}; name others with --files")
     return [
         SourceFile(str(one), _name(prefix, one.relative_to(root)), _kind(one, source), one.stat().st_size, number)
         for one in paths
@@ -133,13 +133,13 @@ def _files_of(source: Source, number: int) -> list[SourceFile]:
 
 
 def _name(prefix: str, path: Path) -> str:
-    """The file's name; bytes in it that are no UTF-8 are spelled out."""
+    """The file's name; bytes that are not UTF-8 are escaped."""
     return os.fsencode(prefix + path.as_posix()).decode("utf-8", "backslashreplace")
 
 
 def _patterns(source: Source) -> tuple[str, ...]:
-    """Without patterns of its own, a source has the files of known suffixes. Text files are skipped if it says how its
-    records are read, and on the hub, where every data set has a README; .json, because it is mostly metadata."""
+    """The source's own patterns, or else those of the known suffixes, without .json, which is mostly metadata. Text
+    files are skipped if the source says how its records are read, and on the hub, where every data set has a README."""
     if source.files or source.path == STDLIB_CHAT:
         return source.files or ("*.py",)
     has_texts = source.path == STDLIB or (not source.field_named and Path(source.path).exists())
@@ -150,7 +150,7 @@ def _patterns(source: Source) -> tuple[str, ...]:
 def _kind(path: Path, source: Source) -> str:
     suffix = Path(path.stem if is_compressed(path.name) else path.name).suffix.lower()
     if suffix not in KINDS:
-        raise ValueError(f"{path}: files of suffix {suffix!r} are not read; convert it to JSONL or Parquet, or to .txt")
+        raise ValueError(f"{path}: the suffix {suffix!r} is not supported; convert it to JSONL or Parquet, or to .txt")
     return "docstrings" if source.path == STDLIB_CHAT else KINDS[suffix]
 
 
@@ -173,8 +173,8 @@ def _raise(error: OSError) -> None:
 
 
 def _of_hub(source: Source, number: int, patterns: Sequence[str]) -> tuple[Path, list[SourceFile]]:
-    """A data set of the hub: (the folder in the hub's cache with the files that match a pattern, those of the cache if
-    there is no network; no files), or if it streams (no folder; the files, of a fixed commit, with the hub's digests).
+    """A hub data set. Returns the folder in the hub's cache with the files that match a pattern (without network, those
+    already there) and no files; if it streams, an empty path and the files of a fixed commit with the hub's digests.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
@@ -185,10 +185,10 @@ def _of_hub(source: Source, number: int, patterns: Sequence[str]) -> tuple[Path,
             how = {"repo_type": "dataset", "allow_patterns": list(patterns), "max_workers": 4}
             return Path(snapshot_download(name, revision=revision or None, **how)), []
         info = HfApi().dataset_info(name, revision=revision or None, files_metadata=True)
-    except (HTTPError, OSError, ValueError) as error:  # ValueError: no name of a data set
+    except (HTTPError, OSError, ValueError) as error:  # ValueError: not a valid name of a data set
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"source {source.path!r} is no file or folder here, nor to be read on the hub ({reason})"
+            f"source {source.path!r} is no file or folder here, and cannot be read from the hub ({reason})"
         ) from error
     found = []
     for file in info.siblings or []:

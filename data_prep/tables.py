@@ -5,8 +5,8 @@ Parquet and Arrow.
 
 An MDS shard is uint32 n, uint32 offsets [n + 1] into the file, a JSON header with the names and encodings of the
 columns, and n samples. A sample is the sizes of the columns that have no fixed size (uint32), and then the columns. All
-numbers are little-endian. `mosaicml-streaming`, which writes the format, needs transformers below 5. Arrays without a
-type are not read, nor pickled columns, because unpickling runs any code that they hold.
+numbers are little-endian. `mosaicml-streaming`, which writes the format, needs transformers below 5. Untyped arrays are
+not read. Neither are pickled columns, because unpickling runs any code that they hold.
 """
 
 import io
@@ -51,7 +51,7 @@ class Arrow:
         except pa.ArrowInvalid:
             source.seek(0)
             file = pa.ipc.open_stream(source)
-        table = file.read_all()  # a file on this machine is mapped
+        table = file.read_all()  # a local file is memory-mapped
         self.fields = list(table.schema.names)
         self._batches = table.to_batches()
         self.chunks = [(batch.num_rows, batch.nbytes) for batch in self._batches]
@@ -69,12 +69,12 @@ class Mds:
         n = int(np.frombuffer(stream.read(SIZE.itemsize), SIZE)[0])
         end = stream.seek(0, io.SEEK_END)
         stream.seek(SIZE.itemsize)
-        # Where each sample begins in the file, and the end. Of a file that is no shard, n can be gigabytes.
+        # Where each sample begins in the file, and the end. In a file that is no shard, n may be billions.
         offsets = stream.read(min((n + 1) * SIZE.itemsize, end))
         self._offsets = np.frombuffer(offsets, SIZE, n + 1).astype(np.int64)
         begin, sizes = (n + 2) * SIZE.itemsize, np.diff(self._offsets)
         if self._offsets[0] < begin or (sizes < 0).any() or self._offsets[-1] > end:
-            raise ValueError("no MDS shard, or one that ends early")
+            raise ValueError("not an MDS shard, or cut off")
         stream.seek(begin)
         header = json.loads(stream.read(int(self._offsets[0]) - begin))
         columns = zip(*(header[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)
@@ -109,7 +109,7 @@ def open_table(file: SourceFile) -> Iterator[Parquet | Arrow | Mds]:
             yield Arrow(source)
         return
     with open_plain(file.path) as stream:
-        # A table is not read from its beginning, so a compressed one must be in memory.
+        # A table is not read sequentially, so a compressed one must be held in memory.
         plain = io.BytesIO(stream.read()) if is_compressed(file.path) else stream
         yield TABLES[file.kind](pa.PythonFile(plain, mode="r") if file.kind == "arrow" else plain)
 
@@ -117,8 +117,8 @@ def open_table(file: SourceFile) -> Iterator[Parquet | Arrow | Mds]:
 def table_rows(
     file: SourceFile, start: int = 0, stop: int | None = None, fields: Collection[str] | None = None
 ) -> Iterator[dict[str, Any] | Unusable]:
-    """The rows of chunks [start, stop), or why one cannot be used. fields: the ones to read; None, or if the table has
-    none of them: all.
+    """The rows of chunks [start, stop); for an unusable row, the reason. fields: the columns to read; all if this is
+    None or the table has none of them.
 
     Raises ValueError for a damaged file.
     """
@@ -128,14 +128,14 @@ def table_rows(
 
 
 def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | Unusable]:
-    """The rows of a batch. Texts of Arrow's JSON type are parsed: so `datasets` keeps what has no other type, such as
-    messages of which some call tools, or content that is a text here and parts there."""
+    """The rows of a batch. Texts of Arrow's JSON type are parsed: `datasets` stores values of mixed types in this way,
+    such as messages of which some call tools, or content that is sometimes a text and sometimes a list of parts."""
     kinds = {field.name: field.type for field in batch.schema if "arrow.json" in str(field.type)}
     return [_with_json(row, kinds) for row in batch.to_pylist()] if kinds else batch.to_pylist()
 
 
 def _with_json(row: dict[str, Any], kinds: Mapping[str, pa.DataType]) -> dict[str, Any] | Unusable:
-    """The row with these fields, of these types, parsed, or why it cannot be used: pyarrow writes any text there."""
+    """The row with these fields, of these types, parsed; `Unusable` if one is not JSON: pyarrow does not check it."""
     try:
         return row | {name: _parsed(row[name], kind) for name, kind in kinds.items()}
     except (ValueError, RecursionError) as error:
@@ -143,7 +143,7 @@ def _with_json(row: dict[str, Any], kinds: Mapping[str, pa.DataType]) -> dict[st
 
 
 def _parsed(value: Any, kind: pa.DataType) -> Any:
-    """A value of this type, in which every text of Arrow's JSON type is parsed, but in maps."""
+    """A value of this type, in which every text of Arrow's JSON type is parsed, except in maps."""
     if isinstance(kind, pa.JsonType) and value is not None:
         return json.loads(value)
     if isinstance(value, list) and not isinstance(kind, pa.MapType):
@@ -159,11 +159,11 @@ def _mds_cell(encoding: str, raw: bytes) -> Any:
         return json.loads(raw)
     if kind == "ndarray":
         return _array(raw, *parameters)
-    return np.frombuffer(raw, "<i8" if kind == "int" else kind)[0].item()  # numpy refuses what is no number
+    return np.frombuffer(raw, "<i8" if kind == "int" else kind)[0].item()  # numpy refuses types that are not numbers
 
 
 def _array(raw: bytes, kind: str, shape: str = "") -> np.ndarray:
-    """A cell with an array. The shape stands before the values unless the column's encoding has it."""
+    """A cell with an array. The shape precedes the values unless the column's encoding gives it."""
     if shape:
         sizes = [int(size) for size in shape.split(",")]
     else:

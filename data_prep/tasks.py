@@ -16,12 +16,12 @@ from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-KEPT = "what is finished is kept: call again"
+KEPT = "finished work is kept: call again"
 
 
 @contextmanager
 def failures_described(path: Path) -> Iterator[None]:
-    """Turn an OSError (a full disk, a missing right) into a ValueError of one line. path: the folder that is made."""
+    """Turn an OSError (full disk, no permission) into a ValueError of one line. path: the folder that is made."""
     try:
         yield
     except BrokenPipeError:
@@ -38,10 +38,10 @@ def run_in_processes(
     on_done: called in this process after each task.
     Raises ValueError if a worker was killed, and whatever `work` raises. After Ctrl-C no worker is left.
     """
-    with NamedTemporaryFile() as file:  # workers read it at the same time; a pipe would make them start one by one
+    with NamedTemporaryFile() as file:  # workers read it simultaneously; a pipe would start them one by one
         file.write(pickle.dumps(work))
         file.flush()
-        # spawn: a fork would copy the locks of threads that the caller's libraries run (torch, tokenizers).
+        # spawn: a fork would copy locks held by threads of the caller's libraries (torch, tokenizers).
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(n_workers, context, _begin_worker, (file.name,))
         try:
@@ -58,7 +58,7 @@ def run_in_processes(
             raise ValueError(f"a worker was killed (out of memory?); {KEPT}, with fewer --workers") from None
         except KeyboardInterrupt:
             for worker in multiprocessing.active_children():
-                worker.kill()  # nothing of a half-done task is kept anyway
+                worker.kill()  # a half-done task leaves nothing to keep anyway
             raise
         finally:
             pool.shutdown(cancel_futures=True)
@@ -74,7 +74,7 @@ def _begin_worker(file: str) -> None:
 
 
 def _die_with_parent() -> None:
-    """End this worker when its parent dies. It would wait for work forever: the workers hold the pool's pipe open."""
+    """End this worker when its parent dies. It would otherwise wait forever: the workers hold the pool's pipe open."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "not a worker process"
     wait([parent.sentinel])
@@ -86,8 +86,8 @@ def _work_on(task: Any) -> None:
 
 
 def add_up(records: Sequence[dict]) -> dict:
-    """Combine records of tasks into one with the first record's fields. Numbers are added, lists concatenated, dicts
-    combined key by key with their keys sorted, and of texts the first is taken."""
+    """Combine records of tasks into one with the first record's fields. Numbers are added, lists concatenated, and
+    dicts combined key by key with sorted keys; of texts the first is kept."""
     return {name: _added([record[name] for record in records if name in record]) for name in records[0]}
 
 

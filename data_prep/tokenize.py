@@ -1,4 +1,4 @@
-"""Turns text into token ids, with an encoder that can be pickled for worker processes. chat.py does conversations.
+"""Turns text into token ids, with an encoder that can be pickled for worker processes. chat.py handles conversations.
 
 It uses the Rust tokenizer inside a transformers tokenizer, so that a worker needs neither transformers nor torch.
 """
@@ -15,13 +15,13 @@ from longdraft.data_prep.documents import Conversation, Document
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Characters in one call of the Rust tokenizer, which holds over a hundred bytes for each of them.
+# The most characters in one call of the Rust tokenizer, which holds over a hundred bytes for each of them.
 LONG = 1 << 21
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A sequence of tokens, int32 [n]. spans: (start, stop) of each run of tokens that the loss counts."""
+    """A sequence of tokens, int32 [n]. spans: (start, stop) of each span of tokens that the loss counts."""
 
     name: str
     tokens: np.ndarray
@@ -32,8 +32,8 @@ class Encoded:
 class Encoder:
     """Turns whole documents into token ids.
 
-    serialised: the Rust tokenizer as JSON. bos_ids: what the tokenizer itself puts before a text, () if nothing.
-    eos_id: put after each document if `ends_documents`.
+    serialised: the Rust tokenizer as JSON. bos_ids: the ids that the tokenizer puts before a text, () if none.
+    eos_id: appended to each document if `ends_documents`.
     """
 
     serialised: str
@@ -43,7 +43,7 @@ class Encoder:
     ends_documents: bool
 
     def describe(self) -> dict:
-        """What decides the tokens besides the tokenizer's own hash, for plan and manifest."""
+        """The settings that affect the tokens, besides the tokenizer's own hash, for plan and manifest."""
         return {
             "vocab_size": self.vocab_size,
             "bos_token_ids": list(self.bos_ids),
@@ -54,8 +54,8 @@ class Encoder:
     def encode_document(self, document: Document | Conversation) -> list[Encoded]:
         """The text as one sequence: `bos_ids`, the text, and EOS if `ends_documents`. The loss counts every token.
 
-        Special tokens spelled out in the text ("<|im_end|>" in a source file) are plain text: only the end of a
-        document gives the id that ends a document.
+        Special tokens spelled out in the text ("<|im_end|>" in a source file) are plain text: the id that ends a
+        document only stands at its end.
         """
         assert isinstance(document, Document), document.name
         text = encode_text(self.serialised, document.text)
@@ -66,9 +66,9 @@ class Encoder:
 def encode_text(serialised: str, text: str) -> list[int]:
     """Token ids of a text, tokenised in parts of at most LONG characters: decoded and joined, the parts are the text.
 
-    A part ends after a line end if it can, so that no more than a token is cut. A part after the first is tokenised
-    after a line end, whose tokens are dropped: some tokenizers put a blank before what they take for the beginning of a
-    text.
+    A part ends after a line end if possible, so that at most one token is cut. Each part after the first is tokenised
+    with a line end before it, whose tokens are then dropped, because some tokenizers put a blank before the beginning
+    of a text.
     """
     tokenizer = rust_tokenizer(serialised)
     if len(text) <= LONG:
@@ -90,7 +90,7 @@ def encode_text(serialised: str, text: str) -> list[int]:
 
 @lru_cache(maxsize=8)  # reading a tokenizer takes about a second
 def rust_tokenizer(serialised: str) -> Tokenizer:
-    """The Rust tokenizer of this JSON. It neither truncates nor pads, and takes special tokens in texts as text."""
+    """The Rust tokenizer of this JSON. It neither truncates nor pads, and treats special tokens in a text as text."""
     tokenizer = Tokenizer.from_str(serialised)
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -252,7 +252,7 @@ def test_a_damaged_shard_is_named_with_its_checksums_on_all_ranks(story):
     expected = rows.manifest["shards"][1]["sha256"]
     for rank in range(2):
         said = (story.folder / f"damaged-said-{rank}").read_text()
-        assert "shard-00001.arrow is not as prepared: sha256 " in said and f", not {expected}" in said
+        assert "shard-00001.arrow has changed: its sha256 is " in said and f", not {expected}" in said
         assert "shard-00000" not in said
 
 

@@ -109,7 +109,7 @@ def test_data_must_fit_config_and_target(config_file, target, data_folder, tmp_p
 def test_ids_outside_of_the_vocabulary_are_refused(data_folder):
     rows = ShardSet(data_folder / "train")
     rows.verify(vocab_size=97)
-    with pytest.raises(ValueError, match=r"shard-00000\.arrow holds token ids from 0 to 96, outside of .* 96"):
+    with pytest.raises(ValueError, match=r"shard-00000\.arrow holds token ids from 0 to 96, outside .* 96"):
         rows.verify(vocab_size=96)
 
 
