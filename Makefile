@@ -1,7 +1,7 @@
 # Two commands for a newcomer: `make quickstart` and `make test`. Both set up what they need in .venv.
 #   PYTHON=python3.12        the interpreter that makes .venv (3.11, 3.12 or 3.13)
-#   TORCH_INDEX=URL          where to take torch from, for example https://download.pytorch.org/whl/cpu
-#   STEPS=N                  how long the quickstart trains
+#   TORCH_INDEX=URL          the package index for torch, for example https://download.pytorch.org/whl/cpu
+#   STEPS=N                  training steps of the quickstart
 #   WORKERS=N                processes that run the tests (default: 2), each with one thread
 #   NIGHTLY="infer positions kernels"  these nightly tests run with the others: drafters in all combinations, 32K
 #                            positions, kernels compiled for absent GPUs
@@ -19,17 +19,17 @@ PYTHONS := $(shell sed -n 's/.*python_requires=">=3\.\([0-9]*\),<3\.\([0-9]*\)".
 PIP := $(BIN)/pip install --quiet --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest -n $(WORKERS)
-# Tests that may depend on a processor's arithmetic (Triton's kernels, the engine's work between steps, a KV head for
-# each head and what is PyTorch's alone do not), and one of the memory that libraries keep beside tensors.
+# Tests that may depend on a processor's arithmetic. Excluded are Triton's kernels, the engine's work between steps, one
+# KV head per query head, and what only PyTorch computes. KEPT is a test of the memory that libraries keep.
 ANYWHERE := tests/test_plain.py tests/kernels tests/infer/test_exactness.py --ignore-glob='*/test_triton_*.py' \
 	-k 'not (engine_is_used_again or requests_that_come or take_over or top_ps_border or rows_are_the_references or \
 	on_one_tree or test_choice and triton or test_losses_and_gradients or mha)'
-# Of each folder what starts no processes and loads no real model.
+# Tests of each folder that start no processes and load no real model.
 QUICK := tests/test_architecture.py tests/kernels $(addprefix tests/models/test_,decoder.py longspec.py \
 	heads.py draft_folder.py schema.py) $(addprefix tests/data_prep/test_,golden.py pack.py shards.py records.py) \
 	$(addprefix tests/infer/test_,exactness.py sampling.py penalties.py budget.py tree.py requests.py) \
 	$(addprefix tests/train/test_,config.py batches.py) --ignore-glob='*/test_triton_*.py'
-# What depends on transformers' configurations, models and tokenizers.
+# Tests that depend on transformers' configurations, models and tokenizers.
 OLDEST := tests/models tests/data_prep $(addprefix tests/infer/test_,shipped.py smollm2.py transformers_api.py) \
 	$(addprefix tests/train/test_,chat_end_to_end.py published_targets.py sharding.py)
 KEPT := tests/train/test_memory.py::test_a_run_on_smollm2_takes_what_is_estimated
@@ -41,15 +41,15 @@ $(SETUP): constraints.txt setup.py
 	@$(PYTHON) -c 'import sys; v, wanted = sys.version_info, "$(PYTHONS)".split(); sys.exit(0 if "%d.%d" % v[:2] in wanted else "longdraft needs Python %s, and %s is %d.%d; set PYTHON=python%s" % (" or ".join(wanted), sys.executable, v[0], v[1], wanted[0]))'
 	$(PYTHON) -m venv .venv
 	$(PIP) -c constraints.txt --upgrade pip setuptools wheel ninja
-	@# pip fetches and unpacks one package after the other, so several of it run side by side. DeepSpeed is built, by torch.
+	@# pip fetches and unpacks packages one by one, so several pips run in parallel. DeepSpeed's build needs torch first.
 	@printf '%s\n' $(if $(TORCH_INDEX),"--index-url $(TORCH_INDEX)") $(TORCH) >.venv/part.torch
 	@grep '^[A-Za-z]' constraints.txt | grep -v '^torch=\|^deepspeed=' | split -n r/2 - .venv/part.
 	ls .venv/part.* | xargs -P 3 -n 1 $(PIP) --no-deps -r
-	@# The libraries of torch's CUDA builds, which constraints.txt does not name; DeepSpeed's installation imports torch.
+	@# The libraries of torch's CUDA builds are not in constraints.txt; DeepSpeed's installation imports torch.
 	$(PIP) -c constraints.txt $(TORCH)
-	@# Where PyTorch sees a GPU, DeepSpeed's installation asks for nvcc, although nothing of it is compiled here or later.
-	@# For a CPU it does not ask. Which device it trains on is decided at each start.
-	@# The warnings are setuptools', about every editable installation.
+	@# If PyTorch sees a GPU, DeepSpeed's installation requires nvcc, although none of it is compiled here or later. For a
+	@# CPU it does not. The training device is chosen at each start.
+	@# setuptools warns about every editable installation.
 	DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore $(PIP) -c constraints.txt --no-build-isolation -e ".[dev]"
 	@$(BIN)/python -c "import datasets, longdraft.train.loop, wandb" >/dev/null
 	@touch $@
@@ -60,16 +60,16 @@ quickstart: $(SETUP)
 test: $(SETUP)
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup --no-loadscope-reorder -m "not nightly${NIGHTLY:%= or nightly(of='%')}"
 
-# Of each folder what two minutes allow. No training, no real model.
+# Tests of each folder that fit into two minutes. No training, no real model.
 quick: $(SETUP)
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup $(QUICK)
 
-# What takes long and breaks seldom: all combinations of exactness, 32K positions, kernels compiled for absent GPUs.
+# Slow tests that rarely fail: all combinations of exactness, 32K positions, kernels compiled for absent GPUs.
 nightly: $(SETUP) test-machines test-oldest
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup -m nightly
 
-# Two other machines: one without AVX2 and without a compiler, with more threads than cores, and one with only AVX2, if
-# this one has more.
+# Imitates two other machines: one without AVX2 and without a compiler, with more threads than cores, and, if this
+# machine has AVX-512, one with only AVX2.
 test-machines: $(SETUP)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 LONGDRAFT_CPU_KERNELS=0 OMP_NUM_THREADS=4 \
 		OMP_WAIT_POLICY=passive $(PYTEST) --dist worksteal $(ANYWHERE)

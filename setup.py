@@ -1,7 +1,7 @@
 """Packaging: every code folder of the root is installed as `longdraft.<folder>`.
 
 `longdraft` is a namespace package, and no code folder has an `__init__.py`. Transformers imports Hugging Face's package
-`kernels`, which a regular package of that name on the path would shadow, while a namespace folder never does.
+`kernels`. A regular package of that name on the path would shadow it; a namespace folder never does.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
-# "benchmarks" itself has no modules. Because it is named, a checkout's other folders in it can be imported, too.
+# "benchmarks" itself has no modules. Listing it lets a checkout import the other folders in it too.
 CODE = [
     "benchmarks", "benchmarks/drafters", "data_prep", "infer", "infer/choice", "infer/drafters", "infer/server",
     "infer/vllm_plugin", "kernels", "kernels/cpu", "kernels/triton", "launch", "models", "models/drafts", "train",
@@ -36,8 +36,8 @@ setup(
     | {"longdraft.kernels.cpu": ["*.c", "*.inc"], "longdraft.infer.server": ["*.html"]}
     | {"longdraft.models": ["shipped/*/*"]},
     install_requires=[
-        # The oldest that were tested. Before 5.18 transformers reads the end tokens of GGUF files and the text of
-        # DeepSeek's tokenizers wrongly.
+        # The oldest tested versions. Before 5.18 transformers misreads the end tokens of GGUF files and the text of
+        # DeepSeek's tokenizers.
         "torch>=2.11",
         "transformers>=5.19,<6",
         "huggingface_hub>=1",
@@ -45,7 +45,7 @@ setup(
         "pyarrow>=19",
         "tokenizers>=0.21",
         # transformers needs these for targets that only have a tokenizer.model, such as Vicuna and LongChat. From 0.2.3
-        # on, sentencepiece accepts no protobuf older than its own, and vLLM's and wandb's may be older.
+        # on, sentencepiece refuses a protobuf older than its own, and that of vLLM and wandb may be older.
         "sentencepiece>=0.2,<0.2.3",
         "protobuf>=5",
         "jinja2>=3.1.6",
@@ -61,7 +61,7 @@ setup(
     extras_require={
         "train": TRAIN,
         "serve": SERVE,
-        # The versions that were tested with our drafts (infer/vllm_plugin/).
+        # The versions tested with our drafts (infer/vllm_plugin/).
         "vllm": ["vllm>=0.32,<0.33"],
         "gpu": ["liger-kernel>=0.8.5", "triton>=3.6"],
         # Not in [gpu], because it has no binary wheel and takes an hour to compile. Without it PyTorch's own flash
@@ -77,7 +77,7 @@ setup(
             "openai>=2",
             "liger-kernel>=0.8.5",
             "triton>=3.6",
-            # 9.2 hides the names to which pytest-xdist 3.8 appends groups, so tests of a group would run apart.
+            # 9.2 hides the names to which pytest-xdist 3.8 appends groups, so tests of a group would be separated.
             "pytest>=8,<9.2",
             "pytest-timeout>=2",
             "pytest-xdist>=3.8",
