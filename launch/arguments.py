@@ -1,6 +1,6 @@
 """The arguments of the commands. Nothing here imports torch, so that --help and a wrong argument need not wait for it.
 
-`longdraft prepare` and `prepare regenerate` declare their own, the latter with what is shared here.
+`longdraft prepare` and `prepare regenerate` declare their own; the latter uses the helpers of this file.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 from longdraft.infer.sampling import PRESETS, SamplingParams
 from longdraft.launch.console import flag
 
-# Names that are defined in files which import torch.
+# Names that are defined in files that import torch.
 DTYPES = ("fp32", "bf16", "fp16")
 LOADERS = ("longdraft", "transformers")
 FORMS = ("fp32", "serving", "off")
@@ -22,11 +22,11 @@ SUITES = ("longbench", "aime24", "pg19", "spec-bench", "speed-bench", "mrcr", "m
 PAPERS = ("longspec", "tokenswift", "triforce", "token-recycling")
 # Defaults of `longdraft bench`.
 PROMPTS, TEXT_TOKENS, NEW_TOKENS = 4, 256, 128
-API_KEY = "LONGDRAFT_API_KEY"  # the environment variable of `longdraft serve`
+API_KEY = "LONGDRAFT_API_KEY"  # environment variable with the key of `longdraft serve`
 DRAFTING = "drafting (affects speed, never the text)"
 TARGET = "a folder, a hub name, a .gguf file or smollm2-135m (default: the draft's own target)"
 MANY: dict[str, Any] = {"nargs": "+", "action": "extend"}
-# Fields of SamplingParams, which has their types and limits, and their help.
+# Fields of SamplingParams with their help; their types and limits are in SamplingParams.
 SAMPLING = {
     "top_k": "sample from the k most probable tokens; 0 is off",
     "top_p": "sample from the most probable tokens that together reach this probability; 1 is off",
@@ -41,17 +41,17 @@ SAMPLING = {
     "banned_token_ids": "never choose these tokens",
     "stop_strings": "end the text before one of these strings; $'\\n' is a new line",
     "stop_token_ids": "end the text after one of these tokens",
-    "ignore_eos": "go on after the target's end tokens",
+    "ignore_eos": "continue after the target's end tokens",
 }
 OF_ONE_TEXT = {
     "max_new_tokens": "default: 256",
     "temperature": "0, the default, is greedy",
-    "seed": "the same seed gives the same text with any drafter (default: a random one, which is shown)",
+    "seed": "the same seed gives the same text with any drafter (default: a random seed, which is printed)",
 }
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that takes a whole number of at least this."""
+    """The type of an option that is a whole number of at least `least`."""
 
     def whole_number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -62,11 +62,11 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """The type of an option that takes a number over 0."""
+    """The type of an option that is a number above 0."""
     with suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text}; give a number over 0")
+    raise argparse.ArgumentTypeError(f"{text}; give a number above 0")
 
 
 def node_budget(text: str) -> str | int:
@@ -77,7 +77,7 @@ def node_budget(text: str) -> str | int:
 
 
 def chances(text: str) -> list[float]:
-    """The type of an option that takes chances, separated by commas."""
+    """The type of an option that is a list of probabilities, separated by commas."""
     try:
         values = [float(value) for value in text.split(",")]
     except ValueError:
@@ -88,7 +88,7 @@ def chances(text: str) -> list[float]:
 
 
 def add_loading(add: Callable[..., Any], dtype: str | None = "bf16", dtype_help: str = "default: bf16") -> None:
-    """Add the target and how it is loaded."""
+    """Add the options that name the target and how it is loaded."""
     add("--target", help=TARGET)
     add("--loader", choices=LOADERS, help="whose model classes compute the target (default: as its draft was trained)")
     add("--dtype", choices=DTYPES, default=dtype, help=dtype_help)
@@ -105,7 +105,7 @@ def add_model(parser: ArgumentParser) -> Callable[..., Any]:
 
 
 def add_drafters(add: Callable[..., Any], several: bool) -> None:
-    """Add the drafters and their options. `several`: they can be compared."""
+    """Add the options for drafters. `several`: whether several drafters can be given and compared."""
     number: dict[str, Any] = MANY if several else {"nargs": 1}
     add("--drafter", help="a+b combines several in one tree (default: the draft's own, or plain)", **number)
     add("--draft", default=[], help="a draft's folder, hub name, or name if it comes with longdraft", **number)
@@ -114,7 +114,7 @@ def add_drafters(add: Callable[..., Any], several: bool) -> None:
 
 
 def add_fields(add: Callable[..., Any], helps: Mapping[str, str], **defaults: float) -> None:
-    """Add an option for each of these fields of SamplingParams, which has their kinds and limits."""
+    """Add an option for each of these fields of SamplingParams, with the type of the field's default."""
     for name, help in helps.items():
         unset = getattr(SamplingParams(), name)
         kind, metavar = (float, "X") if isinstance(unset, float) else (int, "N")
@@ -127,13 +127,13 @@ def add_fields(add: Callable[..., Any], helps: Mapping[str, str], **defaults: fl
 
 
 def add_sampling(add: Callable[..., Any], helps: Mapping[str, str]) -> None:
-    """Add a preset, and the options of these fields of SamplingParams."""
+    """Add --preset, and the options for these fields of SamplingParams."""
     add("--preset", choices=tuple(PRESETS), help="as published for a model; other options take precedence")
     add_fields(add, helps)
 
 
 def given_sampling(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The keywords of SamplingParams that were given, on top of the preset's."""
+    """The given keyword arguments of SamplingParams, on top of the preset's."""
     values = {} if args.preset is None else dict(PRESETS[args.preset])
     return values | {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
@@ -166,7 +166,7 @@ def serve() -> ArgumentParser:
     add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=False)
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
-    add("--port", type=at_least(0), default=8000, help="default: 8000; 0 takes a free one, which is shown")
+    add("--port", type=at_least(0), default=8000, help="default: 8000; 0 chooses a free port, which is printed")
     add("--model-name", help="the model's name in requests (default: the target's name)")
     add("--queue", type=at_least(0), default=256, help="requests that may wait (default: 256); more get 429")
     return parser
@@ -178,48 +178,48 @@ def bench() -> ArgumentParser:
     add = parser.add_argument_group("model").add_argument
     add_loading(add, dtype=None, dtype_help="dtype of the timed decoding (default: bf16, or the --paper's)")
     add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=True)
-    forcing = "forced acceptance: the cost of a draft, the acceptance of another (no result of the draft)"
+    forcing = "forced acceptance: a draft's cost at a given acceptance (not a result of the draft)"
     either = parser.add_argument_group(forcing).add_mutually_exclusive_group().add_argument
-    help = "per level, the chance that its proposal is right where the one above is; the last for all deeper levels"
+    help = "probability for each level that its proposal is right if its parent is; the last also for deeper levels"
     either("--accept-rates", type=chances, metavar="P,P,...", help=help)
-    help = "one such chance for all levels, at which the drafter's depth brings so many tokens a step"
+    help = "one such probability for all levels, chosen so that the drafter's depth gives X tokens per step"
     either("--tokens-per-step", type=float, metavar="X", help=help)
     prompts = parser.add_argument_group("prompts")
     add = prompts.add_argument
-    add("--suite", choices=SUITES, help="a published suite of prompts, whose files --data holds as published")
+    add("--suite", choices=SUITES, help="a published suite of prompts; --data holds its files as published")
     add(
         "--paper",
         choices=PAPERS,
-        help="suite, drafter, tree, sampling and dtype as in a paper's table, beside its figures",
+        help="use suite, drafter, tree, sampling and dtype of a paper's table, and show its figures beside ours",
     )
-    add("--only", nargs="+", default=[], help="with --suite: only these of its tasks, categories or files")
+    add("--only", nargs="+", default=[], help="with --suite: use only these tasks, categories or files")
     either = prompts.add_mutually_exclusive_group(required=True).add_argument
     either("--data", help="a prepared folder with held-out rows; with --suite, a folder, file or data set on the hub")
-    either("--text-file", nargs="+", type=Path, help="instead: the beginnings of these files")
+    either("--text-file", nargs="+", type=Path, help="use the beginnings of these files instead")
     many, tokens, new = f"default: {PROMPTS}", f"default: {TEXT_TOKENS}", f"default: {NEW_TOKENS}"
-    add("--prompts", type=at_least(1), metavar="N", help=f"of --data, evenly spaced ({many}, or all of a suite)")
-    add("--prompt-tokens", type=at_least(2), metavar="N", help=f"tokens of a text ({tokens}, or the suite's)")
-    add("--new-tokens", type=at_least(1), metavar="N", help=f"most tokens of an answer ({new}, or the suite's)")
+    add("--prompts", type=at_least(1), metavar="N", help=f"number from --data, evenly spaced ({many}, a suite's: all)")
+    add("--prompt-tokens", type=at_least(2), metavar="N", help=f"tokens of a prompt ({tokens}, or the suite's)")
+    add("--new-tokens", type=at_least(1), metavar="N", help=f"maximum tokens of an answer ({new}, or the suite's)")
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", nargs="+", type=float, help="one or more; 0 is greedy (default: 0, or the suite's)")
     add("--seed", type=int, default=0, help="default: 0")
     add_sampling(add, SAMPLING)
     add = parser.add_argument_group("measurements").add_argument
-    help = "how it is shown: in fp32 (default); serving, in --dtype, counting tokens that differ at near-ties; or off"
+    help = "how to check it: in fp32 (default); serving, in --dtype, counting tokens that differ at near-ties; or off"
     add("--exactness", choices=FORMS, default=FORMS[0], help=help)
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
-    help = "context lengths at which to time passes by their rows (default: the first prompt's; none of a suite)"
+    help = "context lengths at which to time passes of each width (default: the first prompt's; none for a suite)"
     add("--contexts", nargs="+", type=at_least(1), metavar="N", help=help)
     add = parser.add_argument_group("output").add_argument
-    add("--out", type=Path, metavar="FOLDER", help="keep every answer here; a run that was stopped continues from it")
-    add("--report", type=Path, metavar="FILE", help="with --out: also write an HTML page of it")
+    add("--out", type=Path, metavar="FOLDER", help="save every answer here; a stopped run resumes from it")
+    add("--report", type=Path, metavar="FILE", help="with --out: also write an HTML report")
     return parser
 
 
 def report() -> ArgumentParser:
     parser = ArgumentParser(prog="longdraft report", description="Show the records of benches side by side.")
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folders that `longdraft bench --out` wrote")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folders written by `longdraft bench --out`")
     add("--out", type=Path, default=Path("report.html"), help="the HTML page (default: report.html)")
     return parser
 
@@ -229,9 +229,9 @@ def export() -> ArgumentParser:
     add = parser.add_argument
     add("run_dir", help="the run's folder (train.run_dir)")
     add("--out", help="folder to write (default: RUN_DIR/draft)")
-    add("--draft-vocab-size", type=int, help="propose only the most frequent tokens of the training data, so many")
-    add("--best", action="store_true", help="the weights that decoded best during training (default: the newest)")
-    help = "also write a model card and generate.py for transformers, for this repository of the hub if it is named"
+    add("--draft-vocab-size", type=int, help="propose only this many tokens, the most frequent of the training data")
+    add("--best", action="store_true", help="export the weights that decoded best in training (default: the newest)")
+    help = "also write a model card and generate.py for transformers, for this hub repository if one is given"
     add("--card", nargs="?", const="", metavar="OWNER/NAME", help=help)
     return parser
 
@@ -240,9 +240,9 @@ def convert() -> ArgumentParser:
     description = "Make a draft folder of a published draft: LongSpec's blocks, TokenSwift's merged checkpoints."
     parser = ArgumentParser(prog="longdraft convert", description=description)
     add = parser.add_argument
-    add("source", help="the draft's file of weights, its folder as it was published, or its hub name")
+    add("source", help="the draft's weights file, its folder as published, or its hub name")
     add("--out", required=True, help="draft folder to write")
-    add("--target", help="the model that it drafts for (default, for TokenSwift's merged checkpoint: the checkpoint)")
+    add("--target", help="the model that it drafts for (default: a merged TokenSwift checkpoint itself)")
     return parser
 
 
@@ -253,10 +253,10 @@ def train() -> ArgumentParser:
     add("overrides", nargs="*", metavar="section.field=value", help="for example train.steps=500")
     add("--stage", help="of a config with stages: start with this one (default: the first unfinished)")
     add("--from-draft", help="draft folder whose weights the training starts from")
-    add("--estimate", action="store_true", help="print the memory, operations and hours it takes")
+    add("--estimate", action="store_true", help="only print the memory, operations and hours that training takes")
     add("--tflops", type=positive, help="for --estimate: TFLOP/s of a rank (default: the run's, or an H100's)")
     add("--num-gpus", type=at_least(1), help="ranks on this machine (default: one for each visible GPU; 1 on a CPU)")
-    add("--local_rank", type=int, help=SUPPRESS)  # given to each rank by DeepSpeed's launcher, as LOCAL_RANK is
+    add("--local_rank", type=int, help=SUPPRESS)  # DeepSpeed's launcher passes it to each rank, like LOCAL_RANK
     return parser
 
 

@@ -1,6 +1,6 @@
 """Measure drafters against plain decoding: `longdraft bench --draft FOLDER --data DATA [--suite SUITE] [--out FOLDER]`.
 
-This file turns the arguments into a bench; benchmarks/drafters/ measures and makes the table and the page.
+This file turns the arguments into a bench; benchmarks/drafters/ measures, and makes the table and the HTML report.
 The last line of the output is a JSON object.
 """
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_bench(args: argparse.Namespace) -> dict:
-    """Run the bench that was asked for and return its result, as `bench` gives it.
+    """Run the bench that was asked for and return the result of `bench`.
 
     Arguments are checked before the target is loaded. Raises ValueError for those that do not fit, and what `bench`
     raises.
@@ -57,7 +57,7 @@ def run_bench(args: argparse.Namespace) -> dict:
         ("--prompts", args.prompts is not None, args.data is not None, "--data"),
     ):
         if given and not needed:
-            raise ValueError(f"{option}: only with {other}; add it or omit {option}")
+            raise ValueError(f"{option}: needs {other}; add that, or omit {option}")
     args.suite, suite = suite_of(args)
     if args.paper is not None and suite is not None:
         _take_paper(args, suite)
@@ -67,7 +67,7 @@ def run_bench(args: argparse.Namespace) -> dict:
     if forcing and set(drafting.names) == {"plain"}:
         raise ValueError(f"{forcing}: plain decoding drafts nothing; name a --drafter, such as {ORACLE}")
     if forcing and args.paper is not None:
-        raise ValueError(f"{forcing}: a paper's figures are no forced ones; omit it or --paper")
+        raise ValueError(f"{forcing}: a paper's figures have no forced acceptance; omit it or --paper")
     settings = settings_of(drafting, suite)
     asked = suite_questions(drafting, suite, settings) if suite else questions_of(texts_of(drafting))
     with recorded(args.out, asked_for(drafting, settings, asked)) as record:
@@ -93,19 +93,19 @@ def forced_rates(args: argparse.Namespace) -> str:
     """The option that forces the acceptance of all drafters, with its value; "" without one."""
     if args.tokens_per_step is not None:
         if not args.tokens_per_step >= 1:
-            raise ValueError(f"--tokens-per-step: {args.tokens_per_step:g}; a step brings at least 1")
+            raise ValueError(f"--tokens-per-step: {args.tokens_per_step:g}; a step gives at least 1; raise it")
         return f"--tokens-per-step={args.tokens_per_step:g}"
     return "" if args.accept_rates is None else f"--accept-rates={','.join(f'{rate:g}' for rate in args.accept_rates)}"
 
 
 def forced_names(drafting: Drafting) -> dict[str, str]:
-    """For each drafter whose acceptance is forced, the name that its figures have."""
+    """For each drafter whose acceptance is forced, the name of its figures."""
     every = bool(forced_rates(drafting.args))
     return {name: f"forced-{name}" for name in drafting.names if name == ORACLE or (every and name != "plain")}
 
 
 def builder_of(drafting: Drafting, name: str) -> tuple[str, Builder]:
-    """The name that a drafter's figures have, and what builds it."""
+    """The name of a drafter's figures, and the function that builds the drafter."""
     args, of_drafter, named = drafting.args, drafting.of(name), forced_names(drafting)
     build = partial(build_drafter, name, **of_drafter)
     if name == ORACLE:
@@ -126,12 +126,12 @@ def suite_of(args: argparse.Namespace) -> tuple[str | None, Suite | None]:
     if args.prompt_tokens is None:
         return name, suite
     if suite.first_tokens is None:
-        raise ValueError(f"--prompt-tokens: {args.prompt_tokens}, but {name} asks its prompts whole; omit it")
+        raise ValueError(f"--prompt-tokens: {args.prompt_tokens}, but {name} does not shorten its prompts; omit it")
     return name, replace(suite, first_tokens=args.prompt_tokens)
 
 
 def _take_paper(args: argparse.Namespace, suite: Suite) -> None:
-    """Fill arguments that were not given from the --paper."""
+    """Set arguments that were not given to those of the --paper."""
     paper = PAPERS[args.paper]
     args.drafter, args.dtype = args.drafter or [paper.drafter], args.dtype or paper.dtype
     args.nodes = args.nodes or "all"
@@ -146,14 +146,14 @@ def _take_paper(args: argparse.Namespace, suite: Suite) -> None:
 
 
 def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
-    """What is measured and how. Values that were not given come from the paper or the suite."""
+    """The settings of the bench. Values that were not given come from the paper or the suite."""
     args = drafting.args
     published = {} if suite is None else suite.sampling
     published = published if args.paper is None else PAPERS[args.paper].sampling(drafting.source)
     sampling = {**published, **given_sampling(args, SAMPLING)}
     temperatures = args.temperature or (sampling.get("temperature", 0.0),)
     if args.transformers and any("penalty" in name or "banned" in name for name in sampling):
-        raise ValueError("--transformers: it decodes without penalties and bans; omit one or the other")
+        raise ValueError("--transformers: it decodes without penalties and bans; omit it or those")
     settings = BenchSettings(
         proof=args.exactness,
         new_tokens=args.new_tokens or (NEW_TOKENS if suite is None else suite.new_tokens),
@@ -170,7 +170,7 @@ def settings_of(drafting: Drafting, suite: Suite | None) -> BenchSettings:
 
 
 def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -> list[Question]:
-    """A suite's questions that the target has room for. The others are named. Loads no weights."""
+    """A suite's questions that fit into the target's positions; the others are printed. Loads no weights."""
     args, source = drafting.args, drafting.source
     questions = suite.questions(args.data, args.only)
     if args.prompts is not None:
@@ -193,7 +193,7 @@ def _evenly(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def texts_of(drafting: Drafting) -> list[list[int]]:
-    """The prompts' tokens: the beginnings of held-out rows, evenly spaced among those long enough, or of files."""
+    """The prompts' tokens: the beginnings of files, or of held-out rows, evenly spaced among those long enough."""
     args, length, tokenizer = drafting.args, drafting.args.prompt_tokens, load_tokenizer(drafting.source)
     if args.text_file is not None:
         texts = {file: tokenizer(read_text(file, "--text-file")).input_ids[:length] for file in args.text_file}
@@ -208,7 +208,7 @@ def texts_of(drafting: Drafting) -> list[list[int]]:
 
 
 def asked_for(drafting: Drafting, settings: BenchSettings, questions: object) -> dict[str, Any]:
-    """All that the answers depend on. A record continues only where this is the same."""
+    """Everything that the answers depend on. A record is resumed only if this is the same."""
     args, source, options = drafting.args, drafting.source, drafting.options
     of_drafters = {name: options_for(name, options) for name in drafting.names}
     small = [str(value) for key, value in options.items() if key.split(".")[-1] == "small"]  # other targets

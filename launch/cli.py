@@ -1,6 +1,6 @@
-"""The `longdraft` command: reads the arguments of a command, and only then imports and runs its work.
+"""The `longdraft` command: parses the arguments of a subcommand, then imports and runs its work.
 
-A command whose work is one call is a function here; each other one has a file of its name.
+A subcommand whose work is one call is a function here; each other one has a file of its name.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from longdraft.launch.console import note, run_command, show
 COMMANDS = {
     "prepare": "pack text into shards of tokens",
     "train": "train a draft on these shards, on every GPU of this machine",
-    "export": "make a draft folder of a training checkpoint, reload it and compare",
-    "convert": "make a draft folder of a draft that its authors published",
+    "export": "make a draft folder from a training checkpoint, reload and verify it",
+    "convert": "make a draft folder from a draft that its authors published",
     "generate": "decode a prompt with any drafter",
     "serve": "serve OpenAI's interface with any drafter",
     "bench": "measure drafters against plain decoding",
     "report": "show the records of several benches on one page",
 }
-# Commands whose purpose is not what they print, and commands that Ctrl-C may end at any place.
+# Commands whose result is not their output, and commands that Ctrl-C may end at any point.
 WORK_WITHOUT_OUTPUT, LEAVE_NOTHING_HALF_DONE = ("train", "export", "serve"), ("generate", "bench")
 
 
@@ -71,7 +71,7 @@ HERE = {command.__name__: command for command in (export, convert, report)}
 
 
 def run(command: str, argv: Sequence[str] | None = None) -> int:
-    """Run a command with its arguments, those of this process if they are None.
+    """Run a command with these arguments, or if they are None with those of this process.
 
     Returns the exit status: what the command returns, 2 after an error, 130 after Ctrl-C.
     """

@@ -1,4 +1,4 @@
-"""What surrounds the work of every command: usable standard streams, one-line errors, Ctrl-C and exit statuses."""
+"""The frame of every command: usable standard streams, one-line errors, Ctrl-C and exit statuses."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-# Exit statuses: after an error, after the output's reader has gone, and after Ctrl-C, as in shells.
+# Exit statuses: after an error, after a closed pipe on standard output, and after Ctrl-C, as in shells.
 FAILED, NOT_WRITTEN, INTERRUPTED = 2, 1, 130
 # The packages that setup.py installs only with an extra.
 EXTRAS = {"train": ("deepspeed", "datasets", "wandb", "omegaconf"), "serve": ("starlette", "uvicorn")}
@@ -32,9 +32,9 @@ def run_command(
 
     Args:
         on_ctrl_c: the message after Ctrl-C.
-        needs_output: whether the command's purpose is its standard output, so that without one it is an error to run.
-            Otherwise the work continues even if nobody reads.
-        reports_errors: whether errors are printed; False where another process prints the same ones.
+        needs_output: whether the command's result is its standard output: without one, running is an error. Otherwise
+            the work continues even if nobody reads its output.
+        reports_errors: whether errors are printed; False if another process prints the same ones.
         by_force: whether Ctrl-C ends the process at once, since a library may swallow KeyboardInterrupt. Only for work
             that leaves nothing half done.
     """
@@ -67,7 +67,7 @@ def _ended_by_ctrl_c(message: str) -> Iterator[None]:
     """In this context Ctrl-C ends the process, unless it was started with Ctrl-C ignored."""
 
     def end(*_: object) -> None:
-        os.write(2, message.encode())  # not by sys.stderr, whose lock the stopped call may hold
+        os.write(2, message.encode())  # not sys.stderr, whose lock the interrupted call may hold
         os._exit(INTERRUPTED)
 
     before = signal.getsignal(signal.SIGINT)
@@ -79,16 +79,16 @@ def _ended_by_ctrl_c(message: str) -> Iterator[None]:
 
 
 def show(text: str) -> None:
-    """Write text to standard output at once.
+    """Write text to standard output and flush it.
 
-    Raises ValueError if it cannot be written, and BrokenPipeError if the reader has gone.
+    Raises ValueError if it cannot be written, and BrokenPipeError if the reader has closed it.
     """
     try:
         if text:  # with PYTHONUNBUFFERED, a full disk refuses even an empty write
             sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        # Python would try to write the buffered rest once more at its end.
+        # At exit Python would try to write the rest of its buffer once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(error, BrokenPipeError):
             raise
@@ -103,7 +103,7 @@ def note(line: str = "") -> None:
 
 
 class _IgnoringErrors(FileIO):
-    """A file descriptor whose write errors are ignored, such as a reader that has gone or a full disk."""
+    """A file descriptor whose write errors are ignored, such as a closed pipe or a full disk."""
 
     def write(self, data: Any) -> int:
         with suppress(OSError):
@@ -114,9 +114,9 @@ class _IgnoringErrors(FileIO):
 def _prepare_streams(needs_output: bool) -> None:
     """Make the standard streams usable, whichever of them the caller has closed.
 
-    A closed stream is opened on the null device; otherwise the next file would get its descriptor, and what libraries
-    print would go into that file. Characters that an encoding does not have are written as escapes. Errors of standard
-    error, and of an output that is not needed, are ignored.
+    A closed stream is opened on the null device; otherwise the next file would get its descriptor, and libraries would
+    print into that file. Characters that an encoding lacks are written as escapes. Write errors on standard error, and
+    on a standard output that is not needed, are ignored.
     """
     for descriptor, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         try:
@@ -126,7 +126,7 @@ def _prepare_streams(needs_output: bool) -> None:
     no_output = sys.stdout is None
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream, needed = getattr(sys, name), descriptor == 1 and needs_output
-        # A stream that the caller has replaced is left alone.
+        # A stream that the caller has replaced is not changed.
         if stream is None or (not needed and stream is getattr(sys, f"__{name}__")):
             raw, encoding = BufferedWriter(_IgnoringErrors(descriptor, "w", closefd=False)), stream and stream.encoding
             setattr(sys, name, TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True))
@@ -137,7 +137,7 @@ def _prepare_streams(needs_output: bool) -> None:
 
 
 def flag(name: str) -> str:
-    """The option of this argparse name, such as "--top-k" of "top_k"."""
+    """The option for an argparse name, such as "--top-k" for "top_k"."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -147,5 +147,5 @@ def read_text(file: Path | None, option: str) -> str:
         if file is not None:
             return file.read_text(encoding="utf-8")
         return "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8")  # whatever the locale
-    except (OSError, ValueError) as error:  # among them a text that is not UTF-8
+    except (OSError, ValueError) as error:  # ValueError: also for a text that is not UTF-8
         raise ValueError(f"{option}: {file or 'standard input'} cannot be read: {error}") from error

@@ -1,7 +1,7 @@
 """Decode a prompt with one drafter or several: `longdraft generate --target smollm2-135m --prompt "..."`.
 
-The work is in infer/engine.py. Standard output has only the generated text (with a heading for each of several
-drafters, or as one JSON object), everything else goes to standard error.
+The work is in infer/engine.py. Standard output gets only the generated text (with a heading for each of several
+drafters, or as one JSON object); everything else is printed on standard error.
 """
 
 import argparse
@@ -27,21 +27,21 @@ main = partial(cli.run, "generate")
 
 def run(args: argparse.Namespace) -> None:
     """Decode with each drafter."""
-    # What can be wrong is checked before the model is loaded, as far as it does not take the model.
+    # Everything that can be checked without the model is checked before it is loaded.
     drafting, params = Drafting(args), SamplingParams(**given_sampling(args, (*OF_ONE_TEXT, *SAMPLING)))
     params = replace(params, seed=draw_seed()) if params.seed is None else params
     given, chat = _prompt(args, drafting.source), args.chat or args.system is not None
     if given == "" and not chat and not load_tokenizer(drafting.source)("").input_ids:
-        raise ValueError("--prompt: no text, and this target's tokenizer begins none by itself; give some")
+        raise ValueError("--prompt: it is empty, and this target's tokenizer adds no token to it; give some text")
     target = drafting.open_target()
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer files, so no text can be shown; add them")
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     asked = [*system, {"role": "user", "content": given}] if chat else given
     tokens = prompt_tokens(target, asked, "--chat" if chat else "--prompt")[: args.prompt_tokens]
-    # A prompt that is given to the engine as text gets a text that continues it.
+    # If the engine gets the prompt as text, the generated text continues it.
     prompt = given if isinstance(given, str) and not chat and args.prompt_tokens is None else tokens
-    # All engines are opened first, so that an error of the last one comes before any output.
+    # All engines are opened first, so that an error in the last one is raised before any output.
     engines, several = drafting.open_engines(target), len(drafting.names) > 1
     done: dict[str, Generation] = {}
     for name, engine in engines.items():
@@ -60,7 +60,7 @@ def _prompt(args: argparse.Namespace, target: str) -> str | list[int]:
     """The text that was given or read from a file or standard input, or the first held-out row's tokens."""
     if args.heldout is not None:
         if not (rows := heldout_rows(args.heldout, load_tokenizer(target))):
-            raise ValueError(f"--heldout: {rows.folder} has no row; prepare with --heldout-share, or give --prompt")
+            raise ValueError(f"--heldout: {rows.folder} has no rows; prepare with --heldout-share, or give --prompt")
         return used_tokens(rows[0])
     if args.prompt_file is None and args.prompt not in (None, "-"):
         return args.prompt
@@ -70,8 +70,8 @@ def _prompt(args: argparse.Namespace, target: str) -> str | list[int]:
 
 
 def _decode(engine: Engine, name: str, prompt: Prompt, params: SamplingParams, as_json: bool) -> Generation:
-    """Decode with one drafter and print the text as it comes, unless it will be shown as JSON. On a terminal its colour
-    says whether a drafter had proposed the tokens."""
+    """Decode with one drafter and print the text as it is generated, unless it will be printed as JSON. On a terminal,
+    colours show which tokens the drafter proposed."""
     drafted, own, plain = (DRAFTED, OWN, PLAIN) if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else [""] * 3
     for piece in engine.stream([prompt], params):
         shown = ((drafted, piece.text[: piece.accepted_text]), (own, piece.text[piece.accepted_text :]))

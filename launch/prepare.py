@@ -60,11 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-field", help=help)
     help = "a Jinja file for a target without its own chat template (see configs/chat_templates/), or plain"
     add("--chat-template", type=Path, metavar="FILE", help=help)
-    help = "patterns of the files to take (default: all with a known suffix)"
+    help = "patterns of the files to read (default: all with a known suffix)"
     add("--files", nargs="+", metavar="PATTERN", help=help)
-    help = f"share of the documents to hold out, chosen by their hash (default: {default['heldout_share']})"
+    help = f"fraction of the documents to hold out, chosen by their hash (default: {default['heldout_share']})"
     add("--heldout-share", type=float, help=help)
-    add("--max-tokens", type=int, help="keep at most this many tokens, sampled over all files of each source")
+    add("--max-tokens", type=int, help="keep at most this many tokens, sampled from all files of each source")
     add("--seed", type=int, help=f"seed of the split and the order (default: {default['seed']})")
     help = "number of processes, which does not change the result (default: one for each core)"
     add("--workers", type=int, help=help)
@@ -86,7 +86,7 @@ def _prepare(given: dict[str, Any]) -> None:
 
 
 def _config(given: dict[str, Any]) -> PrepareConfig:
-    """What the options ask for, laid over the recipe if there is one."""
+    """The config from the options, which override those of the recipe if there is one."""
     reading = {name: value for name, value in given.items() if name in Source.model_fields}
     if "recipe" in given:
         from longdraft.train.config_file import read_yaml, resolve

@@ -1,6 +1,6 @@
-"""The main job on a real small model, in five commands: `make quickstart`. Called again, it continues where it stopped.
+"""The main workflow on a real small model, in five commands: `make quickstart`. A second call continues a stopped one.
 
-Only the order of the commands is here. Each is printed, works alone, and says what it does and where its output is.
+This file only orders the commands. Each is printed, works alone, and prints what it does and where its output is.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def _quickstart(steps: int | None) -> int:
 
 def call(command: Sequence[str]) -> int:
     """Run a command of longdraft to its end and return its status."""
-    # By this interpreter, whatever the caller's PATH is.
+    # With this interpreter, whatever the caller's PATH is.
     process = subprocess.Popen([sys.executable, "-m", "longdraft.launch.cli", *command], cwd=ROOT)
     try:
         return process.wait()
@@ -79,7 +79,7 @@ def ranks_here() -> int:
     """The number of visible GPUs, or 2 on a CPU. Raises ValueError if there is a GPU that PyTorch cannot use."""
     from longdraft.models.device import VISIBLE, default_device, n_gpus
 
-    device = default_device("device", f"say {VISIBLE}= make quickstart")
+    device = default_device("device", f"call {VISIBLE}= make quickstart")
     return n_gpus() if device.type == "cuda" else 2
 
 

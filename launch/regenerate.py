@@ -1,4 +1,4 @@
-"""Let the target answer a conversation set, to train its draft on:
+"""Let the target answer a conversation set, as training data for its draft:
 
     longdraft prepare regenerate --source chats/ --target smollm2-135m --out data/answered
     longdraft prepare --source data/answered --chat-field messages ...
@@ -23,15 +23,15 @@ from longdraft.launch.console import flag, read_text, run_command, show
 if TYPE_CHECKING:
     from longdraft.infer.engine import Engine
 
-# Options of decoding here, which servers would ignore, and of servers.
+# Options for decoding on this machine, which servers would ignore, and options for servers.
 OF_ENGINE = ("loader", "dtype", "device", "prefill_chunk", "batch", "drafter", "option", "nodes")
 OF_SERVERS = ("model", "concurrency", "timeout")
-# Fields of SamplingParams that are settings of every answer, and their help.
+# Fields of SamplingParams that apply to every answer, with their help.
 OPTIONAL = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NUMBERS = {
     "max_new_tokens": "maximum tokens of an answer (default: 1024); see --unfinished",
     "temperature": "0, the default, is greedy",
-    "seed": "an answer's seed is made of this, the conversation's content and the turn",
+    "seed": "each answer's seed is derived from this, the conversation's content and the turn",
     **{name: SAMPLING[name] for name in OPTIONAL},
 }
 
@@ -52,27 +52,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", required=True, type=Path, help="folder to create, or to continue")
     add = parser.add_argument_group("answers").add_argument
     add_fields(add, NUMBERS, max_new_tokens=1024, seed=0)
-    help = "drop a conversation whose answer gets longer (default), or keep the answer up to there, without an end "
-    add("--unfinished", choices=("drop", "keep"), help=help + "token to learn (default for texts)")
+    help = "drop a conversation whose answer gets longer (default), or keep the answer so far, without an end token "
+    add("--unfinished", choices=("drop", "keep"), help=help + "to learn (default for texts)")
     add_model(parser)("--batch", type=at_least(1), default=8, metavar="N", help="conversations decoded together")
     add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=False)
-    add = parser.add_argument_group("servers, instead of decoding here").add_argument
+    add = parser.add_argument_group("servers, instead of decoding on this machine").add_argument
     help = "OpenAI-style servers of the target (vLLM, SGLang, longdraft serve); OPENAI_API_KEY sets their key"
     add("--endpoint", default=[], metavar="URL", help=help, **MANY)
     add("--model", help="the target's name, for servers that need one")
-    add("--concurrency", type=at_least(1), default=64, metavar="N", help="requests in flight at a time (default: 64)")
-    help = f"how long to wait for an answer's last token (default: {SECONDS:g})"
+    add("--concurrency", type=at_least(1), default=64, metavar="N", help="requests in flight (default: 64)")
+    help = f"how long to wait for a complete answer (default: {SECONDS:g})"
     add("--timeout", type=at_least(1), default=int(SECONDS), metavar="SECONDS", help=help)
     return parser
 
 
 def _token_range(text: str) -> tuple[int, int]:
-    """The least and the most tokens of N or N-M."""
+    """The minimum and maximum number of tokens, from N or N-M."""
     least, _, most = text.partition("-")
     try:
         first, last = sorted((at_least(1)(least), at_least(1)(most or least)))
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text}; give a number of at least 1, or two as 64-256") from None
+        raise argparse.ArgumentTypeError(f"{text}; give a number of at least 1, or a range such as 64-256") from None
     return first, last
 
 
@@ -126,17 +126,17 @@ def _regenerate(args: argparse.Namespace) -> None:
 
 
 def _served(sampling: SamplingParams, vocab_size: int, model: str | None) -> dict[str, Any]:
-    """The settings as servers take them, also those that are off: what is not sent vLLM takes from the model's
-    generation_config.json. For top_k servers have different numbers that mean off, and all take the whole vocabulary.
-    Special tokens in an answer must be visible, so that it can be dropped."""
+    """The sampling fields of a server's request. Those that are off are sent too, since vLLM would read missing ones
+    from the model's generation_config.json. Servers differ in the top_k that means off, but all accept the size of the
+    vocabulary. Special tokens in an answer must be visible, so that it can be dropped."""
     fields = {name: getattr(sampling, name) for name in ("temperature", *OPTIONAL)}
     fields |= {"max_tokens": sampling.max_new_tokens, "top_k": sampling.top_k or vocab_size}
     return fields | {"skip_special_tokens": False} | ({"model": model} if model else {})
 
 
 def _generate(engine: "Engine", tokenizer: Any, sampling: SamplingParams, due: Due) -> Iterator[Completion]:
-    """First every conversation's first open turn, then the second of those that have one, and so on, so that as many
-    prompts as possible are decoded together."""
+    """Decode the first open turn of every conversation, then the second turns, and so on, so that as many prompts as
+    possible are decoded together."""
     from longdraft.infer.text import text_after
 
     while due:

@@ -1,4 +1,4 @@
-"""What the decoding commands share: the drafters, options and target that were asked for, and held-out rows."""
+"""What the decoding commands share: opening the drafters and the target that were asked for, and held-out rows."""
 
 import argparse
 import json
@@ -35,8 +35,8 @@ class Drafting:
         nodes: as `Engine` takes it.
         source: path or name of the target.
         loader: a key of LOADERS.
-        max_positions: positions that the target is limited to; None for its config.json's.
-        template: a chat template in place of the tokenizer's own, whose end token counts too; None without one.
+        max_positions: the limit of the target's positions; None for that of its config.json.
+        template: a chat template in place of the tokenizer's own; its end token also ends texts. None without one.
     """
 
     def __init__(self, args: argparse.Namespace, template: str | None = None, alone: Sequence[str] = ()):
@@ -44,13 +44,13 @@ class Drafting:
         self.device = (
             check_device(args.device, "--device") if args.device else default_device("--device", "give --device cpu")
         )
-        start(self.device, "--device")  # CUDA: nothing is loaded for a device that cannot be used
+        start(self.device, "--device")  # fails before anything is loaded if CUDA does not start
         self.names, self.options = drafter_names(args.drafter, args.draft, alone), read_options(args.option)
         for key in self.options:
             if not any(key in options_for(name, self.options) for name in self.names):
-                raise ValueError(f"--option: {key} is for none of the drafters {', '.join(self.names)}; omit it")
+                raise ValueError(f"--option: {key} applies to none of the drafters {', '.join(self.names)}; omit it")
         if unused := set(args.draft) - {draft_for(name, args.draft) for name in self.names}:
-            raise ValueError(f"--draft: {unused.pop()} is for none of the drafters {', '.join(self.names)}; omit it")
+            raise ValueError(f"--draft: {unused.pop()} fits none of the drafters {', '.join(self.names)}; omit it")
         self.nodes = {None: "auto", "all": None}.get(args.nodes, args.nodes)
         # The section `target` of the run that trained the first draft.
         trained = (read_info(args.draft[0]).train_config.get("target") if args.draft else None) or {}
@@ -59,10 +59,9 @@ class Drafting:
         self.source = args.target or _source(args.draft, trained)
 
     def open_target(self) -> Target:
-        """Load the target and announce it. From here on, warnings are shown as one line, without the code's place.
-
+        """Load the target and print a line about it. From here on, warnings are printed as one line, without location.
         Raises ValueError, before any weight is read, if the weights do not fit into the device's free memory. The
-        engine checks what caches and passes add.
+        engine checks the memory of caches and passes.
         """
 
         def build(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
@@ -70,14 +69,14 @@ class Drafting:
             if free is not None and weights > free:
                 raise ValueError(
                     f"--device: {device} has {size(free)} free, but the weights of {self.source} take {size(weights)} "
-                    f"in {self.args.dtype}; take a larger device or a smaller target"
+                    f"in {self.args.dtype}; use a larger device or a smaller target"
                 )
             return build_decoder(config, dtype, device)
 
         warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
         most, dtype = self.max_positions, self.args.dtype
         by = "" if self.loader == "longdraft" else f" through {self.loader}"
-        positions = f", with {most} positions as its draft was trained" if most else ""
+        positions = f", with {most} positions, as in its draft's training" if most else ""
         note(f"Loading {self.source}{by} in {dtype} on {self.device}{positions}")
         building = {"build": build} if self.loader == "longdraft" else {}
         target = LOADERS[self.loader](self.source, DTYPES[dtype], self.device, most, **building)
@@ -102,23 +101,23 @@ class Drafting:
 
 
 def _source(drafts: Sequence[str], trained: Mapping[str, Any]) -> str:
-    """Path or name of the target that the first draft was trained for. Older drafts name a .gguf file in it."""
+    """Path or name of the target that the first draft was trained for. Older drafts store a .gguf file's name apart."""
     if not drafts:
-        raise ValueError("--target: name a model, or give --draft, whose own target is then loaded")
+        raise ValueError("--target: name a model, or give --draft, so that its own target is loaded")
     if not isinstance(path := trained.get("path"), str):
         name = read_info(drafts[0]).target.get("name")
-        raise ValueError(f"--target: {drafts[0]} does not say where its target is; give {name} or a copy as --target")
+        raise ValueError(f"--target: {drafts[0]} has no path to its target; give {name} or a copy as --target")
     return f"{path}/{trained['gguf_file']}" if trained.get("gguf_file") else path
 
 
 def drafter_names(given: Sequence[str] | None, drafts: Sequence[str], alone: Sequence[str] = ()) -> list[str]:
-    """The drafters that were named. Without any, those of the draft folders' methods, or plain.
+    """The drafters that were named, else those of the draft folders' methods, else plain.
 
-    alone: names of the command's own drafters, which go into no combination.
+    alone: names of the command's own drafters, which cannot be combined with others.
     """
     methods = [draft_method(draft) for draft in drafts] if len(drafts) > 1 or given is None else []
     if len(set(methods)) < len(methods):
-        raise ValueError(f"--draft: {', '.join(drafts)}: two are made for one method; give one of each method")
+        raise ValueError(f"--draft: {', '.join(drafts)}: two drafts are for the same method; give one for each method")
     names = list(dict.fromkeys(given or methods or ["plain"]))
     for part in (part for name in names if name not in alone for part in name.split("+")):
         if part not in DRAFTERS:
@@ -129,15 +128,15 @@ def drafter_names(given: Sequence[str] | None, drafts: Sequence[str], alone: Seq
 
 
 def draft_for(name: str, drafts: Sequence[str]) -> str | None:
-    """The draft folder for a drafter that needs one: the only one, or among several the one of its method."""
+    """The draft folder for a drafter that needs one: the only folder, or that of its method among several."""
     if not (methods := TRAINED.intersection(name.split("+"))):
         return None
     return next((draft for draft in drafts if len(drafts) == 1 or draft_method(draft) in methods), None)
 
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:
-    """Drafter options from KEY=VALUE. Values may be true, false, numbers and lists of numbers (3,3,3); anything else is
-    text."""
+    """Parse drafter options from KEY=VALUE. Values may be true, false, numbers and lists of numbers (3,3,3); anything
+    else is text."""
     options = {}
     for pair in given:
         key, equals, text = pair.partition("=")
@@ -152,17 +151,17 @@ def read_options(given: Sequence[str]) -> dict[str, Any]:
 
 
 def options_for(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for one drafter: those without a drafter's name, and those with its name or one inside its a+b."""
+    """The options for one drafter: those without a drafter's name, and those with its name or with one of its a+b."""
     if name == "plain":
         return {}
     return {key: value for key, value in options.items() if "." not in key or key.split(".")[0] in name.split("+")}
 
 
 def heldout_rows(data: str | Path, tokenizer: Any) -> ShardSet:
-    """The held-out rows of a prepared folder. Raises ValueError if its token ids are another tokenizer's."""
+    """The held-out rows of a prepared folder. Raises ValueError if it was prepared with another tokenizer."""
     rows = ShardSet(Path(data) / "heldout")
     if rows.manifest["tokenizer_sha256"] != tokenizer_hash(tokenizer):
-        raise ValueError(f"{rows.folder} was prepared with another tokenizer than the target's; give data made for it")
+        raise ValueError(f"{rows.folder} was prepared with another tokenizer than the target's; give data that fits it")
     return rows
 
 

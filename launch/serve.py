@@ -15,15 +15,15 @@ from longdraft.launch.arguments import API_KEY
 from longdraft.launch.console import note
 from longdraft.launch.runtime import Drafting
 
-ENGINE_FAILED = 1  # exit status, so that a supervisor restarts the process
+ENGINE_FAILED = 1  # exit status that makes a supervisor restart the process
 main = partial(cli.run, "serve")
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit status."""
     drafting = Drafting(args)
-    # Load on a thread that then ends. Each thread that computes gets OpenMP threads of its own, and with two such sets
-    # on a CPU, this one's and the engine thread's, all sleep instead of spinning: a prompt takes a quarter longer.
+    # Load on a thread that then ends. Each thread that computes gets OpenMP threads of its own. With two such sets on a
+    # CPU, this thread's and the engine thread's, all sleep instead of spinning, and a prompt takes a quarter longer.
     with ThreadPoolExecutor(1) as loading:
         engine = loading.submit(drafting.open_engine, args.slots).result()
         target = engine.target

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Better drafts for SmolLM2, and a long text with them, on one GPU. The same call goes on with what was stopped.
+# Better drafts for SmolLM2, and a long text with them, on one GPU. The same call resumes what was stopped.
 #
 #   launch/smollm2_gpu.sh drafts [MINUTES [section.field=value ...]]   default: 5
 #   launch/smollm2_gpu.sh length [TOKENS [OPTION ...]]                 default: 100000; OPTIONS of `longdraft bench`
 #
-# drafts: the shipped heads (a fifth of the minutes) and block train on with all that fetch_texts.sh fetches; the last
-#   lines of each training compare it with the shipped draft. Their steps are those of the minutes by the time of twelve.
-# length: TokenSwift with these heads, or the shipped ones, and plain decoding after 64 tokens, by SmolLM2 with YaRN for
-#   131,072 positions: ms/token every 10,240 tokens, and equal tokens, which with LONGDRAFT_EXACT=1 are all.
+# drafts: train the shipped heads (a fifth of the minutes) and block further on all that fetch_texts.sh fetches. The last
+#   lines of each training compare it with the shipped draft. Twelve timed steps decide how many fit into the minutes.
+# length: decode after 64 tokens with TokenSwift (these heads or the shipped ones) and plainly, by SmolLM2 with YaRN for
+#   131,072 positions. Prints ms/token every 10,240 tokens, and the equal tokens: all of them with LONGDRAFT_EXACT=1.
 # RUNS: the folder for what is trained and measured (default: runs).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -34,7 +34,7 @@ print(max(1, int(60 * $share * ${amount:-5} / median(seconds[6:]))))" "$run/meas
     fi
     longdraft "${train[@]}" train.steps="$steps"
     [ -e "$run/checkpoints/step_$(printf %06d "$steps")" ] || exit 1  # it was stopped
-    [ -e "$run/draft/config.json" ] || longdraft export "$run"  # else the text of `length` would not go on
+    [ -e "$run/draft/config.json" ] || longdraft export "$run"  # else `length` could not resume its text
     echo "To ship it: cp $run/draft/{config.json,model.safetensors} models/shipped/smollm2-135m-$method"
   done
 elif [ "$task" = length ]; then

@@ -1,7 +1,7 @@
 """Train a draft on prepared shards: `deepspeed launch/train.py configs/quickstart.yaml [section.field=value ...]`.
 
-The work is in train/loop.py. `longdraft train` starts the ranks itself and, unlike DeepSpeed's launcher, passes SIGTERM
-on to them, so that they save and exit with 0.
+The work is in train/loop.py. `longdraft train` starts the ranks itself and, unlike DeepSpeed's launcher, forwards
+SIGTERM to them, so that they save and exit with 0.
 """
 
 import argparse
@@ -21,8 +21,8 @@ def run(args: argparse.Namespace) -> int:
     options = [f"--stage={args.stage}"] if args.stage is not None else []
     options += [f"--from-draft={args.from_draft}"] if args.from_draft is not None else []
     if args.tflops is not None and not args.estimate:
-        raise ValueError("--tflops: it is for --estimate, which was not given")
-    with signals_noted() as stop:  # already here: looking for GPUs imports torch, which takes seconds
+        raise ValueError("--tflops: it needs --estimate; add that, or omit it")
+    with signals_noted() as stop:  # already here, because looking for GPUs imports torch, which takes seconds
         from longdraft.train.config_file import load_stages
         from longdraft.train.launcher import launch_ranks, rank_devices, settle_device
 
@@ -34,13 +34,13 @@ def run(args: argparse.Namespace) -> int:
             return 0
         devices = rank_devices(args.num_gpus, settle_device(stages[0].config.train.device))
         if stop:
-            print("Stopped before it began; run the same command again", flush=True)
+            print("Stopped before training began; run the same command again", flush=True)
             return 0
         return launch_ranks([__file__, args.config, *args.overrides, *options], devices)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank: one that the launcher starts, or the only one. Returns the exit status."""
+    """Run one rank: one that a launcher started, or the only one. Returns the exit status."""
     # One rank of each machine reports errors, since an error may concern only that machine.
     reports_errors = os.environ.get("LOCAL_RANK", "0") == "0"
     args = arguments.train().parse_intermixed_args(argv)
@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_rank(args: argparse.Namespace, reports_errors: bool) -> int:
     for name in ("estimate", "tflops", "num_gpus"):
         if getattr(args, name):
-            raise ValueError(f"{flag(name)}: it is for `longdraft train`, which starts the ranks; omit it here")
+            raise ValueError(f"{flag(name)}: only for `longdraft train`, which starts the ranks; omit it here")
     with signals_noted() as stop:
-        # Imported here so that the signal handler is in place during the seconds that this takes.
+        # Imported here so that the signal handler is already in place: the imports take seconds.
         from longdraft.train.config_file import load_stages
         from longdraft.train.launcher import settle_device, stop_with_launcher
 
@@ -76,6 +76,6 @@ def _run_rank(args: argparse.Namespace, reports_errors: bool) -> int:
 
 if __name__ == "__main__":
     status = main()
-    for number in STOP_SIGNALS:  # a second signal, from `longdraft train` after the system's, must not disturb the exit
+    for number in STOP_SIGNALS:  # a second signal, such as a forwarded one, must not disturb the exit
         signal.signal(number, signal.SIG_IGN)
     sys.exit(status)

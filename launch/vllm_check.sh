@@ -3,7 +3,7 @@
 #
 #   launch/vllm_check.sh [ENVIRONMENT] [--bench]
 #
-#   ENVIRONMENT  folder of the environment (default: .venv-vllm), made if it is missing; 3.5 GB, some minutes
+#   ENVIRONMENT  folder of the environment (default: .venv-vllm), created if it is missing: 3.5 GB, some minutes
 #   --bench      also measure vLLM against this runtime (benchmarks/checks/peers.py); needs a quiet machine
 #
 #   PYTHON       the interpreter that makes it (default: python3)

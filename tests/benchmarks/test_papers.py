@@ -128,7 +128,7 @@ def test_what_a_paper_does_not_have_is_refused(folder, capsys):
     asked = ["--draft", folder / "block", "--data", folder / "data"]
     for words, message in (
         (["--paper", "longspec", "--suite", "pg19"], "--suite: pg19 is none of LongSpec"),
-        (["--paper", "longspec", "--prompt-tokens", 9], "--prompt-tokens: 9, but longbench asks its prompts whole"),
+        (["--paper", "longspec", "--prompt-tokens", 9], "--prompt-tokens: 9, but longbench does not shorten its"),
     ):
         assert message in run(capsys, *asked, *words, status=2)[1]
 

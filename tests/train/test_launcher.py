@@ -118,7 +118,7 @@ def test_a_signal_before_the_ranks_are_there(config_file, monkeypatch, capsys, n
         assert start_command([str(config_file)]) == 0
     finally:
         signal.signal(number, before)
-    assert capsys.readouterr().out == "Stopped before it began; run the same command again\n"
+    assert capsys.readouterr().out == "Stopped before training began; run the same command again\n"
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing():

@@ -104,7 +104,7 @@ def test_from_the_recipe_to_decoding(name, target, data_folder, train_command, t
     asked = Drafting(arguments.generate().parse_args(options))
     opened = asked.open_target()
     assert opened.model.config == config
-    said = f", with {allowed} positions as its draft was trained" if allowed else ""
+    said = f", with {allowed} positions, as in its draft's training" if allowed else ""
     assert f"in fp32 on cpu{said}\n" in capsys.readouterr().err
     scaling = PUBLISHED[name]["config"].get("rope_scaling") or {}
     before = scaling.get("original_max_position_embeddings", config.rope.max_positions if scaling else 2048)
