@@ -59,7 +59,7 @@ def test_text_in_other_encodings(monkeypatch):
     assert read_text(None, "--prompt") == "世"
 
 
-@pytest.mark.parametrize("moment", ["", "proof"])
+@pytest.mark.parametrize("moment", ["", "proving"])
 def test_ctrl_c_in_bench(tiny, tmp_path, moment):
     """It exits with 130 at once, during imports and during the proof of exactness."""
     (tmp_path / "text.txt").write_text("the cat sat on the log and the dog sat on the mat. " * 9)
