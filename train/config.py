@@ -202,8 +202,8 @@ class OptimizerSection(Schema):
     does (train/adamuon.py). AdaMuon's best learning rates are about three times as high. Its momentum of matrices is
     0.95, so the first of `betas` applies to norms and biases only.
 
-    The rate rises linearly over `warmup_steps`, or `warmup_share` of the steps, then falls along a cosine to 0 at the
-    last step. Weight decay does not apply to norms and biases. `clip`: the maximum norm of the gradient.
+    The rate rises linearly over `warmup_steps`, or `warmup_share` of the steps, then falls along a cosine to 0 after
+    the last step. Weight decay does not apply to norms and biases. `clip`: the maximum norm of the gradient.
     """
 
     peak_lr: Share  # AdamW moves every weight by about the learning rate in each step
@@ -293,7 +293,7 @@ def _rules(config: Config) -> list[tuple[str, bool, str]]:
     moves, weights, steps = data.positions == "anchor_offset", train.level_weights, train.steps or MAX_NUMBER + 1
     max_position_fits = (data.max_position or 0) >= data.seq_len if moves else data.max_position is None
     weights_fit = weights is None or (len(weights) == n_levels > 0 and weights[0] > 0)
-    is_whole = train.zero_stage < 3 and not train.offload_optimizer  # AdaMuon needs the optimizer on each rank
+    is_whole = train.zero_stage < 3 and not train.offload_optimizer  # AdaMuon needs whole matrices on the device
     begins_with_kl = train.loss in ("overlap", "acceptance")
     warms_up_once = (optimizer.warmup_steps is None) != (optimizer.warmup_share is None)
     return [
@@ -301,8 +301,8 @@ def _rules(config: Config) -> list[tuple[str, bool, str]]:
         ("optimizer.warmup_steps", warms_up_once, "set either this or optimizer.warmup_share"),
         ("optimizer.warmup_steps", (optimizer.warmup_steps or 0) < steps, "it must be below train.steps"),
         ("optimizer.name", is_whole or optimizer.name != "adamuon", "it needs zero_stage 1 or 2 without offloading"),
-        ("train.text_weight", (train.text_weight is None) == (train.loss != "mix"), "required only by train.loss=mix"),
-        ("train.kl_steps", (train.kl_steps is not None) == begins_with_kl, "required only by overlap and acceptance"),
+        ("train.text_weight", (train.text_weight is None) == (train.loss != "mix"), "set it for train.loss=mix only"),
+        ("train.kl_steps", (train.kl_steps is not None) == begins_with_kl, "set it for loss=overlap, acceptance only"),
         ("train.kl_steps", (train.kl_steps or 0) < steps, "it must be below train.steps"),
         ("train.level_weights", weights_fit, f"give a number for each of draft.noise = {n_levels}, the first above 0"),
         ("data.seq_len", data.seq_len > n_heads + 1, f"it leaves no label for draft.n_heads = {n_heads}"),

@@ -100,7 +100,7 @@ def read_yaml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
 def read_override(override: str) -> dict[str, Any]:
     """`section.field=value` as a nested mapping; raises ValueError for any other form."""
     if "=" not in override:
-        raise ValueError(f"override: {override!r} lacks the form section.field=value, such as train.steps=100")
+        raise ValueError(f"override: {override!r} is not of the form section.field=value, such as train.steps=100")
     return _plain(lambda: OmegaConf.from_dotlist([override]), f"override: {override!r}")
 
 

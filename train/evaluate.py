@@ -74,8 +74,8 @@ class Evaluator:
     def after_step(
         self, engine: DraftEngine, step: int, heldout: Mapping[str, Any], stop: Sequence[int] = ()
     ) -> dict[str, Any] | None:
-        """Decode after `step` steps, and keep the weights if they are the best so far. Decoding ends without a result
-        once `stop` is non-empty on any rank.
+        """Decode after `step` steps, and keep the weights if they are the best so far. A rank ends its part once its
+        `stop` is non-empty; nothing is then measured.
 
         Args:
             heldout: this step's validation, if there was one; it is saved with the weights (validation.py).

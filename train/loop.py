@@ -86,7 +86,7 @@ def _is_done(stage: Stage) -> bool:
     if config.train.steps is None:  # given in epochs, whose rows may have been deleted
         config = config.changed(train={"steps": info.step, "epochs": None})
     for name, (now, before) in checkpoint.changes(saved, config.resolved(0)).items():
-        if name != "target.path":  # `export` stores it as an absolute path
+        if name != "target.path":  # `export` makes a local path absolute
             raise ValueError(
                 f"stages.{stage.name}: {name}: {now!r}, but {stage.draft} was trained with {before!r}; restore it, "
                 f"set it for later stages as stages.NAME.{name}, or start a new run with train.run_dir=another/folder"

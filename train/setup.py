@@ -135,7 +135,7 @@ def check_stages(stages: Sequence[Stage], target: Target, ranks: Ranks) -> None:
             config.train.n_passes(ranks.world_size)
             network = config.draft.network(target.model.config)
             if before is not None and not same_shape(before, network):
-                raise ValueError(f"draft: {network}, but the stage before trains {before}; make the sections equal")
+                raise ValueError(f"draft: {network}, but the stage before trains {before}; make the sections match")
             same = (config.target.path, config.target.max_positions) == (first.path, first.max_positions)
             if before is not None and same:
                 ranks.from_first(partial(_check_rows, config, target))

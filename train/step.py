@@ -125,7 +125,7 @@ def finish_step_sum(run: Run) -> tuple[bool, list[float]]:
 
 
 def learning_rate(step: int, steps: int, optimizer: OptimizerSection) -> float:
-    """The learning rate of step 0, 1, ...: a linear warm-up to the peak, then a cosine that reaches 0 at `steps`."""
+    """The rate of step 0, 1, ...: a linear warm-up to the peak, then a cosine that would reach 0 at `steps`."""
     warmup = optimizer.warmup_steps or 0
     if step < warmup:
         return optimizer.peak_lr * (step + 1) / warmup
@@ -193,10 +193,10 @@ def measure(run: Run, result: StepResult) -> dict[str, Any]:
     """The step's record in metrics.jsonl, over all ranks. All ranks call it, after `finish_step_sum`.
 
     `loss`: the minimised loss, which `objective` names; None without labels. `part_loss`: each part's mean, in nats.
-    `top1`, `top3`: the share of each part's labels that are the draft's first candidate, or among its first three. For
-    a part without labels these are None. `over_target`: the step's time over that of the target's passes, on the first
-    rank; r in estimate.py is what it would be at equal speed. `tflops_per_rank`: counted operations of a rank (a GPU or
-    a CPU process), in 10^12 a second. `share_of_peak`: that over the GPU's bf16 peak, if PEAKS has it.
+    `top1`, `top3`: the share of each part's labels that are the draft's first candidate, or among its first three. All
+    three are None for a part without labels. `over_target`: the step's time over that of the target's passes, on the
+    first rank; r in estimate.py is what it would be at equal speed. `tflops_per_rank`: counted operations of a rank (a
+    GPU or a CPU process), in 10^12 a second. `share_of_peak`: that over the GPU's bf16 peak, if PEAKS has it.
     `peak_memory_gib`: the tensors' peak on the GPU that used most.
     """
     loss, n_parts, ranks, train = result.loss, len(run.method.part_names), run.ranks, run.config.train
