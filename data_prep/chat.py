@@ -123,7 +123,7 @@ class ChatEncoder:
         return prompt + answer, (len(prompt), len(prompt) + end)
 
     def _answer(self, messages: list[tuple[str, str]], prompt: str) -> tuple[str, int]:
-        """The text of the last of these messages as the answer that follows the prompt, and where its content ends.
+        """The text that follows the prompt when the last of these messages answers it, and where its content ends.
 
         Usually that is what the template writes, but some templates drop a thought that their prompt opens
         (DeepSeek-R1's), or expect its opening in the content, which may lack it (QwQ's). Then the rest of the thought

@@ -74,7 +74,7 @@ def read_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], .
     value: a list of {"role": ..., "content": ...} or ShareGPT's {"from": "human", "value": ...}, where null fields
     count as absent; a list of texts, in which user and assistant alternate (UltraChat); or such a list as JSON text.
     answered: whether at least one answer is required; if not, answers will be replaced and may be null. Other fields of
-    a message are ignored, but those of BESIDE_CONTENT are refused. Raises Unusable.
+    a message are ignored, but those of BESIDE_CONTENT are refused, except in answers to replace. Raises Unusable.
     """
     if isinstance(value, str):
         try:

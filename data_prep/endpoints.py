@@ -69,7 +69,7 @@ class EndpointClient:
         pool, asked, finished = ThreadPoolExecutor(self._concurrency), set[Future[Completion]](), list[Completion]()
         try:
             while due or asked:
-                while due and len(asked) < self._concurrency:  # later turns first: a server may have cached the rest
+                while due and len(asked) < self._concurrency:  # later turns first: a server may still cache their start
                     index, (prompt, seed) = due.popitem()
                     asked.add(pool.submit(self._complete, index, prompt, seed))
                 done, asked = wait(asked, return_when=FIRST_COMPLETED)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# The least fraction of a row of a piece that is cut off to fill a row, because it starts without its context.
+# A piece that is cut off to fill a row has at least this fraction of a row, because it starts without its context.
 MIN_FRACTION = 1 / 32
 
 

@@ -66,7 +66,7 @@ Given = Conversation | Document | BadDocument
 # Waiting prompts by index: token ids with a seed (unsigned, 64 bits).
 Due = dict[int, tuple[list[int], int]]
 # Removes prompts from a Due until none is left, and yields their completions as they finish, in any order. After each
-# completion the caller may add prompts. It should leave prompts in the Due until it works on them.
+# completion the caller may add prompts. Until a prompt is worked on, it should stay in the Due.
 Generate = Callable[[Due], Iterable[Completion]]
 
 
@@ -131,7 +131,7 @@ def regenerate(
                 answering.begin(task, part)
                 for completion in generate(answering.due):
                     answering.go_on(completion.index, completion)
-                    # All prompts are in work; add a task, so that the generator is not idle during the last long ones.
+                    # No prompt is waiting; add a task, so that the generator is not idle during the last long ones.
                     if not answering.due and (following := next(unfinished, None)):
                         answering.begin(*following)
             counts = add_up(folder.read_all(tasks))

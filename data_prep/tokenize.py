@@ -54,8 +54,8 @@ class Encoder:
     def encode_document(self, document: Document | Conversation) -> list[Encoded]:
         """The text as one sequence: `bos_ids`, the text, and EOS if `ends_documents`. The loss counts every token.
 
-        Special tokens spelled out in the text ("<|im_end|>" in a source file) are plain text: the id that ends a
-        document only stands at its end.
+        Special tokens spelled out in the text ("<|im_end|>" in a source file) are plain text: the EOS id
+        stands only at the end of a document.
         """
         assert isinstance(document, Document), document.name
         text = encode_text(self.serialised, document.text)
