@@ -4,8 +4,8 @@
 #   launch/smollm2_gpu.sh drafts [MINUTES [section.field=value ...]]   default: 5
 #   launch/smollm2_gpu.sh length [TOKENS [OPTION ...]]                 default: 100000; OPTIONS of `longdraft bench`
 #
-# drafts: train the shipped heads (a fifth of the minutes) and block further on all that fetch_texts.sh fetches. The last
-#   lines of each training compare it with the shipped draft. Twelve timed steps decide how many fit into the minutes.
+# drafts: train the shipped heads (a fifth of the minutes) and block further on all that fetch_texts.sh fetches. The
+#   last lines of each training compare it with the shipped draft. Twelve timed steps decide how many fit the minutes.
 # length: decode after 64 tokens with TokenSwift (these heads or the shipped ones) and plainly, by SmolLM2 with YaRN for
 #   131,072 positions. Prints ms/token every 10,240 tokens, and the equal tokens: all of them with LONGDRAFT_EXACT=1.
 # RUNS: the folder for what is trained and measured (default: runs).
