@@ -166,7 +166,7 @@ class Decoder(nn.Module):
         return stream.rows, torch.stack(queries) if queries else None, qkv[1:]
 
     def _layers_in_c(self, x_BTD: Tensor, context: LayerContext) -> _LayersOutput | None:
-        """`_layers` in one C call, with the same bits; None unless the pass has a cache and few tokens, on a CPU."""
+        """`_layers` in one C call, with the same bits; None unless C supports the pass: a cache, few tokens, a CPU."""
         inputs, cache, n_tokens = context.inputs, context.inputs.cache, x_BTD.shape[1]
         table = None if cache is None else self._c_table(len(x_BTD) * n_tokens)
         if cache is None or table is None:

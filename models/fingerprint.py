@@ -1,7 +1,7 @@
 """Hashes that tell whether a draft, a prepared data set and a target belong together.
 
-Drafts and data fit every target with the same configuration and tokenizer. The hash of the weights distinguishes
-targets that share both, so it tells which of them a draft was trained with.
+A draft fits targets with the same configuration and tokenizer, data those with the same tokenizer. The hash of the
+weights distinguishes targets that share both, so it tells which of them a draft was trained with.
 """
 
 import hashlib

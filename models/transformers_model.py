@@ -226,8 +226,8 @@ class TransformersModel(Decoder):
         return running
 
     def _turns_keys(self) -> bool:
-        """Whether the last layer's keys are rotated as models/rope.py does it: some families do not rotate or pair
-        neighbours, not halves. A token that reads only itself has the same key at every position, up to the
+        """Whether the last layer's keys are rotated as models/rope.py does it: some families do not rotate, others pair
+        neighbours instead of halves. A token that reads only itself has the same key at every position, up to the
         rotation."""
         tokens_12 = self.probe_pass().tokens_BT[:, :1].repeat(1, 2)
         positions_12 = torch.tensor([[0, PROBE_JUMP]], device=tokens_12.device)

@@ -258,8 +258,8 @@ class LongSpec(DraftModule):
         target_values_NKd: Tensor,
         queries: Queries,
     ) -> Tensor:
-        """Run the block over whole pieces: the LM head's input for every query, [Q, D]. Row t proposes token t + 1. The
-        loss has a part for each noise shift, all on these states.
+        """Run the block over whole pieces: the LM head's input for every query, [Q, D]. Token t's query proposes token
+        t + 1. The loss has a part for each noise shift, all on these states.
 
         Args:
             embeddings_ND: the target's embeddings of the tokens, in the draft's dtype.

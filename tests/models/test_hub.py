@@ -43,7 +43,7 @@ def test_what_cannot_be_had_is_named(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(hub, "snapshot_download", fail)
-    with pytest.raises(ValueError, match=r"^it is not a folder, and the hub does not provide it: "):
+    with pytest.raises(ValueError, match=r"^it is not a folder, and could not be fetched from the hub: "):
         hub_folder("some/one", ["*"], refusal="it is not a folder")
-    with pytest.raises(ValueError, match="draft: nobody/failing-draft is not a folder, and the hub does not provide"):
+    with pytest.raises(ValueError, match="draft: nobody/failing-draft is not a folder, and could not be fetched"):
         local_folder("nobody/failing-draft")
