@@ -38,7 +38,7 @@ class LigerLayers(NamedTuple):
 
 @cache
 def liger_layers(device_type: str) -> LigerLayers | None:
-    """Liger's kernels for tensors of this device type; None unless it is CUDA and both packages are installed."""
+    """Liger's kernels for this device type; None unless it is CUDA and liger-kernel and triton are installed."""
     if device_type != "cuda" or find_spec("liger_kernel") is None or find_spec("triton") is None:
         return None
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction

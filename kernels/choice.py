@@ -117,7 +117,7 @@ def choose_reference(logits_BNV: Tensor, seeds_B: Tensor, positions_BN: Tensor, 
 def top_p_border(scores_BNV: Tensor, top_p_B11: Tensor) -> Tensor:
     """The least score that top-p keeps in each row, fp32 [B, N, 1]; -inf where top_p is 1.
 
-    Tokens are kept from the most probable one on until their probabilities sum to top_p, with all that tie with the
+    Tokens are kept from the most probable one on until their sum reaches top_p, with all that tie with the
     last. A row's border does not depend on the other rows. On a GPU Triton searches for it without sorting.
 
     Args:

@@ -48,7 +48,7 @@ class BlockWeights(NamedTuple):
         return [one for one in self if not isinstance(one, rows.Weight)]
 
     def in_bytes(self) -> "BlockWeights":
-        """The same with all matrices quantized to int8 copies."""
+        """The same with all matrices quantised to int8 copies."""
         return self._make([*(rows.in_bytes(matrix.numbers_NI) for matrix in self.matrices), *self.vectors])
 
 

@@ -29,8 +29,8 @@ is_decoding: ContextVar[bool] = ContextVar("is_decoding", default=False)
 
 
 def cache_path(name: str) -> Path:
-    """Where a library of this name is or may be written: in the user's cache folder or, if that is missing or not
-    writable, in a folder of this user in the temporary directory."""
+    """Where a library of this name is or may be written: in the user's cache folder or, if that cannot be made or
+    written to, in a folder of this user in the temporary directory."""
     with suppress(RuntimeError, OSError):  # the user has no home, or it does not exist
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longdraft"
         if (folder / name).exists():

@@ -71,7 +71,7 @@ class Weight(NamedTuple):
 
 
 def in_bytes(weight_NI: Tensor) -> Weight:
-    """Quantize a weight to int8 with one fp32 scale per output, which halves the bytes to read compared with bf16.
+    """Quantise a weight to int8 with one fp32 scale per output, which halves the bytes to read compared with bf16.
 
     A number is off by at most 1/254 of the largest in its output. Not for a target, whose results must not change.
     """

@@ -64,7 +64,7 @@ def _row(
             return
     p_row = p_logits + i_row * row_stride
     p_taught = p_row if OBJECTIVE == "cross_entropy" else p_target + i_row * row_stride
-    # Read before the first reduction, which synchronizes all threads: none has begun to overwrite it by then.
+    # Read before the first reduction, which synchronises all threads: none has begun to overwrite it by then.
     label_logit = tl.load(p_row + label, mask=(label >= 0) & (label < n_words), other=float("nan")).to(tl.float32)
 
     most, most_y = float("-inf"), float("-inf")

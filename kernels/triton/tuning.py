@@ -154,7 +154,7 @@ _chosen: dict[tuple[torch.device, Shape], Choice | None] = {}
 
 
 def chosen(device: torch.device, shape: Shape) -> Choice | None:
-    """The measured choice; None if the table is used. It does not change after the first launch of the process, because
+    """The measured choice; None if the table is used. It does not change after the shape's first launch, because
     recorded work keeps its own."""
     return _chosen.setdefault((device, shape), None)
 
