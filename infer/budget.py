@@ -4,7 +4,7 @@ Its measurements are in infer/costs.py; no other file uses measured times.
 
 A step costs the seconds of its draft, which depend on the number of stages, and of the target's pass, which depend on
 the width. A stage is a pass of the draft that adds a level to the tree. The expected number of committed tokens is one
-plus each verified node's chance of acceptance: the product of the rates along its path. In the order of a step:
+plus all verified nodes' chances of acceptance, each the product of the rates along its path. In the order of a step:
 
 1. `Policy.rests` says whether there is a proposal at all.
 2. `Policy.budget` begins a proposal. `Budget` goes to the drafter and says how many stages it runs: chosen before the

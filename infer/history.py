@@ -1,7 +1,7 @@
 """Every slot's tokens by absolute position, on the device. Penalties read them.
 
-`accept` writes each choice to its position if the path continues, so a node's history is the context and its ancestors
-in the tree, and no node is penalised for another branch. Shapes: B slots, S capacity, P positions, C tokens.
+`accept` writes each choice to the position it has if the path continues, so a node's history is the context and its
+ancestors in the tree, and no node is penalised for another branch. Shapes: B slots, S capacity, P positions, C tokens.
 """
 
 from collections.abc import Sequence

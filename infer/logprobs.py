@@ -1,5 +1,5 @@
 """Log-probabilities of tokens under the target's own distribution: the softmax of its logits, before a request's
-penalties, temperature and filters (infer/choice/slots.py). They are computed only where a request asks for them.
+penalties, biases, temperature and filters (infer/choice/slots.py). They are computed only if a request asks for them.
 
 Shapes: B slots, N tree nodes, P places of a path, R rows, V vocabulary, k alternatives.
 """

@@ -30,7 +30,7 @@ class Selection:
         budget: rows a slot, for each layer and KV head.
         fixed: how many rows hold the text's first tokens and are never overwritten; a multiple of `chunk`.
         chunk: keys that are picked together.
-    Raises ValueError if the budget does not exceed `fixed`, or is no multiple of the chunk.
+    Raises ValueError if the budget does not exceed `fixed`, or is not a multiple of the chunk.
     """
 
     budget: int

@@ -54,7 +54,7 @@ class SlotPool:
 
     Args:
         prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
-        keep_prompts: whether a prompt reuses the keys and values of an earlier one that began alike.
+        keep_prompts: whether a prompt reuses the keys and values of an earlier prompt with the same prefix.
 
     Attributes:
         sequences: one a slot; None for a free slot.
@@ -219,7 +219,7 @@ class SlotPool:
         return slot
 
     def _rows_of_pass(self, left: int) -> int:
-        """Rows of the next prefill pass of a prompt with `left` tokens to go; only recorded passes have more rows."""
+        """Rows of the next prefill pass of a prompt with `left` tokens to go; more than these only if recorded."""
         if not self._row_counts:
             return min(self.prefill_chunk, left)
         fitting = next((count for count in self._row_counts if count >= left), None)

@@ -116,7 +116,7 @@ class Penalties:
     def _history(self, history: History, positions_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The last tokens up to positions_B that may matter, and their positions, [B, C]; and bool [B, 1, C], which of
         them exist. On a GPU, where the host does not know positions, C is the largest possible. On a CPU it is the
-        text's length at most, because a short text in a long slot would be slow."""
+        text's length at most; a short text in a long slot would otherwise be slow."""
         capacity = history.tokens.shape[1]
         count = capacity if self._reads_all else min(capacity, self.widest)
         if backend.is_host(positions_B.device):

@@ -144,7 +144,7 @@ class DeviceDrafter(Drafter):
         on_step(state, tree, accepted, output)
             update(...)                 on the device: learns; not called if the output lacks a field of `learns_from`
 
-    On a GPU `grow` is recorded for each plan, `update` once, and both are replayed from then on. So both only queue
+    On a GPU `grow` is recorded for each plan, `update` for each width, and both are then replayed. So both only queue
     work and read nothing on the host, and the memory that they use besides their arguments stays in place as long as
     the cache of `on_start` lives. Host work after a step goes into a subclass's own `on_step`. Before the first request
     all plans are recorded in steps without a request (`Runner.rehearse`); `on_start` then gets a placeholder.
@@ -176,7 +176,7 @@ class DeviceDrafter(Drafter):
         if any(value is None for value in fields.values()):  # not asked for, because the drafter did not propose
             return
         owners = self, *self.buffers()
-        nodes = TokenTree(tree.tokens, tree.parents)  # without cached properties, so that all trees share a recording
+        nodes = TokenTree(tree.tokens, tree.parents)  # without classes and cached properties: all share a recording
         state.run(("on_step",), owners, self.update, nodes, accepted, TargetOutput(**fields))
 
     def update(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:

@@ -111,7 +111,7 @@ class SmallModelDrafter(DeviceDrafter):
         return TokenTree.from_chain(state.roots, chain_BC)
 
     def _keep_agreeing(self, state: SlotState) -> None:
-        """Drop the rows from the first one whose token differs from the text, and the root's: its logits are needed."""
+        """Drop all rows from the first whose token differs from the text on, and the root's: its logits are needed."""
         assert self._cache is not None
         # In TriForce the cache may have been refilled at a root of the inner level that the outer one rejected.
         self._skipped.copy_(torch.minimum(self._skipped, state.positions))
@@ -156,7 +156,7 @@ def check_small(target: Target, small: Target) -> None:
     differ = "none" not in tokenizers and tokenizers[0] != tokenizers[1]
     if differ or target.model.config.vocab_size != small.model.config.vocab_size:
         raise ValueError(
-            f"small: {small.name} and {target.name} differ in vocabulary; choose a small model of its family"
+            f"small: {small.name} and {target.name} differ in vocabulary; choose a small model of the target's family"
         )
     devices = [model.model.embed_tokens.weight.device for model in (target, small)]
     if devices[0] != devices[1]:

@@ -168,7 +168,7 @@ def largest(logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest logits of each row (all, if there are fewer) and their indices.
 
     On a CPU this takes two rounds: the k largest values are in those k columns of a [BLOCK, V / BLOCK] view that have
-    the largest maxima. It ignores the last V % BLOCK tokens.
+    the largest maxima. They ignore the last V % BLOCK tokens.
     """
     vocab = logits_MV.shape[1]
     columns = vocab // BLOCK

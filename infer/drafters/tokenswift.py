@@ -57,7 +57,7 @@ class TokenSwiftDrafter(HeadsDrafter):
             proposal, between the root and this tree.
         draft_pass: "always", "never", or "auto": where it reads less than half the bytes of a target's pass.
         budget: rows of the draft pass's selected cache, for each layer and KV head; not with "never".
-        ngrams: how many 4-grams join the tree, if it has room; 0 for none.
+        ngrams: how many 4-grams join the tree, as far as it has room; 0 for none.
 
     Raises:
         ValueError: a draft that does not fit the target, a tree that does not fit the draft, or options out of range.
