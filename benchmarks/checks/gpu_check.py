@@ -1,6 +1,6 @@
 """Tests, benchmarks and training on one GPU, collected in one JSON file: `launch/gpu_check.sh` prepares and runs it.
 
-Every stage is a process of its own, with at least the seconds that it needs, and a share of those to spare. A stage
+Every stage is a process of its own. In turn each gets the seconds that it needs and a share of any spare ones. A stage
 that fails does not stop the others. One that runs out of time is "not finished", and one that lacks a package is "not
 run": neither has failed. Tests run in random order until their time ends. A stage's figures are the JSON objects that
 it prints, saved as they come; the next call on the same commit and card runs only the stages that have not passed. The
@@ -69,7 +69,7 @@ NEEDS = {
 }
 MOST_WORKERS = 12  # test processes, if pytest-xdist is installed: compiling kernels takes longer than running them
 TESTS_SHARE = 0.75  # tests may start in this share of the limit; starting processes and the last test take the rest
-LEAST_GIB = 12  # for a process a worker
+LEAST_GIB = 12  # for one process per worker
 LONG_GIB = 64  # for weights and three caches of long contexts; long training takes half
 START_S = 10  # until the first stage starts
 TAIL = 4000  # characters of output that are kept

@@ -2,7 +2,7 @@
 
 A drafter runs with all its costs. Then the tokens on one path of its tree are replaced by plain decoding's next tokens,
 down to a depth that is drawn from the rates. Verification, commit, cache and speed are real; only the acceptance is
-not. The oracle is forced acceptance around a drafter that costs nothing. Only `longdraft bench` uses this. Shapes: B
+not. The oracle is forced acceptance around a drafter that costs nothing. Only benchmarks use this. Shapes: B
 slots, N tree nodes, L positions, K levels, C candidates.
 """
 

@@ -52,7 +52,7 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Kernels against their peers and the machine's ceilings.")
     add = parser.add_argument
     add("what", nargs="?", choices=(*TITLES, "ceilings"), help="run only this benchmark (default: all)")
-    add("--profile", nargs="+", choices=PROFILES, help="of a model (default: llama3.1-8b, on a CPU smollm2-135m)")
+    add("--profile", nargs="+", choices=PROFILES, help="models' shapes (default: llama3.1-8b, on a CPU smollm2-135m)")
     add("--contexts", nargs="+", type=int, help="committed rows, for attention and prompt")
     add("--nodes", nargs="+", type=int, help="rows of a pass, for attention and linear")
     add("--rows", type=int, help="rows of each head, for loss")
