@@ -9,8 +9,11 @@ from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 from longdraft.models.rope import RopeConfig
 
 # By model_type: Llama 2 and 3, Vicuna, LongChat, YaRN-Llama and SmolLM2; Mistral; Qwen2, 2.5 and QwQ; Qwen3; Qwen3-MoE;
-# Mixtral; Gemma 3, text only; gpt-oss.
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "gemma3", "gpt_oss")
+# Mixtral; Gemma 3, text only; gpt-oss; Seed-OSS; Code World Model.
+SUPPORTED = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "gemma3", "gpt_oss", "seed_oss",
+    "cwm",
+)  # fmt: skip
 
 
 def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None) -> DecoderConfig:
@@ -39,6 +42,7 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
     if (given := getattr(hf_config, field, activation)) != activation:
         raise ValueError(f"{field} is {given!r}; only {activation!r} is supported")
     bias = bool(getattr(hf_config, "attention_bias", False))
+    o_bias = bias and model_type in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss")
     config = DecoderConfig(
         vocab_size=hf_config.vocab_size,
         hidden_size=hf_config.hidden_size,
@@ -48,9 +52,9 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
         n_kv_heads=hf_config.num_key_value_heads or heads,
         head_dim=head_dim,
         rms_norm_eps=hf_config.rms_norm_eps,
-        attention_bias=model_type == "qwen2" or (bias and model_type not in ("mistral", "mixtral")),
-        o_bias=bias and model_type in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"),
-        mlp_bias=bool(getattr(hf_config, "mlp_bias", False)) and model_type == "llama",
+        attention_bias=model_type == "qwen2" or (bias and model_type not in ("mistral", "mixtral", "cwm")),
+        o_bias=hf_config.attention_out_bias if model_type == "seed_oss" else o_bias,
+        mlp_bias=bool(getattr(hf_config, "mlp_bias", False)) and model_type in ("llama", "seed_oss", "cwm"),
         qk_norm=model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
         tie_embeddings=bool(hf_config.tie_word_embeddings),
         sliding_windows=_sliding_windows(hf_config),

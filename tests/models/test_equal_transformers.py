@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    CwmConfig,
     DynamicCache,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -26,6 +27,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -82,6 +84,9 @@ FAMILIES = {
 FAMILIES |= {
     "qwen3-yarn": Qwen3Config(**SHAPE, head_dim=8, rope_parameters=dict(ROPES["yarn"])),
     "qwen2-dynamic": Qwen2Config(**SHAPE, rope_parameters=dict(ROPES["dynamic"])),
+    "seed-oss": SeedOssConfig(**SHAPE, head_dim=16),
+    "seed-oss-all-biases": SeedOssConfig(**SHAPE, head_dim=8, attention_out_bias=True, mlp_bias=True),
+    "cwm": CwmConfig(**SHAPE, head_dim=8, sliding_window=7, rope_parameters=dict(ROPES["llama3"])),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2),
     "mixtral-sliding": MixtralConfig(**SHAPE, num_local_experts=3, num_experts_per_tok=3, sliding_window=7),
     "qwen3-moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True),
