@@ -69,7 +69,7 @@ def rows(title: str, drafters: Mapping[str, Figures], on_gpu: bool) -> list[list
         found.append([f"{name}  ", *(write(one) for one in drafters.values())])
 
     row("tokens/step", lambda one: f"{one['tokens_per_step']:.3f}")
-    row("  95 % of it", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["per_step"]))
+    row("  95 % interval", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["per_step"]))
     row("acceptance", lambda one: f"{one['acceptance']:.3f}")
     row("nodes/step", lambda one: f"{one['nodes_per_step']:.1f}")
     row("tokens/s, decoding", lambda one: f"{one['tokens_per_second']:.1f}")
@@ -82,7 +82,7 @@ def rows(title: str, drafters: Mapping[str, Figures], on_gpu: bool) -> list[list
         row("host, share of a step", lambda one: f"{one['host_share']:.1%}")
     if len(drafters) > 1:
         row("speed over plain", lambda one: f"{one['speedup']:.2f}")
-        row("  95 % of it", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["speedup"]))
+        row("  95 % interval", lambda one: "{:.2f}-{:.2f}".format(*one["intervals"]["speedup"]))
         for part in ("tasks", "contexts"):
             groups = dict.fromkeys(group for one in drafters.values() for group in one[part])  # runs may have others
             for group in groups if len(groups) > 1 else ():
