@@ -104,8 +104,7 @@ class TokenSwiftDrafter(HeadsDrafter):
 
     def _may_pass(self, batch: int, capacity: int) -> bool:
         """Whether the draft pass may ever run on a full cache of this size."""
-        pays = self._draft_pass == "always" or any(self._pass_pays([capacity] * n_slots) for n_slots in (1, batch))
-        return self._pass_allowed and pays
+        return self._pass_allowed and (self._draft_pass == "always" or self._pass_pays([capacity] * batch))
 
     def _pass_pays(self, lengths: Sequence[int]) -> bool:
         """Whether weights and selected rows are under half the bytes of weights and all rows. Of experts, each root

@@ -225,7 +225,7 @@ def test_of_experts_auto_counts_those_that_the_roots_take(tiny_target, roots, ta
     row = 2 * config.n_layers * config.n_kv_heads * config.head_dim * 4
     border = int(weights / row) // roots + 2 * 20  # weights + selected rows = (weights + all rows) / 2
     assert not drafter._pass_pays([border, 0] * roots) and drafter._pass_pays([border + 2, 0] * roots)
-    assert "selected cache" in drafter.allocations(9, border + 2)  # it may pay for some of the slots alone
+    assert "selected cache" in drafter.allocations(9, border + 2)  # what pays for some of the slots pays for all
 
 
 @pytest.mark.parametrize("ngrams", [0, 5])
