@@ -115,12 +115,13 @@ def test_within_triforce_a_small_model_begins_anew_only_when_its_cache_is_full(
 ):
     """Whether most of the inner chains are taken back or not: what they added counts no longer."""
     monkeypatch.setattr(SmallModelDrafter, "window", 64)
-    drafter, filled = TriForceDrafter(target, small, budget=32), []
+    drafter, filled, read = TriForceDrafter(target, small, budget=32), [], set()
     plan = drafter.inner.plan
 
     def watched(state, budget):
         rows, planned = int(drafter.inner._cache.lengths.max()), plan(state, budget)
         filled.extend([rows] if planned[2] else [])
+        read.add(planned[1])
         return planned
 
     drafter.inner.plan = watched
@@ -128,6 +129,7 @@ def test_within_triforce_a_small_model_begins_anew_only_when_its_cache_is_full(
     Engine(target, drafter, nodes=None).generate(prompts(80), params)
     # Beside the next chain and what a step of each level may have committed.
     assert len(filled) > 2 and min(filled[1:]) >= 64 - 6 - 7 - 3
+    assert max(read - {32}) <= 6  # the longest chain that a step of the outer level may add
 
 
 @pytest.mark.parametrize("gamma", [1, 3])
