@@ -43,14 +43,14 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 class _Running(AttentionContext):
     """A running pass, and what its layers have recorded so far.
 
-    queries, windows: for each layer that has run, its requested queries [B, H, d] and its sliding window. heads: H, K
-    and d of the latest of these layers; last_kv: its K and V [B, T, K, d]. norm: the latest norm outside of the layers,
-    at the end of a pass the final norm; pre_norm: its input [B, T, D].
+    queries, windows, heads: for each layer that has run, its requested queries [B, H, d], its sliding window, and H, K
+    and d. last_kv: K and V of the latest layer [B, T, K, d]. norm: the latest norm outside of the layers, at the end of
+    a pass the final norm; pre_norm: its input [B, T, D].
     """
 
     queries: list[Tensor] = field(default_factory=list)
     windows: list[int | None] = field(default_factory=list)
-    heads: tuple[int, int, int] = (0, 0, 0)
+    heads: list[tuple[int, int, int]] = field(default_factory=list)
     last_kv: tuple[Tensor, Tensor] | None = None
     norm: nn.Module | None = None
     pre_norm: Tensor | None = None
@@ -87,11 +87,9 @@ def attention(
         no_turn = q_BTHd.new_ones(*q_BTHd.shape[:2], 1, 1, width // 2)  # q and k are rotated already: cos 1, sin 0
         qkv_BTNd = torch.cat([q_BTHd, k_BTKd, v_BTKd], 2)
         inputs.cache.append(layer, qkv_BTNd, no_turn, torch.cat([torch.zeros_like(no_turn)] * 2, 3))
-    heads = q_BTHd.shape[2], k_BTKd.shape[2], width
-    if layer > 0 and heads != running.heads:
-        raise _not_served(module, "layers whose heads differ in number or width")
     running.windows.append(sliding_window)
-    running.heads, running.last_kv = heads, (k_BTKd, v_BTKd)
+    running.heads.append((q_BTHd.shape[2], k_BTKd.shape[2], width))
+    running.last_kv = k_BTKd, v_BTKd
     if "queries" in inputs.needs:
         running.queries.append(take_one(q_BTHd, inputs.queries_at_B))
     return attend(q_BTHd, k_BTKd, v_BTKd, running, layer, sliding_window, options.get("s_aux")), None
@@ -207,6 +205,8 @@ class TransformersModel(Decoder):
         logits_BTV = self._run(model, running).logits
         if len(running.windows) != len(self.layers):
             raise _not_served(model, "layers that pass no keys and values to transformers' attention interface")
+        if len(set(running.heads)) > 1:
+            raise _not_served(model, "layers whose heads differ in number or width")
         text = model.config.get_text_config()
         window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
         slides = [kind == "sliding_attention" for kind in kinds] if kinds else [True] * len(self.layers)
@@ -310,7 +310,7 @@ def _foreign_config(
 
     Raises ValueError if neither the model's configuration nor `max_positions` says how many positions it takes.
     """
-    text, (n_heads, n_kv_heads, head_dim) = model.config.get_text_config(), probed.heads
+    text, (n_heads, n_kv_heads, head_dim) = model.config.get_text_config(), probed.heads[-1]
     vocab_size, width = model.get_output_embeddings().weight.shape
     positions = getattr(text, "max_position_embeddings", None) or max_positions
     if positions is None:

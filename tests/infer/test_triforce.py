@@ -113,7 +113,7 @@ def test_a_small_model_reads_the_end_of_a_text_and_each_token_of_it_about_twice(
 def test_within_triforce_a_small_model_begins_anew_only_when_its_cache_is_full(
     target, small, monkeypatch, temperature, prompts
 ):
-    """Whether most of the inner chains are taken back or not: what they added counts no longer."""
+    """Tokens of inner chains no longer count after the outer step, whether they were accepted or rejected."""
     monkeypatch.setattr(SmallModelDrafter, "window", 64)
     drafter, filled, read = TriForceDrafter(target, small, budget=32), [], set()
     plan = drafter.inner.plan
@@ -127,7 +127,7 @@ def test_within_triforce_a_small_model_begins_anew_only_when_its_cache_is_full(
     drafter.inner.plan = watched
     params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=120)
     Engine(target, drafter, nodes=None).generate(prompts(80), params)
-    # Beside the next chain and what a step of each level may have committed.
+    # The window without the next chain and the most that a step of each level may have committed.
     assert len(filled) > 2 and min(filled[1:]) >= 64 - 6 - 7 - 3
     assert max(read - {32}) <= 6  # the longest chain that a step of the outer level may add
 
