@@ -2,16 +2,16 @@
 
 The text is the conversation as rendered by the target's chat template; nothing is added before or after it. The loss
 counts what the assistant writes: everything after the prompt of its turn, up to and including the token that ends the
-turn (the token that stops generation), and none of the headers.
+turn (the token that stops generation), and none of the headers. Reasoning and tool calls are part of an answer.
 
 The conversation before a turn is rendered with the generation prompt, and again with the answer: what the second text
 adds to the first is the answer and its end. The end is the first special token after the content, else the first token
-of any kind; if the template writes nothing there, EOS is added. An answer that was cut off follows its prompt unchanged
-and has no end.
+of any kind; if the template writes nothing there, EOS is added. A turn with tool calls ends before the text that the
+template writes after a plain turn's end. An answer that was cut off follows its prompt unchanged and has no end.
 
 A conversation is one sequence if it renders every turn like the conversation up to that turn. If not (reasoning models
-drop the thoughts of earlier turns), each turn becomes a sequence of its own, with the loss on its answer only, which is
-what decoding sees.
+drop the thoughts of earlier turns), it becomes several: each turn is in the longest conversation that renders it like
+the conversation up to that turn, which is what decoding sees.
 
 Special tokens spelled out in a message are plain text, as in tokenize.py. Added tokens that are not marked as special
 (<think>, <tool_call>) are tokens wherever they occur, since the model writes them in its answers.
@@ -20,7 +20,8 @@ Special tokens spelled out in a message are plain text, as in tokenize.py. Added
 import hashlib
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ from longdraft.data_prep.chat_template import (
     Encoding,
     placeholder,
 )
-from longdraft.data_prep.documents import Conversation, Document, Unusable
+from longdraft.data_prep.documents import REASONING, Conversation, Document, Message, Unusable
 from longdraft.data_prep.tokenize import Encoded, make_encoder
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 Turn = tuple[str, Span]  # a rendered text, and (start, stop) of the answer that the loss counts, in characters
+Render = Callable[..., str]  # ChatTemplate.render with a conversation's tools
+REMEDY = "let the target answer (prepare regenerate)"
 # The end of a prompt that opens a thought, which reasoning models continue.
 THOUGHT, THOUGHT_END = re.compile(r"<think>\s*\Z"), "</think>"
 # The template for texts that the target continued: the beginning, directly followed by the continuation and EOS.
@@ -76,6 +79,7 @@ class ChatEncoder:
         variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.template = ChatTemplate(template, variables, special)
         self._tokenizer = ChatTokenizer(self.serialised, self.eos_id)
+        self._writes_reasoning, self._after_turn = self._probe()
 
     def describe(self) -> dict:
         """The settings that affect the tokens, besides the tokenizer's own hash, for plan and manifest."""
@@ -86,83 +90,107 @@ class ChatEncoder:
         }
 
     def encode_document(self, document: Document | Conversation) -> list[Encoded]:
-        """The conversation as one sequence, or as one per turn, named `name#1`, `name#2`, ... Raises Unusable."""
+        """The conversation as one sequence, or as several, named `name#1`, `name#2`, ... by their last turns. Raises
+        Unusable."""
         assert isinstance(document, Conversation), document.name
-        messages = self.template.guarded(document.messages)
+        messages, render = self._given(document.messages), self._renderer(document.tools)
         # The first message is never an answer: many templates refuse a prompt without messages.
-        answers = [i for i, (role, _) in enumerate(messages) if role == "assistant" and i > 0]
+        answers = [i for i, one in enumerate(messages) if one["role"] == "assistant" and i > 0]
         if not answers:
             raise Unusable("no_assistant_turn")
-        turns = [self._turn(messages[: i + 1], document.unfinished and i == answers[-1]) for i in answers]
-        whole = self._whole(messages, turns)
-        if whole is not None:
-            return [self._tokens(document.name, *whole)]
-        return [self._tokens(f"{document.name}#{i}", text, [span]) for i, (text, span) in enumerate(turns, start=1)]
+        turns = [self._turn(render, messages[: i + 1], document.unfinished and i == answers[-1]) for i in answers]
+        whole = turns[-1][0] if messages[-1]["role"] == "assistant" else render(messages)
+        if all(whole.startswith(turn[:stop]) for turn, (_, stop) in turns):
+            return [self._tokens(document.name, whole, [span for _, span in turns])]
+        text, last, sequences = "", 0, dict[int, tuple[str, list[Span]]]()
+        for i, (turn, span) in reversed([*enumerate(turns, start=1)]):
+            if not text.startswith(turn[: span[1]]):
+                text, last = turn, i
+            sequences.setdefault(last, (text, []))[1].insert(0, span)
+        return [self._tokens(f"{document.name}#{i}", *sequence) for i, sequence in sorted(sequences.items())]
 
-    def encode_prompt(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Token ids of everything before the answer to these messages, each (role, content). Raises Unusable."""
-        text = self.template.render(self.template.guarded(messages), prompt=True)
-        return self._tokenizer.finish(self._tokenizer.encode(text))[0].tolist()
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[dict] = ()) -> list[int]:
+        """Token ids of everything before the answer to these messages. Raises Unusable."""
+        given, render = self._given(messages), self._renderer(tools)
+        for i, message in enumerate(given, start=1):
+            if "tool_calls" in message:
+                _check_written(render, given[:i])
+        return self._tokenizer.finish(self._tokenizer.encode(render(given, prompt=True)))[0].tolist()
 
-    def _turn(self, messages: list[tuple[str, str]], cut: bool) -> Turn:
+    def _renderer(self, tools: Sequence[dict]) -> Render:
+        return partial(self.template.render, tools=self.template.guarded(tools))
+
+    def _given(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages guarded. Reasoning that the template does not write precedes the content as a thought.
+
+        Raises Unusable if the template has no thoughts."""
+        if not self._writes_reasoning and any(REASONING in one for one in messages):
+            if THOUGHT_END not in self.template.source:
+                detail = f"has reasoning, which the chat template does not write; {REMEDY}"
+                raise Unusable("answer_beside_content", detail)
+            messages = [_with_thought(one) for one in messages]
+        return self.template.guarded(messages)
+
+    def _probe(self) -> tuple[bool, str]:
+        """Whether the template writes the reasoning of a last answer, and what it writes after the end of its turn."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        try:
+            text = self.template.render(messages)
+            text, end = self._with_end(text, _content_end(self.template.render, messages, text)[1])
+            thoughtful = self.template.render([messages[0], messages[1] | {REASONING: ANSWER_END}])
+        except Unusable:
+            return False, ""
+        return ANSWER_END in thoughtful, text[end:]
+
+    def _turn(self, render: Render, messages: list[Message], cut: bool) -> Turn:
         """The text up to the last of these messages, which is the assistant's, with the loss on that message.
 
         cut: whether the answer is unfinished and so has no end to learn."""
-        prompt = self.template.render(messages[:-1], prompt=True)
+        prompt = render(messages[:-1], prompt=True)
         if cut:
-            answer = _after_opening(messages[-1][1], prompt).rstrip()
+            answer = _after_opening(messages[-1]["content"], prompt).rstrip()
             return prompt + answer, (len(prompt), len(prompt) + len(answer))
-        answer, end = self._answer(messages, prompt)
-        if special := PLACEHOLDER.search(answer, end):
-            end = special.end()
-        elif end < len(answer):
-            end += 1  # include the token that contains this character
-        else:
-            answer += placeholder(self.eos_id)
-            end = len(answer)
+        answer, end = self._answer(render, messages, prompt)
         return prompt + answer, (len(prompt), len(prompt) + end)
 
-    def _answer(self, messages: list[tuple[str, str]], prompt: str) -> tuple[str, int]:
-        """The text that follows the prompt when the last of these messages answers it, and where its content ends.
+    def _answer(self, render: Render, messages: list[Message], prompt: str) -> tuple[str, int]:
+        """The text that follows the prompt when the last of these messages answers it, and where its turn ends.
 
         Usually that is what the template writes, but some templates drop a thought that their prompt opens
         (DeepSeek-R1's), or expect its opening in the content, which may lack it (QwQ's). Then the rest of the thought
-        and the answer are taken from the content. Others (Mistral v0.3's) put the system message into the last message,
-        and only if that is a question; the answer is then rendered without it."""
-        complete, content = self.template.render(messages), messages[-1][1]
+        and the answer are taken from the content. Others write the earlier messages differently once there is an answer
+        (gpt-oss's drops what was thought before calls, Mistral v0.3's moves the system message); the answer is then
+        rendered without these."""
+        complete, content, calls = render(messages), messages[-1]["content"], messages[-1].get("tool_calls")
         opened, follows = THOUGHT.search(prompt), complete.startswith(prompt)
         # If the template drops the thought, an answer that opens one itself looks like the prompt's, but ends none.
         if opened and THOUGHT_END in content and not (follows and THOUGHT_END in complete[len(prompt) :]):
-            place, end = self._content_end(messages, complete)
+            place, at = _content_end(render, messages, complete)
             written = _after_opening(content[:place], prompt)
-            return written + complete[end:], len(written)
-        if follows:
-            end = self._content_end(messages, complete)[1] - len(prompt)
+            answer, end = written + complete[at:], len(written)
+        elif follows:
+            answer = complete[len(prompt) :]
+            end = 0 if calls else _content_end(render, messages, complete)[1] - len(prompt)
             if end < 0:
                 raise Unusable("answer_not_found")
-            return complete[len(prompt) :], end
-        if messages[0][0] == "system" and len(messages) > 2:
-            return self._answer(messages[1:], self.template.render(messages[1:-1], prompt=True))
-        detail = "has an answer without the thought that the prompt opens; let the target answer (prepare regenerate)"
-        raise Unusable("prompt_not_kept", detail if opened else "")
+        elif (simpler := _simpler(messages)) != messages:
+            return self._answer(render, simpler, render(simpler[:-1], prompt=True))
+        else:
+            detail = f"has an answer without the thought that the prompt opens; {REMEDY}" if opened else ""
+            raise Unusable("prompt_not_kept", detail)
+        if not calls:
+            return self._with_end(answer, end)
+        _check_written(render, messages)
+        return answer, len(answer.removesuffix(self._after_turn))
 
-    def _content_end(self, messages: list[tuple[str, str]], text: str) -> tuple[int, int]:
-        """The end of the last message's content, without trailing blanks if possible: its place in the content, and in
-        the rendered text. Raises Unusable if it cannot be found."""
-        role, content = messages[-1]
-        # Mark the end before the trailing blanks, which many templates strip. If that fails, mark it after them:
-        # Qwen3's template strips the blanks of an answer that is all thought as leading ones.
-        for place in (len(content.rstrip()), len(content)):
-            marked = self.template.render([*messages[:-1], (role, content[:place] + ANSWER_END + content[place:])])
-            if marked.count(ANSWER_END) == 1 and marked.replace(ANSWER_END, "") == text:
-                return place, marked.index(ANSWER_END)
-        raise Unusable("answer_not_found")
-
-    def _whole(self, messages: list[tuple[str, str]], turns: list[Turn]) -> tuple[str, list[Span]] | None:
-        """The whole conversation as one text, or None if it renders a turn differently from the turn alone."""
-        text = turns[-1][0] if messages[-1][0] == "assistant" else self.template.render(messages)
-        is_same = all(text.startswith(turn[:stop]) for turn, (_, stop) in turns)
-        return (text, [span for _, span in turns]) if is_same else None
+    def _with_end(self, text: str, at: int) -> tuple[str, int]:
+        """The text, whose last content ends at `at`, with an end of the turn, and where that ends."""
+        if special := PLACEHOLDER.search(text, at):
+            return text, special.end()
+        if at < len(text):
+            return text, at + 1  # include the token that contains this character
+        text += placeholder(self.eos_id)
+        return text, len(text)
 
     def _tokens(self, name: str, text: str, spans: list[Span]) -> Encoded:
         encoding = self._tokenizer.encode(text)
@@ -189,6 +217,51 @@ class ChatEncoder:
         stop = first + len(alone)
         same = np.array_equal(encoding.ids[first:stop], alone)
         return same and (stop == len(encoding.ids) or int(encoding.begins[stop]) >= at)
+
+
+def _content_end(render: Render, messages: list[Message], text: str) -> tuple[int, int]:
+    """The end of the last message's content, without trailing blanks if possible: its place in the content, and in the
+    rendered text. Raises Unusable if it cannot be found."""
+    content = messages[-1]["content"]
+    # Mark the end before the trailing blanks, which many templates strip. If that fails, mark it after them: Qwen3's
+    # template strips the blanks of an answer that is all thought as leading ones.
+    for place in (len(content.rstrip()), len(content)):
+        marked = render([*messages[:-1], messages[-1] | {"content": content[:place] + ANSWER_END + content[place:]}])
+        if marked.count(ANSWER_END) == 1 and marked.replace(ANSWER_END, "") == text:
+            return place, marked.index(ANSWER_END)
+    raise Unusable("answer_not_found")
+
+
+def _check_written(render: Render, messages: list[Message]) -> None:
+    """Raise Unusable unless the template writes content, reasoning and all calls of the last message."""
+    last, count = messages[-1], len(messages[-1]["tool_calls"])
+    calls = [
+        call | {"function": call["function"] | {"name": call["function"]["name"] + ANSWER_END}}
+        for call in last["tool_calls"]
+    ]
+    marked = last | {"tool_calls": calls}
+    for field in (REASONING, "content"):
+        if last.get(field, "").strip():
+            marked[field], count = last[field].rstrip() + ANSWER_END, count + 1
+    if render([*messages[:-1], marked]).count(ANSWER_END) != count:
+        raise Unusable("answer_beside_content", "has tool calls, of which the chat template does not write all")
+
+
+def _simpler(messages: list[Message]) -> list[Message]:
+    """The messages without what the assistant thought before its earlier calls and answers; if there is nothing of it,
+    without the system message."""
+    earlier = [{field: value for field, value in one.items() if field != REASONING} for one in messages[:-1]]
+    earlier = [one | {"content": ""} if "tool_calls" in one else one for one in earlier]
+    has_system = messages[0]["role"] == "system" and len(messages) > 2
+    return messages[1:] if has_system and earlier == messages[:-1] else [*earlier, messages[-1]]
+
+
+def _with_thought(message: Message) -> Message:
+    """The message with its reasoning as a thought before the content."""
+    if REASONING not in message:
+        return message
+    rest = {field: value for field, value in message.items() if field != REASONING}
+    return rest | {"content": f"<think>\n{message[REASONING]}\n</think>\n\n{message['content']}"}
 
 
 def _after_opening(content: str, prompt: str) -> str:

@@ -24,7 +24,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
-from longdraft.data_prep.documents import Unusable
+from longdraft.data_prep.documents import REASONING, Message, Unusable
 
 TODAY = datetime(2024, 7, 26)  # Llama 3.1's template falls back to this date if it has no clock
 GUARD, ANSWER_END, EDGE = "\ufdd0", "\ufdd1", "\ufdd4"
@@ -64,18 +64,23 @@ class ChatTemplate:
     def __reduce__(self) -> tuple:
         return ChatTemplate, (self.source, self.variables, self.special)
 
-    def guarded(self, messages: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The messages for `render`, marked so that no special token in their content is taken for the template's."""
-        return [(role, self._starts.sub(rf"\1{GUARD}", content)) for role, content in messages]
+    def guarded(self, value: Any) -> Any:
+        """Messages or tools for `render`, marked so that no special token in a text is taken for the template's."""
+        if isinstance(value, dict):
+            return {self.guarded(name): self.guarded(field) for name, field in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.guarded(element) for element in value]
+        return self._starts.sub(rf"\1{GUARD}", value) if isinstance(value, str) else value
 
-    def render(self, messages: Sequence[tuple[str, str]], prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[dict] = (), prompt: bool = False) -> str:
         """The text of the conversation, with placeholders for special tokens.
 
-        messages: as `guarded` returns them. prompt: whether to add the generation prompt. Raises Unusable if the
+        messages, tools: as `guarded` returns them. prompt: whether to add the generation prompt. Raises Unusable if the
         template refuses or fails.
         """
-        dicts = [{"role": role, "content": content} for role, content in messages]
-        arguments = {"messages": dicts, "add_generation_prompt": prompt, "tools": None, "documents": None}
+        # gpt-oss's template has another name for the reasoning.
+        named = [one | ({"thinking": one[REASONING]} if REASONING in one else {}) for one in messages]
+        arguments = {"messages": named, "add_generation_prompt": prompt, "tools": tools or None, "documents": None}
         try:
             raw = self._template.render(self.variables | arguments)
         except Exception as error:  # the template's own refusal, or any Python error in its expressions

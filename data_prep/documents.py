@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 ROLES = ("system", "user", "assistant")
-# What data sets call the three roles, in lower case: the names of OpenAI, ShareGPT and OpenAssistant.
+# What data sets call the roles, in lower case: the names of OpenAI, ShareGPT, OpenAssistant and LLaMA-Factory.
 SPEAKERS = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "function-response"), "tool"),
 }
-# Fields in which chat data keeps what the assistant wrote besides `content`. It would be lost.
-BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+REASONING = "reasoning_content"  # what the assistant thought before its answer
+# A message as chat templates read it: `role` (system, user, assistant or tool) and `content`, a text. An answer may
+# have `reasoning_content`, a text, and `tool_calls`: {"type": "function", "function": {"name", "arguments"}}, with an
+# object of arguments; a tool's result may have `name` and `tool_call_id`.
+Message = dict[str, Any]
 # Unicode reserves the first range for a program's internal use: chat_template.py marks places in a text with these. The
 # second range is halves of surrogate pairs, which JSON can express and UTF-8 cannot.
 NONCHARACTERS = re.compile("[\ufdd0-\ufdef\ud800-\udfff]")
@@ -33,14 +37,15 @@ class Document:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation. name: like a document's. messages: (role, content) in order; at least one is the assistant's if
-    answers are to be learned. digest: a sha256 that decides whether it is held out. unfinished: the last answer was cut
-    off, so its end must not be learned."""
+    """A conversation. name: like a document's. messages: at least one is the assistant's if answers are to be learned.
+    digest: a sha256 that decides whether it is held out. unfinished: the last answer was cut off, so its end must not
+    be learned. tools: the functions that the assistant may call, as JSON schemas in OpenAI's form."""
 
     name: str
     digest: bytes
-    messages: tuple[tuple[str, str], ...]
+    messages: tuple[Message, ...]
     unfinished: bool = False
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,9 @@ class BadDocument:
 
     Reasons that need an explanation: too_short, a text to continue that is no longer than the prompt made of it;
     prompt_not_kept, a rendered answer that does not follow the prompt (which opens a thought that the answer lacks);
-    answer_not_found, the template omitted the answer or repeated it; unfinished, an answer that did not end within the
-    allowed tokens, so that a wrong end would be learned.
+    answer_not_found, the template omitted the answer or repeated it; answer_beside_content, it omitted reasoning, a
+    tool call, or the content beside one; unfinished, an answer that did not end within the allowed tokens, so that a
+    wrong end would be learned.
     """
 
     name: str
@@ -68,43 +74,111 @@ class Unusable(ValueError):
         self.why, self.detail = why, detail
 
 
-def read_messages(value: Any, answered: bool = True) -> tuple[tuple[str, str], ...]:
-    """Read the messages of a conversation as (role, content).
+def read_messages(value: Any, answered: bool = True) -> tuple[Message, ...]:
+    """Read the messages of a conversation.
 
-    value: a list of {"role": ..., "content": ...} or ShareGPT's {"from": "human", "value": ...}, where null fields
-    count as absent; a list of texts, in which user and assistant alternate (UltraChat); or such a list as JSON text.
-    answered: whether at least one answer is required; if not, answers will be replaced and may be null. Other fields of
-    a message are ignored, but those of BESIDE_CONTENT are refused, except in answers to replace. Raises Unusable.
+    value: a list of OpenAI's {"role": ..., "content": ...} or ShareGPT's {"from": "human", "value": ...}, where null
+    fields count as absent; a list of texts, in which user and assistant alternate (UltraChat); or such a list as JSON
+    text. answered: whether at least one answer is required; if not, an answer will be replaced and may be anything,
+    unless a tool's result follows. Fields that `Message` does not have are ignored. Raises Unusable.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise Unusable("not_a_list") from None
+    value = _parsed(value, "not_a_list")
     if isinstance(value, list) and all(isinstance(message, str) for message in value):
         value = [{"role": ROLES[1 + i % 2], "content": text} for i, text in enumerate(value)]
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise Unusable("not_a_list")
+    given = [{field: found for field, found in message.items() if found is not None} for message in value]
+    roles = [_role(message.get("role", message.get("from"))) for message in given]
     messages = []
-    for message in value:
-        present = {field: found for field, found in message.items() if found is not None}
-        speaker, content = present.get("role", present.get("from")), present.get("content", present.get("value"))
-        role = SPEAKERS.get(str(speaker).lower())
-        if role is None:
-            detail = f"has a message by {ascii(speaker)[:40]}, which is neither system, user nor assistant"
-            raise Unusable("unknown_role", detail)
+    for message, role, following in zip(given, roles, [*roles[1:], ""], strict=True):
+        content = message.get("content", message.get("value"))
         if role == "system" and content is None:
             continue
-        is_replaced = role == "assistant" and not answered
-        if any(message.get(field) for field in BESIDE_CONTENT) and not is_replaced:
-            raise Unusable("answer_beside_content")
-        text = "" if is_replaced and not isinstance(content, str) else _text(content)
-        if role == "assistant" and answered and not text.strip():
-            raise Unusable("empty_answer")
-        messages.append((role, text))
-    if answered and not any(role == "assistant" for role, _ in messages):
+        if role == "assistant" and not answered and following != "tool":
+            messages.append({"role": role, "content": content if isinstance(content, str) else ""})
+        elif role == "assistant":
+            messages.append(_answer(message, content))
+        else:
+            fields = ("name", "tool_call_id") if role == "tool" else ()
+            kept = {field: message[field] for field in fields if isinstance(message.get(field), str)}
+            messages.append({"role": role, "content": _text(content), **kept})
+    if answered and "assistant" not in roles:
         raise Unusable("no_assistant_turn")
     return tuple(messages)
+
+
+def _role(speaker: Any) -> str:
+    role = SPEAKERS.get(str(speaker).lower())
+    if role is None:
+        detail = f"has a message by {ascii(speaker)[:40]}, which is neither system, user, assistant nor tool"
+        raise Unusable("unknown_role", detail)
+    return role
+
+
+def _answer(message: dict[str, Any], content: Any) -> Message:
+    """An answer with its reasoning and tool calls. The content of a speaker "function_call" is one call."""
+    if str(message.get("role", message.get("from"))).lower() == "function_call":
+        message, content = {"function_call": _parsed(content, "not_tool_calls")}, None
+    thought = next((message[field] for field in (REASONING, "reasoning", "thinking") if message.get(field)), None)
+    calls = [_call(call) for call in _list(message.get("tool_calls"), "not_tool_calls")]
+    calls += [_call(message["function_call"])] if message.get("function_call") else []
+    text = "" if calls and content is None else _text(content)
+    if not calls and not text.strip():
+        raise Unusable("empty_answer")
+    reasoning = {} if thought is None else {REASONING: _text(thought)}
+    return {"role": "assistant", "content": text, **reasoning} | ({"tool_calls": calls} if calls else {})
+
+
+def _call(call: Any) -> dict[str, Any]:
+    """A tool call, given in OpenAI's form or as its function alone, with its arguments as an object or JSON text."""
+    function = (call.get("function") or call) if isinstance(call, dict) else {}
+    name, given = function.get("name"), function.get("arguments") or {}
+    arguments = _parsed(given, "not_tool_calls")
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise Unusable("not_tool_calls")
+    number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    function = {"name": name, "arguments": _plain(arguments, nulls=isinstance(given, str))}
+    return {**number, "type": "function", "function": function}
+
+
+def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
+    """Read the functions that the assistant may call: a list of JSON schemas, each in OpenAI's form or of the function
+    alone, or such a list as JSON text. Raises Unusable."""
+    tools = []
+    for given in _list(value, "not_tools"):
+        tool = _parsed(given, "not_tools")
+        function = (tool.get("function") or tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Unusable("not_tools")
+        function = _plain(function, nulls=isinstance(value, str) or isinstance(given, str))
+        tools.append({"type": "function", "function": function})
+    return tuple(tools)
+
+
+def _parsed(value: Any, why: str) -> Any:
+    """The value of JSON text; any other value as it is. Raises Unusable(why)."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise Unusable(why) from None
+
+
+def _list(value: Any, why: str) -> list[Any]:
+    """A list, or one as JSON text; nothing is an empty one. Raises Unusable(why)."""
+    found = _parsed(value or [], why) or []
+    if not isinstance(found, list):
+        raise Unusable(why)
+    return found
+
+
+def _plain(value: Any, nulls: bool) -> Any:
+    """A JSON value, without the null fields of its objects unless `nulls`: in a table every object has the fields of
+    all others. Raises Unusable for a text with a noncharacter."""
+    if isinstance(value, dict):
+        return {_text(name): _plain(field, nulls) for name, field in value.items() if nulls or field is not None}
+    if isinstance(value, list):
+        return [_plain(element, nulls) for element in value]
+    return _text(value) if isinstance(value, str) else value
 
 
 def _text(content: Any) -> str:
@@ -121,6 +195,7 @@ def _text(content: Any) -> str:
     return text
 
 
-def messages_digest(messages: Sequence[tuple[str, str]]) -> bytes:
+def messages_digest(messages: Sequence[Message]) -> bytes:
     """The sha256 of a conversation's content, the same for all its copies."""
-    return hashlib.sha256(json.dumps(messages, ensure_ascii=False).encode()).digest()
+    fields = [[*message.values()] for message in messages]
+    return hashlib.sha256(json.dumps(fields, ensure_ascii=False).encode()).digest()

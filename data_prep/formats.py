@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longdraft.data_prep.documents import Conversation, Document, Unusable, messages_digest, read_messages
+from longdraft.data_prep.documents import Conversation, Document, Unusable, messages_digest, read_messages, read_tools
 from longdraft.data_prep.recipe import Source, fields_of
 from longdraft.data_prep.tokenize import rust_tokenizer
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TEXT_FIELD = "text"
-UNFINISHED = "unfinished"
+UNFINISHED, TOOLS = "unfinished", "tools"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """One field holds the list of messages. answered: whether at least one message must be the assistant's.
+    """One field holds the list of messages, and `tools` the functions that the assistant may call, if there are any.
+    answered: whether at least one message must be the assistant's.
 
     A record whose field `unfinished` is true (`longdraft prepare regenerate --unfinished keep`) ends in an answer that
     was cut off."""
@@ -49,12 +50,13 @@ class ChatFormat:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return (self.chat_field, UNFINISHED)
+        return (self.chat_field, UNFINISHED, TOOLS)
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
         messages = read_messages(_present(record, self.chat_field), self.answered)
-        unfinished = record.get(UNFINISHED) is True and messages[-1][0] == "assistant"
-        return [Conversation(name, messages_digest(messages), messages, unfinished)]
+        unfinished = record.get(UNFINISHED) is True and messages[-1]["role"] == "assistant"
+        tools = read_tools(record.get(TOOLS))
+        return [Conversation(name, messages_digest(messages), messages, unfinished, tools)]
 
 
 @dataclass(frozen=True)

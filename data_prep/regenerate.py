@@ -12,6 +12,7 @@ begins when no prompt of earlier tasks is waiting. The sum of all records is man
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ from tqdm import tqdm
 from longdraft.data_prep.chat import ChatEncoder
 from longdraft.data_prep.documents import (
     NONCHARACTERS,
+    REASONING,
     BadDocument,
     Conversation,
     Document,
+    Message,
     Unusable,
     messages_digest,
     read_messages,
@@ -48,6 +51,12 @@ PART = "part-{:05d}"
 FIRST, ENOUGH = PART.format(0), 20  # if all of a first task of at least this size are bad for one reason, the call ends
 SHOWN_BAD = 5
 NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # replaces bytes that are no complete character
+# gpt-oss's answers: the only control tokens that one may hold are those around its thought.
+CONTROLLED = re.compile(
+    r"(?:<\|channel\|>analysis<\|message\|>(?P<thought>.*)<\|end\|><\|start\|>assistant)?"
+    r"<\|channel\|>final<\|message\|>(?P<content>.*)",
+    re.DOTALL,
+)
 CHARACTERS_A_TOKEN = 32  # characters of a text that are tokenised per token of its beginning: more than tokens have
 
 
@@ -230,29 +239,35 @@ def answer(
         document = beginning(document, *config.beginning, rust_tokenizer(encoder.serialised))
     if not isinstance(document, Conversation):
         raise Unusable(*(document.why, document.detail) if isinstance(document, BadDocument) else ("not_a_list",))
-    messages, turn, unfinished = list[tuple[str, str]](), 0, False
-    for role, content in open_answers(document.messages):
-        if content is None:
-            prompt = encoder.encode_prompt(messages)
+    messages, turn, unfinished = list[Message](), 0, False
+    for message in open_answers(document.messages):
+        if message["content"] is None:
+            prompt = encoder.encode_prompt(messages, document.tools)
             if len(prompt) > config.max_prompt:
                 raise Unusable("prompt_too_long")
             completion = yield prompt, answer_seed(config.seed, document.messages, turn)
             assert completion is not None
-            content, unfinished, turn = _checked(completion, config, encoder), not completion.ended, turn + 1
-        messages.append((role, content))
+            unfinished, turn = not completion.ended, turn + 1
+            message = _checked(completion, config, encoder)
+        messages.append(message)
         if unfinished:
             break
-    record = {"messages": [{"role": role, "content": content} for role, content in messages], "source": document.name}
+    record = {"messages": messages, "source": document.name}
+    record |= {"tools": document.tools} if document.tools else {}
     return record | ({"unfinished": True} if unfinished else {})
 
 
-def open_answers(messages: Sequence[tuple[str, str]]) -> list[tuple[str, str | None]]:
-    """The messages with None as the content of every answer; one is added after a last question. A greeting before the
-    first question is kept. Raises Unusable if there is nothing to answer."""
-    opened = [(role, None if role == "assistant" and i > 0 else content) for i, (role, content) in enumerate(messages)]
-    if messages and messages[-1][0] == "user":
-        opened.append(("assistant", None))
-    if all(content is not None for _, content in opened):
+def open_answers(messages: Sequence[Message]) -> list[Message]:
+    """The messages with None as the content of every answer, except for calls with a tool's result; an answer is added
+    after a last question or result. A greeting before the first question is kept. Raises Unusable if there is nothing
+    to answer."""
+    opened, open_answer = list[Message](), {"role": "assistant", "content": None}
+    for i, message in enumerate(messages):
+        has_result = messages[i + 1 : i + 2] and messages[i + 1]["role"] == "tool"
+        opened.append(open_answer if message["role"] == "assistant" and i > 0 and not has_result else message)
+    if messages and messages[-1]["role"] in ("user", "tool"):
+        opened.append(open_answer)
+    if open_answer not in opened:
         raise Unusable("no_user_turn")
     return opened
 
@@ -272,25 +287,28 @@ def beginning(document: Document, least: int, most: int, tokenizer: Tokenizer) -
     return Conversation(document.name, messages_digest(messages), messages)
 
 
-def answer_seed(seed: int, messages: Sequence[tuple[str, str]], turn: int) -> int:
+def answer_seed(seed: int, messages: Sequence[Message], turn: int) -> int:
     """The seed of an answer (unsigned, 64 bits), from the call's seed, the original conversation, and the number of
     answers before this one."""
     key = f"{seed}:{messages_digest(messages).hex()}:{turn}"
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
 
 
-def _checked(completion: Completion, config: RegenerateConfig, encoder: ChatEncoder) -> str:
-    """The answer's text. Raises Unusable if `prepare` could not use it."""
+def _checked(completion: Completion, config: RegenerateConfig, encoder: ChatEncoder) -> Message:
+    """The answer as a message. Raises Unusable if `prepare` could not use it."""
     if completion.refused:
         raise Unusable("refused_by_server", completion.refused)
     if not completion.ended and not config.keep_unfinished:
         raise Unusable("unfinished")
     text = completion.text if completion.ended else completion.text.rstrip(NO_CHARACTER)
-    if not text.strip():
-        raise Unusable("empty_answer")
     if NO_CHARACTER in text or NONCHARACTERS.search(text):
         raise Unusable("not_text")
-    if found := [spelling for spelling in encoder.template.special if spelling in text]:
+    found = CONTROLLED.fullmatch(text)
+    thought, text = (found["thought"], found["content"]) if found and completion.ended else (None, text)
+    if not text.strip():
+        raise Unusable("empty_answer")
+    if found := [spelling for spelling in encoder.template.special if spelling in f"{thought}{text}"]:
         raise Unusable("special_token_in_answer", f"({found[0]})")
     # A template writes the blank before an answer itself, but the continuation of a text keeps its own.
-    return text.removeprefix(" ") if completion.ended and config.beginning is None else text
+    text = text.removeprefix(" ") if completion.ended and config.beginning is None else text
+    return {"role": "assistant", "content": text} | ({REASONING: thought} if thought else {})

@@ -47,9 +47,14 @@ def encoder_of(tokenizer, template=None):
     return ChatEncoder(tokenizer, template)
 
 
+def conversation(messages, unfinished=False, tools=()):
+    messages = [one if isinstance(one, dict) else {"role": one[0], "content": one[1]} for one in messages]
+    return Conversation("c", b"", tuple(messages), unfinished, tools)
+
+
 def answers(tokenizer, messages, template=None):
     """The decoded text of each span that the loss counts, for each sequence: {name: [texts]}."""
-    encoded = encoder_of(tokenizer, template).encode_document(Conversation("c", b"", tuple(messages)))
+    encoded = encoder_of(tokenizer, template).encode_document(conversation(messages))
     return {one.name: [text(tokenizer, one.tokens[start:stop]) for start, stop in one.spans] for one in encoded}
 
 
@@ -58,7 +63,7 @@ def text(tokenizer, tokens):
 
 
 def encode(tokenizer, messages, template=None):
-    (encoded,) = encoder_of(tokenizer, template).encode_document(Conversation("c", b"", tuple(messages)))
+    (encoded,) = encoder_of(tokenizer, template).encode_document(conversation(messages))
     return encoded
 
 
@@ -162,7 +167,7 @@ def test_a_prompt_that_opens_a_thought_is_followed_by_thought_and_answer(smollm2
     second = "b\n</think>\n\n2" if template == ANEW else "b</think>2"
     said = opening + thought, opening + "b</think>2"
     messages = [("user", "one"), ("assistant", said[0]), ("user", "two"), ("assistant", said[1])]
-    encoded = encoder_of(smollm2, template).encode_document(Conversation("c", b"", tuple(messages)))
+    encoded = encoder_of(smollm2, template).encode_document(conversation(messages))
     places = [1, 3] if len(encoded) > 1 else [3]
     for one, i in zip(encoded, places, strict=True):
         *_, (start, _) = one.spans
@@ -192,7 +197,7 @@ def test_a_template_that_writes_thoughts_anew_decides_what_is_learned(
     """What it writes after the prompt counts; the content itself counts where a template writes no thought there. An
     unfinished answer follows the prompt as it is, and has no end."""
     messages = (("user", "why?"), ("assistant", content))
-    (one,) = encoder_of(smollm2, template).encode_document(Conversation("c", b"", messages, unfinished))
+    (one,) = encoder_of(smollm2, template).encode_document(conversation(messages, unfinished))
     ((start, stop),) = one.spans
     end = "" if unfinished else "<|im_end|>"
     assert text(smollm2, one.tokens[start:stop]) == (anew if template == ANEW else learned) + end
@@ -229,7 +234,7 @@ MISTRAL = (
 def test_a_system_message_that_stands_in_the_last_question(smollm2):
     """Each answer follows the prompt that decoding gets, which has the system message in another place."""
     messages = [("system", "Answer briefly."), *TWO_TURNS]
-    found = encoder_of(smollm2, MISTRAL).encode_document(Conversation("c", b"", tuple(messages)))
+    found = encoder_of(smollm2, MISTRAL).encode_document(conversation(messages))
     first, second = "What is a ship?[/INST]", "And a boat?[/INST] A ship, but small. 🙂<|im_end|>"
     assert [text(smollm2, one.tokens) for one in found] == [
         f"<|im_start|>[INST] Answer briefly.\n\n{first} A boat, but large.<|im_end|>",

@@ -53,7 +53,7 @@ def conversations(code, name="a/b.py"):
 
 def parts(conversation):
     """(question, code of the question, answer)."""
-    (asks, question), (says, answer) = conversation.messages
+    (asks, question), (says, answer) = (one.values() for one in conversation.messages)
     assert (asks, says) == ("user", "assistant")
     ask, _, fenced = question.partition("\n\n```python\n")
     assert fenced.endswith("\n```")

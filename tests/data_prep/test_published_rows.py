@@ -22,7 +22,9 @@ ONE = (USER, ANSWER)
 
 
 def openai(*messages, **fields):
-    return [{"role": role, "content": content, **fields} for role, content in messages]
+    """Pairs of role and content as messages; what is one already stays as it is."""
+    given = [one if isinstance(one, dict) else dict(zip(("role", "content"), one, strict=True)) for one in messages]
+    return [message | fields for message in given]
 
 
 def sharegpt(*messages, **fields):
@@ -33,7 +35,16 @@ def part(text, **fields):
     return {"type": "text", "text": text, **fields}
 
 
-CALL = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+def call(arguments, **fields):
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}, **fields}
+
+
+def calling(*calls, content="", **fields):
+    return {"role": "assistant", "content": content, "tool_calls": [*calls], **fields}
+
+
+F, RESULT = {"name": "f", "arguments": {"a": 1}}, ("tool", "1")
+CALLED = calling(call({"a": 1}))
 HUMAN, GPT = ("human", "Why?"), ("gpt", "So.")
 BOTH = {"role": None, "content": None, "from": None, "value": None}
 WILDCHAT = {"language": "English", "redacted": False, "toxic": False, "country": None, "turn_identifier": 1}
@@ -69,15 +80,52 @@ CASES = {
     "null messages": (None, "not_a_list"),
     "image": (openai(("user", [part("Why?"), IMAGE]), ("assistant", [part("So.")])), "content_not_text"),
     "no part": (openai(("user", []), ("assistant", [part("So.")])), "content_not_text"),
-    "Hermes function calling": (sharegpt(HUMAN, ("gpt", "<tool_call>"), ("tool", "1"), GPT), "unknown_role"),
-    "APIGen-MT": (sharegpt(HUMAN, ("function_call", "{}"), ("observation", "1"), GPT), "unknown_role"),
-    "function-calling ChatML": (sharegpt(HUMAN, ("function-response", "1"), GPT), "unknown_role"),
-    "Llama 3.1's tool results": (openai(USER, ("ipython", "1"), ANSWER), "unknown_role"),
-    "OpenAI's tool calls": (
-        [*openai(USER), {"role": "assistant", "content": None, "tool_calls": CALL}],
-        "answer_beside_content",
+    "Hermes function calling": (
+        sharegpt(HUMAN, ("gpt", "<tool_call>"), RESULT, GPT),
+        (USER, ("assistant", "<tool_call>"), RESULT, ANSWER),
     ),
-    "reasoning beside the answer": (openai(*ONE, reasoning_content="Hm."), "answer_beside_content"),
+    "APIGen-MT": (
+        sharegpt(HUMAN, ("function_call", json.dumps(F)), ("observation", "1"), GPT),
+        (USER, CALLED, RESULT, ANSWER),
+    ),
+    "function-calling ChatML": (sharegpt(HUMAN, ("function-response", "1"), GPT), (USER, RESULT, ANSWER)),
+    "Llama 3.1's tool results": (openai(USER, ("ipython", "1"), ANSWER), (USER, RESULT, ANSWER)),
+    "OpenAI's tool calls": (
+        openai(
+            USER,
+            calling(call('{"a": 1, "b": null}', id="1"), content=None),
+            {"role": "tool", "content": "1", "tool_call_id": "1"},
+            calling(call("{}"), content="So."),
+        ),
+        (
+            USER,
+            calling(call({"a": 1, "b": None}, id="1")),
+            {"role": "tool", "content": "1", "tool_call_id": "1"},
+            calling(call({}), content="So."),
+        ),
+    ),
+    "OpenAI's function call": (
+        openai(USER, {"role": "assistant", "content": None, "function_call": F}, ("function", "1"), ANSWER),
+        (USER, CALLED, RESULT, ANSWER),
+    ),
+    "calls without a type, with the fields of all": (
+        openai(USER, calling({"function": {"name": "f", "arguments": {"a": 1, "b": None}}}), RESULT, ANSWER),
+        (USER, CALLED, RESULT, ANSWER),
+    ),
+    "calls as JSON text": (openai(USER, calling() | {"tool_calls": json.dumps([F])}, ANSWER), (USER, CALLED, ANSWER)),
+    "a call's arguments that are cut": (openai(USER, calling(call('{"a": 1'))), "not_tool_calls"),
+    "a call's arguments that are a list": (openai(USER, calling(call("[1]"))), "not_tool_calls"),
+    "a call without a name": (openai(USER, calling({"function": {"name": None, "arguments": "1"}})), "not_tool_calls"),
+    "a number for calls": (openai(USER, calling() | {"tool_calls": 3}), "not_tool_calls"),
+    "a noncharacter in a call": (openai(USER, calling(call({"a": "\ufdd1"}))), "noncharacter"),
+    **{
+        f"{field} beside the answer": (
+            openai(USER, {"role": "assistant", "content": "So.", field: "Hm."}),
+            (USER, {"role": "assistant", "content": "So.", "reasoning_content": "Hm."}),
+        )
+        for field in ("reasoning_content", "reasoning", "thinking")
+    },
+    "reasoning without an answer": (openai(USER, ("assistant", ""), reasoning="Hm."), "empty_answer"),
     "Capybara, pairs": ([{"input": "Why?", "output": "So."}], "unknown_role"),
     "a text": ("Why? So.", "not_a_list"),
     "JSON text of something else": ('{"role": "user"}', "not_a_list"),
@@ -107,7 +155,7 @@ INSTRUCTION = QuestionAnswerFormat("{instruction}\n\n{input}", "{output}")  # Al
 def test_an_instruction_may_have_no_input(tmp_path, stored, given):
     row = {"instruction": "Name primes.", "input": given, "output": "2, 3, 5"}
     found = read(tmp_path, row, stored, INSTRUCTION)
-    assert found.messages == (("user", f"Name primes.\n\n{given or ''}"), ("assistant", "2, 3, 5"))
+    assert [*found.messages] == openai(("user", f"Name primes.\n\n{given or ''}"), ("assistant", "2, 3, 5"))
     assert read(tmp_path, row | {"output": ""}, stored, INSTRUCTION).why == "empty_answer"
     assert read(tmp_path, row | {"instruction": "", "input": ""}, stored, INSTRUCTION).why == "empty"
 
@@ -133,7 +181,7 @@ def test_a_published_row_becomes_its_conversation(tmp_path, messages, expected, 
     if isinstance(expected, str):
         assert isinstance(document, BadDocument) and document.why == expected
     else:
-        assert isinstance(document, Conversation) and document.messages == expected
+        assert isinstance(document, Conversation) and [*document.messages] == openai(*expected)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +189,7 @@ def test_a_published_row_becomes_its_conversation(tmp_path, messages, expected, 
     [
         {"content": None},
         {},
-        {"content": None, "tool_calls": CALL},
+        {"content": None, "tool_calls": 3},
         {"content": "So.", "reasoning_content": "Hm."},
         {"content": [IMAGE]},
     ],
@@ -151,7 +199,37 @@ def test_an_answer_that_the_target_replaces_need_not_be_readable(tmp_path, answe
     row = {"messages": [*openai(USER), {"role": "assistant", **answer}, *openai(MORE[0])]}
     document = read(tmp_path, row, "jsonl", ChatFormat("messages", answered=False))
     assert isinstance(document, Conversation)
-    assert open_answers(document.messages) == [USER, ("assistant", None), MORE[0], ("assistant", None)]
+    answers = ("assistant", None), ("assistant", None)
+    assert open_answers(document.messages) == openai(USER, answers[0], MORE[0], answers[1])
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "string", "default": None}}}}
+BARE = {"name": "f", "parameters": {"a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "expected"),
+    [
+        ([TOOL], [{"type": "function", "function": BARE}]),
+        ([BARE], [{"type": "function", "function": BARE}]),
+        (json.dumps([TOOL]), [TOOL]),
+        ([json.dumps(TOOL)], [TOOL]),
+        (None, []),
+        ("", []),
+        ("[]", []),
+        (["f"], "not_tools"),
+        ("f", "not_tools"),
+        ([{"type": "function", "function": None}], "not_tools"),
+        (3, "not_tools"),
+    ],
+    ids=str,
+)
+def test_the_tools_of_a_record(tmp_path, tools, expected):
+    document = read(tmp_path, {"messages": openai(*ONE), "tools": tools}, "jsonl", ChatFormat("messages"))
+    if isinstance(expected, str):
+        assert isinstance(document, BadDocument) and document.why == expected
+    else:
+        assert isinstance(document, Conversation) and [*document.tools] == expected
 
 
 def test_who_speaks_is_named_if_it_is_no_role(tmp_path):

@@ -77,7 +77,7 @@ def test_conversations_and_answers_that_were_cut(tmp_path, name):
     cuts = [True, False, None, True]
     write_as(tmp_path / name, [{"chat": chat, "unfinished": cut} for chat, cut in zip(chats, cuts, strict=True)])
     *good, bad = documents(tmp_path / name, ChatFormat("chat"))
-    assert all(isinstance(one, Conversation) and one.messages == (("user", "a?"), ("assistant", "b")) for one in good)
+    assert all(isinstance(one, Conversation) and one.messages == tuple(TURNS) for one in good)
     assert [one.unfinished for one in good] == [True, False, False]
     assert isinstance(bad, BadDocument) and (bad.name, bad.why) == (f"{name}:4", "no_assistant_turn")
 
@@ -128,7 +128,7 @@ def test_what_datasets_keeps_as_json_is_read_as_its_value(tmp_path, name, of_mes
     rows = [{"messages": TURNS}, {"messages": [TURNS[0], {"role": "assistant", "content": None}]}, {"messages": None}]
     write_as(tmp_path / name, datasets.Dataset.from_list(rows, features=features).data.table)
     good, *bad = documents(tmp_path / name, ChatFormat("messages"))
-    assert good.messages == (("user", "a?"), ("assistant", "b"))
+    assert good.messages == tuple(TURNS)
     assert [one.why for one in bad] == ["content_not_text", "not_a_list"]
 
 

@@ -1,5 +1,6 @@
 """Conversations answered anew, and texts continued, by a plain function instead of a target: turns, counts, a stop."""
 
+import copy
 import hashlib
 import json
 import random
@@ -49,10 +50,10 @@ def records(out):
 
 class Speaker:
     """A function of prompt and seed alone, answering the last prompt first. said: questions (the prompt's last user
-    line) to what is said instead, a text or (text, ended)."""
+    line) to what is said instead, a text or (text, ended). header: what a question begins with."""
 
-    def __init__(self, tokenizer, said=None):
-        self.tokenizer, self.said, self.started, self.calls = tokenizer, said or {}, 0, []
+    def __init__(self, tokenizer, said=None, header="<|start|>user\n"):
+        self.tokenizer, self.said, self.header, self.started, self.calls = tokenizer, said or {}, header, 0, []
 
     def start(self):
         self.started += 1
@@ -70,7 +71,7 @@ class Speaker:
                 yield self.answer(*one)
 
     def answer(self, index, prompt, seed):
-        question = prompt.rpartition("<|start|>user\n")[2].split("<|end|>")[0]
+        question = prompt.rpartition(self.header)[2].split("<|end|>")[0]
         said = self.said.get(question, self.text(prompt, seed))
         return Completion(index, *((said, True) if isinstance(said, str) else said))
 
@@ -161,13 +162,17 @@ def test_answers_depend_on_nothing_but_seed_content_and_turn(config, run, tiny_t
     assert set(answered()[0]) <= set(expected), "a copy is answered alike, and other conversations do not matter"
 
 
-U, A, S, DUE = ("user", "u"), ("assistant", "a"), ("system", "s"), ("assistant", None)
+U, A, S, T, DUE = (
+    {"role": role, "content": content}
+    for role, content in (("user", "u"), ("assistant", "a"), ("system", "s"), ("tool", "t"), ("assistant", None))
+)
 
 
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [([U], [U, DUE]), ([S, U, U], [S, U, U, DUE]), ([U, A, U], [U, DUE, U, DUE]), ([U, S, A, S], [U, S, DUE, S]),
-     ([A, U, A], [A, U, DUE]), ([S], "no_user_turn"), ([A], "no_user_turn"), ([], "no_user_turn")],
+     ([A, U, A], [A, U, DUE]), ([U, A, T, A], [U, A, T, DUE]), ([U, A, T], [U, A, T, DUE]),
+     ([S], "no_user_turn"), ([A], "no_user_turn"), ([], "no_user_turn")],
 )  # fmt: skip
 def test_which_turns_are_answered(messages, expected):
     if isinstance(expected, list):
@@ -353,6 +358,35 @@ def test_targets_whose_template_changes_a_turn_once_it_is_answered(config, run, 
     assert "a thought" not in speaker.calls[1][0][0]
 
 
+CHANNELS = ["<|channel|>", "<|message|>", "<|return|>", "<|call|>"]
+GPT_OSS = (Path(__file__).parent / "published" / "gpt-oss.jinja").read_text(encoding="utf-8")
+
+
+def test_the_thoughts_of_gpt_oss_are_kept_beside_its_answers(config, tiny_tokenizer, tmp_path):
+    """Its control tokens are the template's again when `prepare` learns the answer; any other one makes it bad."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": CHANNELS})
+    final = "<|channel|>final<|message|>"
+    said = {
+        "one": f"<|channel|>analysis<|message|>A\nthought.<|end|><|start|>assistant{final}Hello",
+        "two": f"{final}Well",
+        "call": "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>commentary to=f<|message|>{}",
+        "cut": ("<|channel|>analysis<|message|>A tho", False),
+    }
+    write(tmp_path / "chats.jsonl", [[user("one"), OLD, user("two")], [user("call")], [user("cut")]])
+    encoder, speaker = ChatEncoder(tokenizer, GPT_OSS), Speaker(tokenizer, said, header="<|start|>user<|message|>")
+    made = regenerate(replace(config, keep_unfinished=True), encoder, "hash", speaker.start)
+    assert made["bad"] == {"special_token_in_answer": 2}
+    (record,) = records(config.out)
+    assert record["messages"][1] == {"role": "assistant", "content": "Hello", "reasoning_content": "A\nthought."}
+    encoded = encoder.encode_document(*ChatFormat("messages").documents("c", record))
+    for answer, one in zip(("one", "two"), encoded, strict=True):
+        ((start, stop),) = one.spans
+        assert tokenizer.decode(one.tokens[start:stop]) == said[answer] + "<|return|>"
+        assert tokenizer.decode(one.tokens[:start]) in {prompt for call in speaker.calls for prompt, _ in call}
+    assert "thought" not in speaker.calls[1][0][0]
+
+
 VICUNA = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ 'U: ' + m.content + ' A:' }}{% else %}"
     "{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
@@ -436,6 +470,6 @@ def test_beginnings_are_whole_characters(tiny_tokenizer, text, counts, expected)
         except Unusable as error:
             return error.why
         assert isinstance(found, Conversation)
-        return found.messages[0][1]
+        return found.messages[0]["content"]
 
     assert list(map(begin, counts)) == expected

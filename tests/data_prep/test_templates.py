@@ -126,7 +126,9 @@ def family(request, smollm2) -> Loaded:
 
 
 def encode(family: Loaded, messages: Messages) -> list[Encoded]:
-    return family.encoder.encode_document(Conversation("c", b"", tuple(messages)))
+    return family.encoder.encode_document(
+        Conversation("c", b"", tuple({"role": role, "content": content} for role, content in messages))
+    )
 
 
 def decode(family: Loaded, tokens) -> str:
