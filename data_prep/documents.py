@@ -131,13 +131,13 @@ def _answer(message: dict[str, Any], content: Any) -> Message:
 
 def _call(call: Any) -> dict[str, Any]:
     """A tool call, given in OpenAI's form or as its function alone, with its arguments as an object or JSON text."""
-    function = (call.get("function") or call) if isinstance(call, dict) else {}
-    name, given = function.get("name"), function.get("arguments") or {}
+    function = _function(call, "not_tool_calls")
+    given = function.get("arguments") or {}
     arguments = _parsed(given, "not_tool_calls")
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    if not isinstance(arguments, dict):
         raise Unusable("not_tool_calls")
     number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    function = {"name": name, "arguments": _plain(arguments, nulls=isinstance(given, str))}
+    function = {"name": _text(function["name"]), "arguments": _plain(arguments, nulls=isinstance(given, str))}
     return {**number, "type": "function", "function": function}
 
 
@@ -146,13 +146,18 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
     alone, or such a list as JSON text. Raises Unusable."""
     tools = []
     for given in _list(value, "not_tools"):
-        tool = _parsed(given, "not_tools")
-        function = (tool.get("function") or tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Unusable("not_tools")
+        function = _function(_parsed(given, "not_tools"), "not_tools")
         function = _plain(function, nulls=isinstance(value, str) or isinstance(given, str))
         tools.append({"type": "function", "function": function})
     return tuple(tools)
+
+
+def _function(given: Any, why: str) -> dict[str, Any]:
+    """The function of a tool or a call. Raises Unusable(why) if it has no name."""
+    function = (given.get("function") or given) if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise Unusable(why)
+    return function
 
 
 def _parsed(value: Any, why: str) -> Any:

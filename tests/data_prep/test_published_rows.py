@@ -116,6 +116,10 @@ CASES = {
     "a call's arguments that are cut": (openai(USER, calling(call('{"a": 1'))), "not_tool_calls"),
     "a call's arguments that are a list": (openai(USER, calling(call("[1]"))), "not_tool_calls"),
     "a call without a name": (openai(USER, calling({"function": {"name": None, "arguments": "1"}})), "not_tool_calls"),
+    "a call of no function": (
+        openai(USER, calling() | {"function_call": {"name": "f", "function": [1]}}),
+        "not_tool_calls",
+    ),
     "a number for calls": (openai(USER, calling() | {"tool_calls": 3}), "not_tool_calls"),
     "a noncharacter in a call": (openai(USER, calling(call({"a": "\ufdd1"}))), "noncharacter"),
     **{
