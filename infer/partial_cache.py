@@ -24,18 +24,21 @@ from longdraft.models.kv_cache import KVCache
 @dataclass(frozen=True)
 class Selection:
     """Which tokens a SelectedCache holds: the first ones, and the chunks whose mean key scores best for the last
-    committed query (TokenSwift, section 3.2, with chunks of one token; TriForce, section 4.1).
+    committed query (TokenSwift, section 3.2, with chunks of one token; TriForce, section 4.1), or the last tokens
+    (StreamingLLM, arXiv 2309.17453).
 
     Attributes:
         budget: rows a slot, for each layer and KV head.
         fixed: how many rows hold the text's first tokens and are never overwritten; a multiple of `chunk`.
         chunk: keys that are picked together.
+        recent: the last tokens; no query is needed, and no rebuild.
     Raises ValueError if the budget does not exceed `fixed`, or is not a multiple of the chunk.
     """
 
     budget: int
     fixed: int
     chunk: int = 1
+    recent: bool = False
 
     def __post_init__(self) -> None:
         if self.budget <= self.fixed or self.budget % self.chunk:
@@ -44,11 +47,15 @@ class Selection:
                 f"chunk={self.chunk}"
             )
 
-    def pick(self, keys_LSKd: Tensor, queries_LHd: Tensor) -> Tensor:
+    def pick(self, keys_LSKd: Tensor, queries_LHd: Tensor | None) -> Tensor:
         """Pick R = `budget` of S tokens and return their indices, int64 [L, R, K]. S >= R is a multiple of the chunk.
 
         The fixed ones come first, then the others in ascending importance, the order in which they are overwritten.
         """
+        if queries_LHd is None:  # the last ones
+            rows_R = torch.arange(self.budget, device=keys_LSKd.device)
+            rows_R[self.fixed :] += keys_LSKd.shape[1] - self.budget
+            return rows_R[None, :, None].expand(len(keys_LSKd), -1, keys_LSKd.shape[2])
         if self.chunk == 1:
             means_LCKd = keys_LSKd
         else:
@@ -69,7 +76,7 @@ class Selection:
     def allocations(self, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int, tail: int) -> Allocations:
         """What a SelectedCache on a full cache of `capacity` rows a slot will allocate, by name."""
         named = {"selected cache": cache_rows(like, batch * (self.rows(capacity) + tail + 1), dtype)}
-        if self.chunk > 1:
+        if self.chunk > 1 and not self.recent:
             means = like.n_layers, capacity // self.chunk, like.n_kv_heads, like.head_dim
             named["chunk means"] = [(means, dtype)]
         return named
@@ -115,11 +122,11 @@ class SelectedCache(KVCache):
         self.held[slot].fill_(0)
         self._written[slot].fill_(-self.fixed)
         self._room[slot], self._since[slot] = self.budget, 0
-        self.needs = frozenset({"queries"})
+        self.needs = frozenset[str]() if self.selection.recent else frozenset({"queries"})
 
     def due(self, most: int) -> list[int]:
         """Slots whose room may run out within `most` more tokens, or that have reached their stride."""
-        if self.budget >= self.full.capacity:  # every token is there
+        if self.selection.recent or self.budget >= self.full.capacity:  # all tokens that it should hold are there
             return []
         limits = [min(room - most + 1, self._stride) for room in self._room]
         return [slot for slot, since in enumerate(self._since) if since >= limits[slot]]
@@ -145,8 +152,8 @@ class SelectedCache(KVCache):
 
     def on_prefill(self, slot: int, queries_L1Hd: Tensor | None, length: int) -> None:
         """Build a slot at the end of its prefill. queries_L1Hd: of the last of the `length` prefilled tokens."""
-        assert queries_L1Hd is not None
-        self.build(slot, queries_L1Hd[:, 0], length, length)
+        assert self.selection.recent == (queries_L1Hd is None)
+        self.build(slot, None if queries_L1Hd is None else queries_L1Hd[:, 0], length, length)
         self._ask(0)
 
     def _due_soon(self, most: int) -> list[int]:
@@ -166,11 +173,11 @@ class SelectedCache(KVCache):
         state.run(("follow", most), (self, self.full), copy)
         self._since = [since + most for since in self._since]
 
-    def build(self, slot: int, queries_LHd: Tensor, total: int, seen: int) -> None:
+    def build(self, slot: int, queries_LHd: Tensor | None, total: int, seen: int) -> None:
         """Pick this slot's rows anew from its `total` committed keys, and drop its tail. Tokens after the first `seen`,
         which the queries do not see, and an incomplete last chunk are added as new ones.
 
-        queries_LHd: post-RoPE queries of a committed token.
+        queries_LHd: post-RoPE queries of a committed token; None for the last tokens.
         """
         full, held, chunk = self.full, min(seen, total), self.selection.chunk
         keys, values = self.keys[:, slot, : self.budget], self.values[:, slot, : self.budget]

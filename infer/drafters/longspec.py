@@ -12,6 +12,7 @@ Shapes: B slots, T queries of a pass, N rows of the tree so far, C missing token
 P positions, E draft vocabulary, H query heads, K key/value heads, G = H / K, d head width.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -69,6 +70,9 @@ class LongSpecDrafter(DeviceDrafter):
         check_draft(target, draft, shape_of(target.model.config))
         if len(widths) > draft.config.window:
             raise ValueError(f"widths: {len(widths)} levels, more than the {draft.config.window} of the draft's window")
+        if len(widths) > draft.config.noise:
+            trained = f"the draft was trained for {draft.config.noise}"
+            warnings.warn(f"widths: {len(widths)} levels, but {trained}; the others are rarely accepted", stacklevel=2)
         self.widths = widths
         self.draft, self._embed = draft, target.model.embed_tokens
         self._head_ED = draft.head(target.model.lm_head.weight)

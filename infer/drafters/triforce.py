@@ -1,6 +1,6 @@
 """TriForce (arXiv 2404.11912): an engine used as a drafter.
 
-In the inner level a small model drafts for the target on a cache of retrieved rows. The chain of tokens that the inner
+In the inner level a small model drafts for the target on a cache of selected rows. The chain of tokens that the inner
 level commits is the proposal that the outer level verifies, the target on the full cache. The inner level has its own
 runner (infer/runner.py), with the same noise and parameters; the levels exchange only tokens. Without a small model the
 inner level is self-speculation. The small model is in infer/drafters/small_model.py, the cache and what is retrieved in
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -45,7 +46,9 @@ class TriForceDrafter(Drafter):
         gamma: tokens that the small model drafts at a time; only with `small`.
         chain: tokens collected for the outer verification.
         budget: rows of the target's partial cache, for each layer and KV head.
-        chunk: keys that are retrieved together.
+        chunk: keys that are retrieved together. The first chunk always stays.
+        select: "retrieved" rows, or the "recent" ones, which are the last tokens (without `small` that is MagicDec's
+            self-speculation, arXiv 2408.11049, at its simplest).
 
     Raises:
         ValueError: options out of range; a small model that does not fit (see SmallModelDrafter); a target with
@@ -62,10 +65,12 @@ class TriForceDrafter(Drafter):
         chain: Count = 6,
         budget: Count = 4096,
         chunk: Count = 8,
+        select: Literal["retrieved", "recent"] = "retrieved",
     ):
         if small is None and gamma != GAMMA:
             raise ValueError(f"gamma={gamma}: only for a small model, but there is none; give small, or omit gamma")
-        self.target, self.chain, self._selection = target, chain, Selection(budget, fixed=chunk, chunk=chunk)
+        self.target, self.chain = target, chain
+        self._selection = Selection(budget, fixed=chunk, chunk=chunk, recent=select == "recent")
         refuse_windows(target.model.config, f"budget={budget}: a cache of selected rows")
         self.inner: Drafter = Plain() if small is None else SmallModelDrafter(target, small, gamma)
         self.parts = [self.inner]

@@ -123,6 +123,7 @@ DRAFTERS = {
     "longspec_chain": lambda target, small: LongSpecDrafter(target, block(target, noise=4), widths=(1, 1, 1, 1)),
     "triforce": lambda target, small: TriForceDrafter(target, small, budget=24),
     "triforce_self": lambda target, small: TriForceDrafter(target, budget=24),
+    "triforce_recent": lambda target, small: TriForceDrafter(target, budget=24, select="recent"),
     "small_model": lambda target, small: SmallModelDrafter(target, small, gamma=3),
     "token_recycling": lambda target, small: TokenRecycling(target),
     "token_recycling_12": lambda target, small: TokenRecycling(target, nodes=12),

@@ -33,6 +33,7 @@ CASES = {
         "chain": (COUNT, (1, 8)),
         "budget": ((*COUNT, 12), (16, 64)),
         "chunk": ((*COUNT, 3), (4,)),
+        "select": (("last", 1, None, True, [], {}, object()), ("retrieved", "recent")),
     },
     "small_model": {
         "small": ((None, 3, 2.5, True, [], {}, object()), ()),

@@ -166,6 +166,23 @@ def test_random_steps_end_where_a_fresh_cache_with_the_same_selection_ends(name,
         assert rows_of(cache, slot) == rows_of(fresh, slot)
 
 
+@pytest.mark.parametrize("lengths", [(100, 25, 3), (24, 61, 50)])
+def test_recent_rows_are_the_first_and_the_last_tokens_without_a_query(lengths):
+    full = random_full()
+    cache = SelectedCache(full, Selection(budget=24, fixed=4, chunk=4, recent=True), tail=8, stride=10)
+    for slot, length in enumerate(lengths):
+        full.lengths[slot] = length
+        cache.start(slot)
+        cache.on_prefill(slot, None, length)
+    for counts in ((5, 1, 3), (1, 4, 2), (5, 5, 5)) * 3:
+        full.lengths += torch.tensor(counts)
+        accepted = AcceptResult(torch.zeros(SLOTS, 5), torch.zeros(0), torch.tensor(counts))
+        assert cache.on_step(at(full.lengths), accepted, None) == [] and not cache.needs
+        for slot, length in enumerate(full.lengths.tolist()):
+            kept = {*range(length)} if length <= 24 else {*range(4), *range(length - 20, length)}
+            assert rows_of(cache, slot) == [[kept] * KV_HEADS] * LAYERS
+
+
 def test_wrong_sizes_are_named():
     for wrong in ({"budget": 16, "fixed": 16}, {"budget": 30, "fixed": 8, "chunk": 8}):
         with pytest.raises(ValueError, match="budget"):
