@@ -85,6 +85,12 @@ def pytest_runtest_setup() -> None:
         pytest.skip("no time was left")
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """With a time limit a failure is shown at once, because a killed process prints no summary."""
+    if report.failed and math.isfinite(UNTIL):
+        print(f"\n{report.nodeid}\n{report.longreprtext[-1500:]}", flush=True)
+
+
 def pytest_sessionfinish() -> None:
     """Shut down W&B's service if tests started it in this process: at exit W&B would print a traceback if it had
     already ended."""

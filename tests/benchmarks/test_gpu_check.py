@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -166,6 +167,16 @@ def test_tests_are_a_sample_of_those_that_fit(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", str(ROOT / "tests/test_setup.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "no time was left" in done.stdout and "passed" not in done.stdout, done.stdout
+
+
+def test_the_reason_of_a_failure_outlives_the_process(tmp_path):
+    """At its limit a stage is killed, and pytest shows why a test failed only at the end."""
+    tests = 'def test_a():\n    assert not "this"\n\ndef test_b():\n    __import__("os")._exit(9)\n'
+    (tmp_path / "test_some.py").write_text(tests)
+    environment = {**os.environ, "LONGDRAFT_TESTS_UNTIL": str(time.time() + 600), "PYTHONPATH": str(ROOT / "tests")}
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "conftest", str(tmp_path / "test_some.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 9 and 'assert not "this"' in done.stdout, done.stdout
 
 
 def test_the_kernels_benchmarks_run_with_few_packages(tmp_path):
