@@ -100,6 +100,9 @@ class SlotPool:
             for slot in range(batch):  # a call that was left early may have left requests there
                 self._empty(slot)
             runner.state.active.zero_()
+            # Drafters read free slots' texts, too. What a slot held before, a rehearsal or another engine's use of the
+            # drafter has made it forget.
+            runner.state.positions.zero_()
             if runner.graphs.recording:
                 self._record(kinds, log)
         runner.start()

@@ -134,7 +134,7 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
     made, pretended_cuda, plain, seeded, counted, name, recorded
 ):
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in (9, 3, 30)]
+    prompts = [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in (9, 30, 3)]
     calls = {kind: seeded(one, 3, NEW) for kind, one in SAMPLINGS.items()}
     want, on_cpu = {kind: plain(kind, prompts, params) for kind, params in calls.items()}, {}
     if name in SAME_DRAFTS and recorded:
