@@ -61,6 +61,7 @@ class DecoderConfig:
     # Our norm weights are the published ones plus `norm_offset`; the q norm's are then multiplied by `query_factor`.
     norm_offset: Float = 0.0
     query_factor: Float = 1.0
+    joined: Bool = False  # in checkpoints q, k and v are one tensor, and so are gate and up
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:

@@ -9,10 +9,10 @@ from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
 from longdraft.models.rope import RopeConfig
 
 # By model_type: Llama 2 and 3, Vicuna, LongChat, YaRN-Llama and SmolLM2; Mistral; Qwen2, 2.5 and QwQ; Qwen3; Qwen3-MoE;
-# Mixtral; Gemma 3, text only; gpt-oss; Seed-OSS; Code World Model.
+# Mixtral; Gemma 3, text only; gpt-oss; Seed-OSS; Code World Model; Phi 3, 3.5 and 4.
 SUPPORTED = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "gemma3", "gpt_oss", "seed_oss",
-    "cwm",
+    "cwm", "phi3",
 )  # fmt: skip
 
 
@@ -60,8 +60,11 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
         sliding_windows=_sliding_windows(hf_config),
         experts=_experts(hf_config),
         attention_sinks=model_type == "gpt_oss",
+        joined=model_type == "phi3",
         **of_family,
     )
+    if min(filter(None, config.sliding_windows or ()), default=0) >= max(config.max_positions, max_positions or 0):
+        config = replace(config, sliding_windows=None)  # every text fits into them
     return config if max_positions is None else replace(config, max_positions=max_positions)
 
 
@@ -142,7 +145,7 @@ def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | No
     window, layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
     if window is None or hf_config.model_type == "llama":
         return None
-    of_all = hf_config.model_type in ("mistral", "mixtral", "qwen3_moe")
+    of_all = hf_config.model_type in ("mistral", "mixtral", "qwen3_moe", "phi3")
     types = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * layers
     if unknown := set(types) - ({"sliding_attention"} if of_all else {"sliding_attention", "full_attention"}):
         raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, not supported for {hf_config.model_type}")

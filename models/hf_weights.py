@@ -6,9 +6,10 @@ Hugging Face's tensor names are known here and nowhere else; the gguf library kn
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from zipfile import is_zipfile
 
@@ -113,10 +114,8 @@ def _attention_places(config: DecoderConfig, theirs: str, ours: str) -> dict[str
     table = {}
     q_rows, kv_rows = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     for kind in ("weight", "bias") if config.attention_bias else ("weight",):
-        fused = f"{ours}.qkv_proj.{kind}"
-        table[f"{theirs}.q_proj.{kind}"] = Place(fused, 0, q_rows)
-        table[f"{theirs}.k_proj.{kind}"] = Place(fused, q_rows, q_rows + kv_rows)
-        table[f"{theirs}.v_proj.{kind}"] = Place(fused, q_rows + kv_rows, q_rows + 2 * kv_rows)
+        parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        table |= _joined_places(config, theirs, ours, "qkv_proj", parts, kind)
     for kind in ("weight", "bias") if config.o_bias else ("weight",):
         table[f"{theirs}.o_proj.{kind}"] = Place(f"{ours}.o_proj.{kind}")
     if config.attention_sinks:
@@ -130,10 +129,20 @@ def _attention_places(config: DecoderConfig, theirs: str, ours: str) -> dict[str
 def _mlp_places(config: DecoderConfig, theirs: str, ours: str) -> dict[str, Place]:
     table, width = {}, config.intermediate_size
     for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
-        table[f"{theirs}.gate_proj.{kind}"] = Place(f"{ours}.gate_up_proj.{kind}", 0, width)
-        table[f"{theirs}.up_proj.{kind}"] = Place(f"{ours}.gate_up_proj.{kind}", width, 2 * width)
+        table |= _joined_places(config, theirs, ours, "gate_up_proj", {"gate_proj": width, "up_proj": width}, kind)
         table[f"{theirs}.down_proj.{kind}"] = Place(f"{ours}.down_proj.{kind}")
     return table
+
+
+def _joined_places(
+    config: DecoderConfig, theirs: str, ours: str, name: str, parts: Mapping[str, int], kind: str
+) -> dict[str, Place]:
+    """The tensors of one parameter of ours, `name`: one of theirs too, or its parts with their numbers of rows."""
+    parameter = f"{ours}.{name}.{kind}"
+    if config.joined:
+        return {f"{theirs}.{name}.{kind}": Place(parameter)}
+    stops = zip(parts, accumulate(parts.values()), strict=True)
+    return {f"{theirs}.{part}.{kind}": Place(parameter, stop - parts[part], stop) for part, stop in stops}
 
 
 def _expert_places(config: ExpertsConfig, theirs: str, ours: str, loaded: bool) -> dict[str, Place]:
