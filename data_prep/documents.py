@@ -178,12 +178,17 @@ def _list(value: Any, why: str) -> list[Any]:
 
 def _plain(value: Any, nulls: bool) -> Any:
     """A JSON value, without the null fields of its objects unless `nulls`: in a table every object has the fields of
-    all others. Raises Unusable for a text with a noncharacter."""
+    all others. Raises Unusable for a text with a noncharacter, or a value that JSON does not have."""
     if isinstance(value, dict):
         return {_text(name): _plain(field, nulls) for name, field in value.items() if nulls or field is not None}
     if isinstance(value, list):
         return [_plain(element, nulls) for element in value]
-    return _text(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return _text(value)
+    if value is not None and not isinstance(value, int | float):
+        detail = f"has a {type(value).__name__} in a call or tool, which the table's writer made of a text"
+        raise Unusable("not_json", detail)
+    return value
 
 
 def _text(content: Any) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -234,6 +235,13 @@ def test_the_tools_of_a_record(tmp_path, tools, expected):
         assert isinstance(document, BadDocument) and document.why == expected
     else:
         assert isinstance(document, Conversation) and [*document.tools] == expected
+
+
+def test_a_date_that_a_table_made_of_an_argument_is_bad(tmp_path):
+    """pyarrow and pandas turn a text such as 2024-05-01 into one when they read JSON."""
+    messages = openai(USER, calling(call({"a": datetime(2024, 5, 1)})), RESULT, ANSWER)
+    document = read(tmp_path, {"messages": messages}, "parquet", ChatFormat("messages"))
+    assert isinstance(document, BadDocument) and document.why == "not_json"
 
 
 def test_who_speaks_is_named_if_it_is_no_role(tmp_path):
