@@ -74,13 +74,14 @@ class Unusable(ValueError):
         self.why, self.detail = why, detail
 
 
-def read_messages(value: Any, answered: bool = True) -> tuple[Message, ...]:
+def read_messages(value: Any, answered: bool = True, system: str = "") -> tuple[Message, ...]:
     """Read the messages of a conversation.
 
     value: a list of OpenAI's {"role": ..., "content": ...} or ShareGPT's {"from": "human", "value": ...}, where null
     fields count as absent; a list of texts, in which user and assistant alternate (UltraChat); or such a list as JSON
     text. answered: whether at least one answer is required; if not, an answer will be replaced and may be anything,
-    unless a tool's result follows. Fields that `Message` does not have are ignored. Raises Unusable.
+    unless a tool's result follows. system: the system message of a list without one. Fields that `Message` does not
+    have are ignored. Raises Unusable.
     """
     value = _parsed(value, "not_a_list")
     if isinstance(value, list) and all(isinstance(message, str) for message in value):
@@ -89,6 +90,8 @@ def read_messages(value: Any, answered: bool = True) -> tuple[Message, ...]:
         raise Unusable("not_a_list")
     given = [{field: found for field, found in message.items() if found is not None} for message in value]
     roles = [_role(message.get("role", message.get("from"))) for message in given]
+    if system and roles[0] != "system":
+        given, roles = [{"content": system}, *given], ["system", *roles]
     messages = []
     for message, role, following in zip(given, roles, [*roles[1:], ""], strict=True):
         content = message.get("content", message.get("value"))

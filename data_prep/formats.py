@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TEXT_FIELD = "text"
-UNFINISHED, TOOLS = "unfinished", "tools"
+UNFINISHED, TOOLS, SYSTEM = "unfinished", "tools", "system"
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """One field holds the list of messages, and `tools` the functions that the assistant may call, if there are any.
-    answered: whether at least one message must be the assistant's.
+    """One field holds the list of messages; if there are any, `tools` holds the functions that the assistant may call,
+    and `system` the text of a system message. answered: whether at least one message must be the assistant's.
 
     A record whose field `unfinished` is true (`longdraft prepare regenerate --unfinished keep`) ends in an answer that
     was cut off."""
@@ -50,10 +50,12 @@ class ChatFormat:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return (self.chat_field, UNFINISHED, TOOLS)
+        return (self.chat_field, UNFINISHED, TOOLS, SYSTEM)
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
-        messages = read_messages(_present(record, self.chat_field), self.answered)
+        system = record.get(SYSTEM)
+        system = system if isinstance(system, str) else ""
+        messages = read_messages(_present(record, self.chat_field), self.answered, system)
         unfinished = record.get(UNFINISHED) is True and messages[-1]["role"] == "assistant"
         tools = read_tools(record.get(TOOLS))
         return [Conversation(name, messages_digest(messages), messages, unfinished, tools)]

@@ -244,6 +244,23 @@ def test_a_date_that_a_table_made_of_an_argument_is_bad(tmp_path):
     assert isinstance(document, BadDocument) and document.why == "not_json"
 
 
+@pytest.mark.parametrize("stored", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("system", "messages", "expected"),
+    [
+        ("Be brief.", sharegpt(HUMAN, GPT), (SYSTEM, *ONE)),
+        ("Be long.", openai(SYSTEM, USER, ANSWER), (SYSTEM, *ONE)),
+        ("", openai(USER, ANSWER), ONE),
+        (None, openai(USER, ANSWER), ONE),
+        (3, openai(USER, ANSWER), ONE),
+    ],
+    ids=["ToolACE, APIGen-MT, OpenThoughts", "messages with one", "empty", "null", "a number"],
+)
+def test_the_system_message_of_a_record(tmp_path, system, messages, expected, stored):
+    document = read(tmp_path, {"messages": messages, "system": system}, stored, ChatFormat("messages"))
+    assert isinstance(document, Conversation) and [*document.messages] == openai(*expected)
+
+
 def test_who_speaks_is_named_if_it_is_no_role(tmp_path):
     document = read(tmp_path, {"m": sharegpt(HUMAN, ("narrator", "Once."))}, "jsonl", ChatFormat("m"))
     assert isinstance(document, BadDocument) and "narrator" in document.detail
