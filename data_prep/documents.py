@@ -1,5 +1,6 @@
 """What sources contain: texts, conversations, and documents that cannot be used, with the reasons."""
 
+import ast
 import hashlib
 import json
 import re
@@ -12,9 +13,10 @@ ROLES = ("system", "user", "assistant")
 SPEAKERS = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "ipython", "function-response"), "tool"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "function-response", "tool_response"), "tool"),
 }
+CALLERS = ("function_call", "tool_call")  # speakers whose content is calls as a text: LLaMA-Factory's and ms-swift's
 REASONING = "reasoning_content"  # what the assistant thought before its answer
 # A message as chat templates read it: `role` (system, user, assistant or tool) and `content`, a text. An answer may
 # have `reasoning_content`, a text, and `tool_calls`: {"type": "function", "function": {"name", "arguments"}}, with an
@@ -88,7 +90,7 @@ def read_messages(value: Any, answered: bool = True, system: str = "") -> tuple[
         value = [{"role": ROLES[1 + i % 2], "content": text} for i, text in enumerate(value)]
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise Unusable("not_a_list")
-    given = [{field: found for field, found in message.items() if found is not None} for message in value]
+    given = _with_calls([{field: found for field, found in message.items() if found is not None} for message in value])
     roles = [_role(message.get("role", message.get("from"))) for message in given]
     if system and roles[0] != "system":
         given, roles = [{"content": system}, *given], ["system", *roles]
@@ -110,6 +112,19 @@ def read_messages(value: Any, answered: bool = True, system: str = "") -> tuple[
     return tuple(messages)
 
 
+def _with_calls(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, in which the calls of a speaker in CALLERS belong to the answer before them, or are one."""
+    joined = list[dict[str, Any]]()
+    for message in given:
+        if str(message.get("role", message.get("from"))).lower() in CALLERS:
+            follows = joined and _role(joined[-1].get("role", joined[-1].get("from"))) == "assistant"
+            answer = joined.pop() if follows else {"role": "assistant"}
+            calls = [answer.get("tool_calls") or [], message.get("content", message.get("value"))]
+            message = answer | {"tool_calls": calls}
+        joined.append(message)
+    return joined
+
+
 def _role(speaker: Any) -> str:
     role = SPEAKERS.get(str(speaker).lower())
     if role is None:
@@ -119,20 +134,37 @@ def _role(speaker: Any) -> str:
 
 
 def _answer(message: dict[str, Any], content: Any) -> Message:
-    """An answer with its reasoning and tool calls. The content of a speaker "function_call" is one call."""
-    if str(message.get("role", message.get("from"))).lower() == "function_call":
-        message, content = {"function_call": _parsed(content, "not_tool_calls")}, None
+    """An answer with its reasoning and tool calls."""
     thought = next((message[field] for field in (REASONING, "reasoning", "thinking") if message.get(field)), None)
-    calls = [_call(call) for call in _list(message.get("tool_calls"), "not_tool_calls")]
-    calls += [_call(message["function_call"])] if message.get("function_call") else []
-    text = "" if calls and content is None else _text(content)
+    calls = _calls(message.get("tool_calls")) + _calls(message.get("function_call"))
+    text = "" if calls and not content else _text(content)
     if not calls and not text.strip():
         raise Unusable("empty_answer")
     reasoning = {} if thought is None else {REASONING: _text(thought)}
     return {"role": "assistant", "content": text, **reasoning} | ({"tool_calls": calls} if calls else {})
 
 
-def _call(call: Any) -> dict[str, Any]:
+def _calls(given: Any, nulls: bool = False) -> list[dict[str, Any]]:
+    """Tool calls: one, a list, or either as a text, of which nulls are kept. Nothing is an empty list."""
+    found = (_literal(given) if isinstance(given, str) else given) if given else []
+    nulls = nulls or isinstance(given, str)
+    if isinstance(found, list):
+        return [call for one in found for call in _calls(one, nulls)]
+    return [_call(found, nulls)]
+
+
+def _literal(text: str) -> Any:
+    """The value of JSON text or, as Toucan's calls are written, of a Python literal. Raises Unusable."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise Unusable("not_tool_calls") from None
+
+
+def _call(call: Any, nulls: bool) -> dict[str, Any]:
     """A tool call, given in OpenAI's form or as its function alone, with its arguments as an object or JSON text."""
     function = _function(call, "not_tool_calls")
     given = function.get("arguments") or {}
@@ -140,7 +172,7 @@ def _call(call: Any) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise Unusable("not_tool_calls")
     number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    function = {"name": _text(function["name"]), "arguments": _plain(arguments, nulls=isinstance(given, str))}
+    function = {"name": _text(function["name"]), "arguments": _plain(arguments, nulls or isinstance(given, str))}
     return {**number, "type": "function", "function": function}
 
 

@@ -89,6 +89,28 @@ CASES = {
         sharegpt(HUMAN, ("function_call", json.dumps(F)), ("observation", "1"), GPT),
         (USER, CALLED, RESULT, ANSWER),
     ),
+    "ms-swift, Toucan's SFT": (
+        openai(
+            USER,
+            ("assistant", "Hm."),
+            ("tool_call", json.dumps(F)),
+            ("tool_call", str({"name": "f", "arguments": '{"a": 1}'})),
+            ("tool_response", "1"),
+            ("tool_response", "1"),
+            ANSWER,
+        ),
+        (USER, calling(call({"a": 1}), call({"a": 1}), content="Hm."), RESULT, RESULT, ANSWER),
+    ),
+    "LLaMA-Factory, several calls": (
+        sharegpt(HUMAN, ("function_call", '[{"name": "f", "arguments": {"a": null}}, {"name": "f"}]')),
+        (USER, calling(call({"a": None}), call({}))),
+    ),
+    "SWE-Gym, no part beside a call": (
+        openai(("user", [part("Why?")]), calling(call({"a": 1}), content=[]), ("tool", [part("1")])),
+        (USER, CALLED, RESULT),
+    ),
+    "a speaker of calls that says something else": (sharegpt(HUMAN, ("function_call", "Hm.")), "not_tool_calls"),
+    "a speaker of calls that says nothing": (sharegpt(HUMAN, ("function_call", None)), "content_not_text"),
     "function-calling ChatML": (sharegpt(HUMAN, ("function-response", "1"), GPT), (USER, RESULT, ANSWER)),
     "Llama 3.1's tool results": (openai(USER, ("ipython", "1"), ANSWER), (USER, RESULT, ANSWER)),
     "OpenAI's tool calls": (
@@ -206,6 +228,14 @@ def test_an_answer_that_the_target_replaces_need_not_be_readable(tmp_path, answe
     assert isinstance(document, Conversation)
     answers = ("assistant", None), ("assistant", None)
     assert open_answers(document.messages) == openai(USER, answers[0], MORE[0], answers[1])
+
+
+def test_the_calls_before_a_result_are_kept_with_what_was_said_before_them(tmp_path):
+    said = openai(USER, ("assistant", "Hm."), *[("tool_call", json.dumps(F))] * 2, ("tool_response", "1"), ANSWER)
+    document = read(tmp_path, {"messages": said}, "jsonl", ChatFormat("messages", answered=False))
+    assert isinstance(document, Conversation)
+    calls = calling(call({"a": 1}), call({"a": 1}), content="Hm.")
+    assert open_answers(document.messages) == openai(USER, calls, RESULT, ("assistant", None))
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "string", "default": None}}}}
