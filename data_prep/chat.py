@@ -234,16 +234,19 @@ def _content_end(render: Render, messages: list[Message], text: str) -> tuple[in
 
 def _check_written(render: Render, messages: list[Message]) -> None:
     """Raise Unusable unless the template writes content, reasoning and all calls of the last message."""
-    last, count = messages[-1], len(messages[-1]["tool_calls"])
+    last, marks = messages[-1], list[str]()
+
+    def marked(text: str) -> str:
+        marks.append(f"{ANSWER_END}{len(marks)}{ANSWER_END}")
+        return text + marks[-1]
+
     calls = [
-        call | {"function": call["function"] | {"name": call["function"]["name"] + ANSWER_END}}
+        call | {"function": call["function"] | {"name": marked(call["function"]["name"])}}
         for call in last["tool_calls"]
     ]
-    marked = last | {"tool_calls": calls}
-    for field in (REASONING, "content"):
-        if last.get(field, "").strip():
-            marked[field], count = last[field].rstrip() + ANSWER_END, count + 1
-    if render([*messages[:-1], marked]).count(ANSWER_END) != count:
+    said = {field: marked(last[field].rstrip()) for field in (REASONING, "content") if last.get(field, "").strip()}
+    text = render([*messages[:-1], last | {"tool_calls": calls} | said])
+    if not all(mark in text for mark in marks):
         raise Unusable("answer_beside_content", "has tool calls, of which the chat template does not write all")
 
 
