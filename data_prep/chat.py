@@ -79,7 +79,7 @@ class ChatEncoder:
         variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.template = ChatTemplate(template, variables, special)
         self._tokenizer = ChatTokenizer(self.serialised, self.eos_id)
-        self._writes_reasoning, self._after_turn = self._probe()
+        self._writes_reasoning, self._has_thoughts, self._after_turn = self._probe()
 
     def describe(self) -> dict:
         """The settings that affect the tokens, besides the tokenizer's own hash, for plan and manifest."""
@@ -125,22 +125,28 @@ class ChatEncoder:
 
         Raises Unusable if the template has no thoughts."""
         if not self._writes_reasoning and any(REASONING in one for one in messages):
-            if THOUGHT_END not in self.template.source:
+            if not self._has_thoughts:
                 detail = f"has reasoning, which the chat template does not write; {REMEDY}"
                 raise Unusable("answer_beside_content", detail)
             messages = [_with_thought(one) for one in messages]
         return self.template.guarded(messages)
 
-    def _probe(self) -> tuple[bool, str]:
-        """Whether the template writes the reasoning of a last answer, and what it writes after the end of its turn."""
+    def _probe(self) -> tuple[bool, bool, str]:
+        """Whether the template writes the reasoning of a last answer; whether it knows thoughts, and writes one before
+        the content or opens it in the prompt; and what it writes after the end of a turn."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
         try:
             text = self.template.render(messages)
             text, end = self._with_end(text, _content_end(self.template.render, messages, text)[1])
-            thoughtful = self.template.render([messages[0], messages[1] | {REASONING: ANSWER_END}])
+            reasoned = messages[1] | {REASONING: ANSWER_END}
+            thoughtful, thought = (
+                self.template.render([messages[0], one]) for one in (reasoned, _with_thought(reasoned))
+            )
+            prompt = self.template.render(messages[:1], prompt=True)
         except Unusable:
-            return False, ""
-        return ANSWER_END in thoughtful, text[end:]
+            return False, False, ""
+        keeps = ANSWER_END in thought or bool(THOUGHT.search(prompt))
+        return ANSWER_END in thoughtful, keeps and THOUGHT_END in self.template.source, text[end:]
 
     def _turn(self, render: Render, messages: list[Message], cut: bool) -> Turn:
         """The text up to the last of these messages, which is the assistant's, with the loss on that message.

@@ -12,8 +12,8 @@ from longdraft.data_prep.documents import Conversation, Unusable, read_messages
 
 PUBLISHED = Path(__file__).with_name("published")
 # Templates in the manner of others: one whose prompt opens a thought and which expects it in the content (QwQ's), one
-# that knows neither thoughts nor tools, one that writes the first of a message's calls alone, and one that writes its
-# name twice.
+# that knows neither thoughts nor tools, one that drops thoughts (DeepSeek-V3.1's), one that writes the first of a
+# message's calls alone, and one that writes its name twice.
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -21,6 +21,7 @@ CHATML = (
 QWQ = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>')[-1].lstrip('\n'))").replace(
     "assistant\n'", "assistant\n<think>\n'"
 )
+DROPS = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
 ONE_CALL = CHATML.replace("m.content", "(m.tool_calls[0].function.name if m.tool_calls else m.content)")
 NAME_TWICE = CHATML.replace("m.content", "(m.tool_calls[0].function.name * 2 if m.tool_calls else m.content)")
 SPELLED = "Adds <|im_end|> and <|end|>."
@@ -115,13 +116,22 @@ def test_reasoning_and_calls_are_learned_where_the_target_would_write_them(smoll
     ("template", "messages"),
     [
         (CHATML, (ASK, answer("5.", "I add."))),
+        (DROPS, (ASK, answer("5.", "I add."))),
         (CHATML, (ASK, answer("", None, {"a": 2}), FIVE, answer("5."))),
         (ONE_CALL, TWICE),
         (ONE_CALL, (ASK, answer("Hm.", None, {"a": 2}), FIVE, answer("5."))),
         (NAME_TWICE, (ASK, answer("Hm.", None, {"a": 2}), FIVE, answer("5."))),
         ("gpt-oss", TWICE),
     ],
-    ids=["reasoning", "calls", "a second call", "content beside a call", "a name twice", "gpt-oss, a second call"],
+    ids=[
+        "reasoning",
+        "a thought",
+        "calls",
+        "a second call",
+        "content beside a call",
+        "a name twice",
+        "gpt-oss, a second call",
+    ],
 )
 def test_what_the_template_does_not_write_is_bad(smollm2, template, messages):
     encoder, _ = encoder_of(smollm2, template)
