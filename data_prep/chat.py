@@ -20,10 +20,10 @@ Special tokens spelled out in a message are plain text, as in tokenize.py. Added
 import hashlib
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 Turn = tuple[str, Span]  # a rendered text, and (start, stop) of the answer that the loss counts, in characters
-Render = Callable[..., str]  # ChatTemplate.render with a conversation's tools
+Render = Callable[..., str]  # ChatTemplate.render with a conversation's tools and options
 REMEDY = "let the target answer (prepare regenerate)"
 # The end of a prompt that opens a thought, which reasoning models continue.
 THOUGHT, THOUGHT_END = re.compile(r"<think>\s*\Z"), "</think>"
@@ -93,7 +93,7 @@ class ChatEncoder:
         """The conversation as one sequence, or as several, named `name#1`, `name#2`, ... by their last turns. Raises
         Unusable."""
         assert isinstance(document, Conversation), document.name
-        messages, render = self._given(document.messages), self._renderer(document.tools)
+        messages, render = self._given(document.messages), self._renderer(document.tools, document.options)
         # The first message is never an answer: many templates refuse a prompt without messages.
         answers = [i for i, one in enumerate(messages) if one["role"] == "assistant" and i > 0]
         if not answers:
@@ -109,16 +109,19 @@ class ChatEncoder:
             sequences.setdefault(last, (text, []))[1].insert(0, span)
         return [self._tokens(f"{document.name}#{i}", *sequence) for i, sequence in sorted(sequences.items())]
 
-    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[dict] = ()) -> list[int]:
+    def encode_prompt(
+        self, messages: Sequence[Message], tools: Sequence[dict] = (), options: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Token ids of everything before the answer to these messages. Raises Unusable."""
-        given, render = self._given(messages), self._renderer(tools)
+        given, render = self._given(messages), self._renderer(tools, options)
         for i, message in enumerate(given, start=1):
             if "tool_calls" in message:
                 _check_written(render, given[:i])
         return self._tokenizer.finish(self._tokenizer.encode(render(given, prompt=True)))[0].tolist()
 
-    def _renderer(self, tools: Sequence[dict]) -> Render:
-        return partial(self.template.render, tools=self.template.guarded(tools))
+    def _renderer(self, tools: Sequence[dict], options: Mapping[str, Any] | None) -> Render:
+        guarded = self.template.guarded
+        return partial(self.template.render, tools=guarded(tools), options=guarded(options))
 
     def _given(self, messages: Sequence[Message]) -> list[Message]:
         """The messages guarded. Reasoning that the template does not write precedes the content as a thought.

@@ -65,24 +65,30 @@ class ChatTemplate:
         return ChatTemplate, (self.source, self.variables, self.special)
 
     def guarded(self, value: Any) -> Any:
-        """Messages or tools for `render`, marked so that no special token in a text is taken for the template's."""
+        """Messages, tools or options for `render`, in which no special token in a text is taken for the template's."""
         if isinstance(value, dict):
             return {self.guarded(name): self.guarded(field) for name, field in value.items()}
         if isinstance(value, list | tuple):
             return [self.guarded(element) for element in value]
         return self._starts.sub(rf"\1{GUARD}", value) if isinstance(value, str) else value
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict] = (), prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict] = (),
+        options: Mapping[str, Any] | None = None,
+        prompt: bool = False,
+    ) -> str:
         """The text of the conversation, with placeholders for special tokens.
 
-        messages, tools: as `guarded` returns them. prompt: whether to add the generation prompt. Raises Unusable if the
-        template refuses or fails.
+        messages, tools, options: as `guarded` returns them. prompt: whether to add the generation prompt. Raises
+        Unusable if the template refuses or fails.
         """
         # gpt-oss's template has another name for the reasoning.
         named = [one | ({"thinking": one[REASONING]} if REASONING in one else {}) for one in messages]
         arguments = {"messages": named, "add_generation_prompt": prompt, "tools": tools or None, "documents": None}
         try:
-            raw = self._template.render(self.variables | arguments)
+            raw = self._template.render(self.variables | dict(options or {}) | arguments)
         except Exception as error:  # the template's own refusal, or any Python error in its expressions
             what = f"{type(error).__name__}: {error}"
             raise Unusable("refused_by_template", f"is refused by the chat template ({what})") from None

@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 ROLES = ("system", "user", "assistant")
@@ -41,13 +41,15 @@ class Document:
 class Conversation:
     """A conversation. name: like a document's. messages: at least one is the assistant's if answers are to be learned.
     digest: a sha256 that decides whether it is held out. unfinished: the last answer was cut off, so its end must not
-    be learned. tools: the functions that the assistant may call, as JSON schemas in OpenAI's form."""
+    be learned. tools: the functions that the assistant may call, as JSON schemas in OpenAI's form. options: further
+    variables for the chat template."""
 
     name: str
     digest: bytes
     messages: tuple[Message, ...]
     unfinished: bool = False
     tools: tuple[dict[str, Any], ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,14 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
         function = _plain(function, nulls=isinstance(value, str) or isinstance(given, str))
         tools.append({"type": "function", "function": function})
     return tuple(tools)
+
+
+def read_options(value: Any) -> dict[str, Any]:
+    """Read further variables for the chat template: an object, or one as JSON text. Raises Unusable."""
+    options = _parsed(value or {}, "not_options")
+    if not isinstance(options, dict):
+        raise Unusable("not_options")
+    return _plain(options, nulls=False)
 
 
 def _function(given: Any, why: str) -> dict[str, Any]:

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longdraft.data_prep.documents import Conversation, Document, Unusable, messages_digest, read_messages, read_tools
+from longdraft.data_prep.documents import (
+    Conversation,
+    Document,
+    Unusable,
+    messages_digest,
+    read_messages,
+    read_options,
+    read_tools,
+)
 from longdraft.data_prep.recipe import Source, fields_of
 from longdraft.data_prep.tokenize import rust_tokenizer
 
@@ -20,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TEXT_FIELD = "text"
-UNFINISHED, TOOLS, SYSTEM = "unfinished", "tools", "system"
+UNFINISHED, TOOLS, SYSTEM, OPTIONS = "unfinished", "tools", "system", "chat_template_kwargs"
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,8 @@ class TextFormat:
 @dataclass(frozen=True)
 class ChatFormat:
     """One field holds the list of messages; if there are any, `tools` holds the functions that the assistant may call,
-    and `system` the text of a system message. answered: whether at least one message must be the assistant's.
+    `system` the text of a system message, and `chat_template_kwargs` further variables for the chat template.
+    answered: whether at least one message must be the assistant's.
 
     A record whose field `unfinished` is true (`longdraft prepare regenerate --unfinished keep`) ends in an answer that
     was cut off."""
@@ -50,15 +59,15 @@ class ChatFormat:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return (self.chat_field, UNFINISHED, TOOLS, SYSTEM)
+        return (self.chat_field, UNFINISHED, TOOLS, SYSTEM, OPTIONS)
 
     def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[Document | Conversation]:
         system = record.get(SYSTEM)
         system = system if isinstance(system, str) else ""
         messages = read_messages(_present(record, self.chat_field), self.answered, system)
         unfinished = record.get(UNFINISHED) is True and messages[-1]["role"] == "assistant"
-        tools = read_tools(record.get(TOOLS))
-        return [Conversation(name, messages_digest(messages), messages, unfinished, tools)]
+        tools, options = read_tools(record.get(TOOLS)), read_options(record.get(OPTIONS))
+        return [Conversation(name, messages_digest(messages), messages, unfinished, tools, options)]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from longdraft.data_prep.documents import (
     messages_digest,
     read_messages,
 )
-from longdraft.data_prep.formats import ChatFormat, TextFormat
+from longdraft.data_prep.formats import OPTIONS, TOOLS, ChatFormat, TextFormat
 from longdraft.data_prep.recipe import Source, check_outside
 from longdraft.data_prep.records import SEGMENT_BYTES, read_documents, scan
 from longdraft.data_prep.shards import MANIFEST
@@ -232,8 +232,8 @@ def answer(
 ) -> Generator[tuple[list[int], int], Completion | None, dict]:
     """Answer a document's open turns: yields prompt and seed of each, and is sent its completion.
 
-    Returns the record for `prepare`: {"messages", "source"}, and "unfinished" if the last answer was cut off. Raises
-    Unusable.
+    Returns the record for `prepare`: {"messages", "source"}, the tools and the template's variables if there are any,
+    and "unfinished" if the last answer was cut off. Raises Unusable.
     """
     if isinstance(document, Document) and config.beginning is not None:
         document = beginning(document, *config.beginning, rust_tokenizer(encoder.serialised))
@@ -242,7 +242,7 @@ def answer(
     messages, turn, unfinished = list[Message](), 0, False
     for message in open_answers(document.messages):
         if message["content"] is None:
-            prompt = encoder.encode_prompt(messages, document.tools)
+            prompt = encoder.encode_prompt(messages, document.tools, document.options)
             if len(prompt) > config.max_prompt:
                 raise Unusable("prompt_too_long")
             completion = yield prompt, answer_seed(config.seed, document.messages, turn)
@@ -253,7 +253,8 @@ def answer(
         if unfinished:
             break
     record = {"messages": messages, "source": document.name}
-    record |= {"tools": document.tools} if document.tools else {}
+    record |= {TOOLS: document.tools} if document.tools else {}
+    record |= {OPTIONS: document.options} if document.options else {}
     return record | ({"unfinished": True} if unfinished else {})
 
 

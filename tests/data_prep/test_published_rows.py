@@ -291,6 +291,28 @@ def test_the_system_message_of_a_record(tmp_path, system, messages, expected, st
     assert isinstance(document, Conversation) and [*document.messages] == openai(*expected)
 
 
+@pytest.mark.parametrize("stored", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"custom_instructions": None, "enable_thinking": False, "xml_tools": ["{}"]},) * 2,
+        ('{"enable_thinking": false}', {"enable_thinking": False}),
+        (None, {}),
+        ("x", "not_options"),
+        (["x"], "not_options"),
+    ],
+    ids=["smoltalk2", "JSON text", "null", "a text", "a list"],
+)
+def test_the_template_variables_of_a_record(tmp_path, given, expected, stored):
+    row = {"messages": openai(*ONE), "chat_template_kwargs": given}
+    document = read(tmp_path, row, stored, ChatFormat("messages"))
+    if isinstance(expected, str):
+        assert isinstance(document, BadDocument) and document.why == expected
+    else:
+        assert isinstance(document, Conversation)
+        assert document.options == {name: value for name, value in expected.items() if value is not None}
+
+
 def test_who_speaks_is_named_if_it_is_no_role(tmp_path):
     document = read(tmp_path, {"m": sharegpt(HUMAN, ("narrator", "Once."))}, "jsonl", ChatFormat("m"))
     assert isinstance(document, BadDocument) and "narrator" in document.detail

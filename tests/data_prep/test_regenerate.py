@@ -182,6 +182,15 @@ def test_which_turns_are_answered(messages, expected):
             open_answers(messages)
 
 
+def test_tools_and_variables_of_the_template_are_passed_on(config, run, speaker, tmp_path):
+    fields = {"tools": [{"type": "function", "function": {"name": "f"}}], "chat_template_kwargs": {"style": "short"}}
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [U], **fields}) + "\n")
+    run(config, speaker, "{{ style }}{{ tools[0].function.name }}" + CHATML)
+    (record,) = records(config.out)
+    assert {name: record[name] for name in fields} == fields
+    assert speaker.calls[0][0][0] == "shortf<|start|>user\nu<|end|>\n<|start|>assistant\n"
+
+
 def test_accounts(config, run, tiny_tokenizer, tmp_path, monkeypatch, capsys):
     """Every reason at once. If the first turn is good and the second is not, nothing of the conversation is kept."""
     said = {

@@ -142,3 +142,14 @@ def test_what_the_template_does_not_write_is_bad(smollm2, template, messages):
         with pytest.raises(Unusable) as error:
             encode()
         assert error.value.why == "answer_beside_content"
+
+
+def test_a_record_sets_variables_of_the_template(smollm2):
+    encoder, tokenizer = encoder_of(smollm2, "qwen3")
+    messages, options = (ASK, answer("5.")), {"enable_thinking": False}
+    (encoded,) = encoder.encode_document(Conversation("c", b"", messages, options=options))
+    prompt = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True, **options)
+    ((start, stop),) = encoded.spans
+    assert tokenizer.decode(encoded.tokens[:start]) == prompt and prompt.endswith("</think>\n\n")
+    assert tokenizer.decode(encoded.tokens[start:stop]) == "5." + END
+    assert encoder.encode_prompt([ASK], (), options) == encoded.tokens[:start].tolist()
