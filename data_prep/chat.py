@@ -38,7 +38,7 @@ from longdraft.data_prep.chat_template import (
     Encoding,
     placeholder,
 )
-from longdraft.data_prep.documents import REASONING, Conversation, Document, Message, Unusable
+from longdraft.data_prep.documents import REASONING, WEIGHT, Conversation, Document, Message, Unusable
 from longdraft.data_prep.tokenize import Encoded, make_encoder
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ class ChatEncoder:
         assert isinstance(document, Conversation), document.name
         messages, render = self._given(document.messages), self._renderer(document.tools, document.options)
         # The first message is never an answer: many templates refuse a prompt without messages.
-        answers = [i for i, one in enumerate(messages) if one["role"] == "assistant" and i > 0]
+        learned = [one["role"] == "assistant" and WEIGHT not in one for one in messages]
+        answers = [i for i, counts in enumerate(learned) if counts and i > 0]
         if not answers:
             raise Unusable("no_assistant_turn")
         turns = [self._turn(render, messages[: i + 1], document.unfinished and i == answers[-1]) for i in answers]

@@ -18,9 +18,10 @@ SPEAKERS = {
 }
 CALLERS = ("function_call", "tool_call")  # speakers whose content is calls as a text: LLaMA-Factory's and ms-swift's
 REASONING = "reasoning_content"  # what the assistant thought before its answer
+WEIGHT = "weight"  # 0: the answer carries no loss
 # A message as chat templates read it: `role` (system, user, assistant or tool) and `content`, a text. An answer may
 # have `reasoning_content`, a text, and `tool_calls`: {"type": "function", "function": {"name", "arguments"}}, with an
-# object of arguments; a tool's result may have `name` and `tool_call_id`.
+# object of arguments, and a `weight` of 0; a tool's result may have `name` and `tool_call_id`.
 Message = dict[str, Any]
 # Unicode reserves the first range for a program's internal use: chat_template.py marks places in a text with these. The
 # second range is halves of surrogate pairs, which JSON can express and UTF-8 cannot.
@@ -142,8 +143,8 @@ def _answer(message: dict[str, Any], content: Any) -> Message:
     text = "" if calls and not content else _text(content)
     if not calls and not text.strip():
         raise Unusable("empty_answer")
-    reasoning = {} if thought is None else {REASONING: _text(thought)}
-    return {"role": "assistant", "content": text, **reasoning} | ({"tool_calls": calls} if calls else {})
+    answer = {"role": "assistant", "content": text} | ({} if thought is None else {REASONING: _text(thought)})
+    return answer | ({"tool_calls": calls} if calls else {}) | ({WEIGHT: 0} if message.get(WEIGHT) == 0 else {})
 
 
 def _calls(given: Any, nulls: bool = False) -> list[dict[str, Any]]:

@@ -74,6 +74,10 @@ CASES = {
     "API log, parts": (openai(("user", [part("Wh"), part("y?")]), ("assistant", [part("So.")])), ONE),
     "API log, null fields": (openai(*[(role, [part(text, image_url=None)]) for role, text in ONE]), ONE),
     "API log, empty fields": (openai(*ONE, tool_calls=None, refusal=None, annotations=[], reasoning_content=""), ONE),
+    "OpenAI's weights": (
+        openai(USER, {"role": "assistant", "content": "So.", "weight": 0}, MORE[0], dict(openai(MORE[1])[0], weight=1)),
+        (USER, {"role": "assistant", "content": "So.", "weight": 0}, *MORE),
+    ),
     "null system message": (openai(("system", None), USER, ANSWER), ONE),
     "null answer": (openai(USER, ("assistant", None)), "content_not_text"),
     "empty answer": (openai(USER, ("assistant", " \n"), *MORE), "empty_answer"),

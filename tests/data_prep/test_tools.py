@@ -88,6 +88,7 @@ LEARNED = {  # template, messages, and the answers that the loss counts, by sequ
     "a call that is written with its name twice": (NAME_TWICE, (ASK, answer("", None, {"a": 2}), FIVE, answer("5.")), [
         ["addadd" + END, "5." + END],
     ]),
+    "an answer of weight 0": (CHATML, (ASK, answer("5.") | {"weight": 0}, AGAIN, answer("4.")), [["4." + END]]),
     "QwQ": (QWQ, (ASK, answer("5.", "I add."), AGAIN, answer("4.", "No.")), [
         ["I add.\n</think>\n\n5." + END], ["No.\n</think>\n\n4." + END],
     ]),
@@ -98,7 +99,7 @@ LEARNED = {  # template, messages, and the answers that the loss counts, by sequ
 def test_reasoning_and_calls_are_learned_where_the_target_would_write_them(smollm2, template, messages, learned):
     encoder, tokenizer = encoder_of(smollm2, template)
     conversation = Conversation("c", b"", read_messages([*messages]), tools=(TOOL,))
-    places = [i for i, one in enumerate(messages) if one["role"] == "assistant"]
+    places = [i for i, one in enumerate(messages) if one["role"] == "assistant" and "weight" not in one]
     encoded = encoder.encode_document(conversation)
     assert [[tokenizer.decode(one.tokens[slice(*span)]) for span in one.spans] for one in encoded] == learned
     starts = [one.tokens[:start] for one in encoded for start, _ in one.spans]
