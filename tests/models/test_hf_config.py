@@ -69,11 +69,11 @@ def test_a_scaling_without_a_number_is_refused(sizes, values, message):
 
 
 def test_sliding_windows_follow_the_family(sizes):
-    assert decoder_config(MistralConfig(**sizes, sliding_window=4095)).sliding_windows == (4095, 4095)
+    assert decoder_config(MistralConfig(**sizes, sliding_window=63)).sliding_windows == (63, 63)
     # A window that holds every text is none, as in Phi-3-mini-128k: it would refuse partial caches.
-    long = MistralConfig(**sizes, sliding_window=4096)
+    long = MistralConfig(**sizes, sliding_window=64)
     assert decoder_config(long, 16).sliding_windows is decoder_config(long).sliding_windows is None
-    assert decoder_config(long, 4097).sliding_windows == (4096, 4096)
+    assert decoder_config(long, 65).sliding_windows == (64, 64)
     assert decoder_config(MistralConfig(**sizes, sliding_window=None)).sliding_windows is None
     with pytest.raises(ValueError, match="sliding_windows"):
         decoder_config(MistralConfig(**sizes, sliding_window=0))
