@@ -70,6 +70,7 @@ class SlotPool:
         # Where steps are recorded: the last sampling of each kind, and for which values of `state.logprobs` its steps
         # are recorded.
         self._samplings: dict[SlotSampling, set[bool]] = {}
+        self._name = object()  # of these slots; a drafter that knows them by it does not keep them alive
         self.sequences: list[ActiveSequence | None] = []
         self._row_counts: Sequence[int] = ()  # of the recorded prefill passes, ascending; may be empty
         self._prefilling: int | None = None  # the slot that is being prefilled
@@ -97,6 +98,11 @@ class SlotPool:
         with on_device(self.device):
             if runner.cache is None or runner.cache.batch != batch or runner.cache.capacity < capacity:
                 self._allocate(batch, capacity, min(len(kinds), KINDS_OF_SAMPLING), log)
+            elif self.drafter.last_slots is not self._name and self.drafter.allocations(batch, capacity):
+                # Another engine has made it replace its buffers, which recorded work would keep alive.
+                runner.graphs.clear()
+                self._samplings.clear()
+            self.drafter.last_slots = self._name
             for slot in range(batch):  # a call that was left early may have left requests there
                 self._empty(slot)
             runner.state.active.zero_()

@@ -49,6 +49,7 @@ class Drafter:
     max_nodes: int
     max_depth: int
     user: object = None  # the engine that is decoding with it
+    last_slots: object = None  # stands for the slots that it decoded on last (infer/slot_pool.py)
     parts: Sequence["Drafter"] = ()
 
     @contextmanager

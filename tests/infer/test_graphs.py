@@ -257,6 +257,16 @@ def test_what_is_kept_takes_the_memory_of_the_estimate(made, as_on_a_gpu):
     assert len(RECORDED) == recorded
 
 
+def test_engines_that_share_a_drafter_by_turns_keep_no_work_of_its_former_buffers(made, as_on_a_gpu):
+    target, drafter = made("triforce")
+    engines, kept = [Engine(target, drafter, slots=2, nodes=None) for _ in range(2)], []
+    for _ in range(3):
+        for engine in engines:
+            engine.generate([[3, 1, 4, 1, 5], [9, 2, 6]], SamplingParams(max_new_tokens=NEW, ignore_eos=True))
+        kept.append([len(engine.runner.graphs._known) for engine in engines])
+    assert kept[0] == kept[-1], kept
+
+
 class OneRank:
     """`Ranks` with a single rank; `announced` counts the passes that it announces to the others."""
 
