@@ -35,7 +35,7 @@ from longdraft.models.rope import LENGTH_DEPENDENT
 
 IDLE = SamplingParams()
 # Steps are recorded for at most this many kinds of sampling. A kind is the set of filters and penalties in use,
-# whatever their strength, and the lists of bans, biases and held-back end tokens.
+# whatever their strength, with or without biases and bans, and with or without held-back end tokens.
 KINDS_OF_SAMPLING = 8
 # Row counts of recorded prefill passes, besides `prefill_chunk`. A pass has the smallest that fits the rest of the
 # prompt with fewer than SPARE_ROWS unused, which cost little beside reading the weights; else the largest full one.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longdraft.infer.history import History
 from longdraft.kernels import backend
-from longdraft.kernels.transfer import from_host, integers
+from longdraft.kernels.transfer import fill_from_host, from_host, integers
 
 Biases = Sequence[tuple[int, float]]
 NOTHING = -0.0  # added to a logit, also to -0.0, it changes no bit
@@ -57,6 +57,12 @@ class Penalties:
     def columns(self) -> tuple[Tensor | None, ...]:
         """The slots' numbers on the device; None for penalties that no slot has."""
         return self._contextual, self._windows, self._repetition, self._presence, self._frequency, self._least
+
+    def follow(self, other: "Penalties") -> None:
+        """Copy another's biases, bans and held-back tokens into the tables that recorded work reads."""
+        before, self.biases, self.held_back = (self.biases, self.held_back), other.biases, other.held_back
+        for key, table_B1V in self._tables.items() if before != (self.biases, self.held_back) else ():
+            fill_from_host(table_B1V, self._host_table(*key))
 
     def apply(
         self,
@@ -106,10 +112,10 @@ class Penalties:
                 generated_BMC = seen_BMC & (places_BC >= history.prompt_lengths[:, None])[:, None]
                 logits_BMV = self._subtract(logits_BMV, tokens_B1C, generated_BMC)
         if self.biases is not None:
-            logits_BMV = logits_BMV + self._table(self.biases, logits_BMV.shape[-1])
+            logits_BMV = logits_BMV + self._table(False, logits_BMV.shape[-1])
         if self.held_back is not None and self._least is not None:
             early_BM = positions_BM + 1 - history.prompt_lengths[:, None] < self._least
-            table_B1V = self._table(self.held_back, logits_BMV.shape[-1])
+            table_B1V = self._table(True, logits_BMV.shape[-1])
             logits_BMV = logits_BMV + torch.where(early_BM[:, :, None], table_B1V, NOTHING)
         return logits_BMV if ids_R is None else logits_BMV[..., ids_R]
 
@@ -143,16 +149,20 @@ class Penalties:
             self._widths[id(ids_R)] = ids_R, int(ids_R.max()) + 2
         return self._widths[id(ids_R)][1]
 
-    def _table(self, biases: Sequence[Biases], width: int) -> Tensor:
-        """What biases or held_back add to each slot's logits: fp32 [B, 1, V]; cached."""
-        key = biases is self.held_back, width
+    def _table(self, held_back: bool, width: int) -> Tensor:
+        """What held_back, else biases, adds to each slot's logits: fp32 [B, 1, V]; cached."""
+        key = held_back, width
         if key not in self._tables:
-            table_BV = torch.full((len(biases), width), NOTHING)
-            for row_V, pairs in zip(table_BV, biases, strict=True):
-                for token, bias in pairs:
-                    row_V[token : token + 1] += bias  # none for an id beyond a restricted vocabulary
-            self._tables[key] = from_host(table_BV[:, None], self._device)
+            self._tables[key] = from_host(self._host_table(*key), self._device)
         return self._tables[key]
+
+    def _host_table(self, held_back: bool, width: int) -> Tensor:
+        of_slots: Sequence[Biases] = (self.held_back if held_back else self.biases) or ()
+        table_BV = torch.full((len(of_slots), width), NOTHING)
+        for row_V, pairs in zip(table_BV, of_slots, strict=True):
+            for token, bias in pairs:
+                row_V[token : token + 1] += bias  # none for an id beyond a restricted vocabulary
+        return table_BV[:, None]
 
 
 def column(values: Sequence[float], off: float, dtype: torch.dtype, device: torch.device) -> Tensor | None:

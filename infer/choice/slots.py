@@ -73,6 +73,7 @@ class SlotSampling:
         if self.kind != other.kind:
             return False
         fill(self._columns, other._columns)
+        self.penalties.follow(other.penalties)
         self.params = other.params
         self._noise_rows, self._noise_width = other._noise_rows, other._noise_width
         return True
@@ -86,7 +87,7 @@ class SlotSampling:
     def kind(self) -> tuple:
         """Everything on the host that the work depends on: equal kinds queue the same work."""
         absent = tuple(column is None for column in self._columns)
-        penalties = self.penalties.widest, self.penalties.biases, self.penalties.held_back
+        penalties = self.penalties.widest, self.penalties.biases is None, self.penalties.held_back is None
         limits = *self.filters.limits, *penalties
         return len(self.params), self.greedy, *limits, absent
 

@@ -192,6 +192,20 @@ def test_recorded_steps_give_plain_tokens(made, plain_tokens, seeded, as_on_a_gp
     assert len(RECORDED) == recorded > 0, "recorded while a request waited"
 
 
+def test_recorded_steps_read_each_requests_own_biases(made, as_on_a_gpu):
+    """Biases, and ends that are held back, are numbers of the recorded work."""
+    target, drafter = made("medusa")
+    prompts, ends = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3], [5, 8, 9], [7]], [5, 10, 15, 20, 25]
+    params = [
+        SamplingParams(logit_bias={end: 40.0}, stop_token_ids=(end,), min_new_tokens=n, max_new_tokens=NEW)
+        for n, end in enumerate(ends, 1)
+    ]
+    found = Engine(target, drafter, slots=2, nodes=8).generate(prompts, params)
+    assert RECORDED and [one.tokens.index(end) for one, end in zip(found, ends, strict=True)] == [1, 2, 3, 4, 5]
+    with mock.patch.object(runner_module, "graphs_for", lambda *_: Graphs()):
+        assert [one.tokens for one in Engine(target).generate(prompts, params)] == [one.tokens for one in found]
+
+
 def test_after_a_recording_that_failed_others_succeed(monkeypatch):
     """PyTorch's allocator records to one pool at a time, and ends only with a recording that is valid."""
     recording, invalid, pools = set(), [], count()
@@ -325,8 +339,8 @@ def test_the_width_curve_times_passes_as_they_will_run(made, as_on_a_gpu, monkey
 
 
 def test_kinds_of_sampling_are_counted_by_their_work(made, as_on_a_gpu, monkeypatch):
-    """Seeds, lengths and temperatures make no kind, nor does a top_k up to the same power of two; greedy decoding, a
-    filter, and log-probabilities do."""
+    """Seeds, lengths and temperatures make no kind, nor do a top_k up to the same power of two, other biases or bans,
+    or other slots that have them; greedy decoding, a filter, any bias, and log-probabilities do."""
     target, drafter = made("medusa")
     engine, counted = Engine(target, drafter, slots=2, nodes=8), []
     monkeypatch.setattr(Runner, "rehearse", lambda runner, lengths: counted.append(runner.state.logprobs))
@@ -338,3 +352,7 @@ def test_kinds_of_sampling_are_counted_by_their_work(made, as_on_a_gpu, monkeypa
     engine.generate([[1, 2, 3]] * len(params), params)
     engine.generate([[1, 2, 3] * 3] * len(params), params)  # a longer text fits into the same cache
     assert counted == [4, False, False, False, True]
+    for bias in {3: 1.0}, {5: -2.0, 8: 0.5}:
+        engine.generate([[1, 2, 3]] * 2, SamplingParams(1.0, logit_bias=bias, max_new_tokens=2))
+    engine.generate([[1, 2, 3]] * 2, SamplingParams(1.0, banned_token_ids=(7,), max_new_tokens=2))
+    assert counted[5:] == [False]
