@@ -52,10 +52,11 @@ class Selection:
 
         The fixed ones come first, then the others in ascending importance, the order in which they are overwritten.
         """
-        if queries_LHd is None:  # the last ones
+        if self.recent:
             rows_R = torch.arange(self.budget, device=keys_LSKd.device)
             rows_R[self.fixed :] += keys_LSKd.shape[1] - self.budget
             return rows_R[None, :, None].expand(len(keys_LSKd), -1, keys_LSKd.shape[2])
+        assert queries_LHd is not None
         if self.chunk == 1:
             means_LCKd = keys_LSKd
         else:
@@ -152,7 +153,6 @@ class SelectedCache(KVCache):
 
     def on_prefill(self, slot: int, queries_L1Hd: Tensor | None, length: int) -> None:
         """Build a slot at the end of its prefill. queries_L1Hd: of the last of the `length` prefilled tokens."""
-        assert self.selection.recent == (queries_L1Hd is None)
         self.build(slot, None if queries_L1Hd is None else queries_L1Hd[:, 0], length, length)
         self._ask(0)
 
@@ -177,7 +177,7 @@ class SelectedCache(KVCache):
         """Pick this slot's rows anew from its `total` committed keys, and drop its tail. Tokens after the first `seen`,
         which the queries do not see, and an incomplete last chunk are added as new ones.
 
-        queries_LHd: post-RoPE queries of a committed token; None for the last tokens.
+        queries_LHd: post-RoPE queries of a committed token; not read for the last tokens.
         """
         full, held, chunk = self.full, min(seen, total), self.selection.chunk
         keys, values = self.keys[:, slot, : self.budget], self.values[:, slot, : self.budget]

@@ -152,6 +152,7 @@ PAIRS = [
     ("medusa", "token_recycling"),
     ("tokenswift_draft_pass", "longspec"),
     ("small_model", "triforce_self"),
+    ("tokenswift_draft_pass", "triforce_recent"),
 ]
 
 
