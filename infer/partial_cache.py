@@ -216,5 +216,5 @@ class SelectedCache(KVCache):
 def refuse_windows(like: DecoderConfig, what: str) -> None:
     """Raise ValueError, about `what`, if a layer has a sliding window: a window counts rows, and selected rows are
     unordered."""
-    if like.sliding_windows and any(like.sliding_windows):
+    if any(like.windows):
         raise ValueError(f"{what} does not support this model's sliding windows; use a drafter without a partial cache")

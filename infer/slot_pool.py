@@ -45,7 +45,7 @@ RECORDED_ROWS, SPARE_ROWS = (128, 256, 512), 256
 def tune_for(model: Decoder, capacity: int, n_slots: int, widths: Iterable[int], log: Callable[[str], object]) -> None:
     """`kernels.tree_attention.tune` for the passes of this model."""
     config, weight = model.config, model.embed_tokens.weight
-    shape = config.n_heads, config.n_kv_heads, config.head_dim, config.sliding_windows or [None]
+    shape = config.n_heads, config.n_kv_heads, config.head_dim, config.windows
     tune(*shape, weight.dtype, weight.device, capacity, n_slots, widths, log)
 
 

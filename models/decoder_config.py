@@ -69,6 +69,12 @@ class DecoderConfig:
         if self.sliding_windows is not None and len(self.sliding_windows) != self.n_layers:
             raise ValueError(f"sliding_windows: {len(self.sliding_windows)} for {self.n_layers} layers")
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """`sliding_windows` without those that hold every text."""
+        given = self.sliding_windows or (None,) * self.n_layers
+        return tuple(None if window is None or window >= self.max_positions else window for window in given)
+
     def rope_of(self, layer: int) -> RopeConfig:
         """The RoPE of a layer; -1 is the last one."""
         windowed = self.sliding_windows is not None and self.sliding_windows[layer] is not None

@@ -108,7 +108,7 @@ def exact_bytes(model: Decoder, batch: int, n_rows: int, capacity: int) -> int:
         return 0
     queries = batch, n_rows, config.n_heads, config.head_dim
     n_tokens, most = batch * n_rows, 0
-    for windowed in {window is not None for window in config.sliding_windows or [None]}:
+    for windowed in {window is not None for window in config.windows}:
         shapes = attention.partial_shapes(queries, config.n_kv_heads, capacity, windowed)
         most = max(most, size_of((shape, torch.float32) for shape in shapes))
     for shape in {p.shape for p in model.parameters() if p.dim() > 1}:

@@ -63,8 +63,6 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
         joined=model_type == "phi3",
         **of_family,
     )
-    if min(filter(None, config.sliding_windows or ()), default=0) >= max(config.max_positions, max_positions or 0):
-        config = replace(config, sliding_windows=None)  # every text fits into them
     return config if max_positions is None else replace(config, max_positions=max_positions)
 
 

@@ -101,7 +101,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
-        self.window = config.sliding_windows[layer] if config.sliding_windows else None
+        self.window = config.windows[layer]
         self.rope = int(config.rope_of(layer) is not config.rope)  # index into Decoder.ropes
         n_outputs = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, n_outputs, bias=config.attention_bias)

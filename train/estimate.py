@@ -175,7 +175,7 @@ def operations(draft: DraftSection, data: DataSection, loss: str, target: Decode
     d, heads, kv = t.hidden_size, t.n_heads * t.head_dim, 2 * t.n_kv_heads * t.head_dim
     project, output = 2 * d * (heads + kv), 2 * heads * d
     seen = 0.0
-    for layer, window in enumerate(t.sliding_windows or (None,) * t.n_layers):
+    for layer, window in enumerate(t.windows):
         finish = output + 6 * d * t.feed_forward_size(layer) + 4 * heads * mean_keys(length, window)
         # LongSpec reads the last layer's keys and values, and only a distillation finishes that layer.
         is_finished = distils or not is_block or layer < t.n_layers - 1

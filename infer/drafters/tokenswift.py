@@ -82,7 +82,7 @@ class TokenSwiftDrafter(HeadsDrafter):
         weights = list(target.model.parameters())
         self._expert_bytes = sum(p.nbytes for p in weights if p.dim() == 3)  # only experts have three dimensions
         self._weight_bytes = sum(p.nbytes for p in weights) - self._expert_bytes
-        self._pass_allowed = draft_pass != "never" and not any(target.model.config.sliding_windows or ())
+        self._pass_allowed = draft_pass != "never" and not any(target.model.config.windows)
         # The tree of a proposal with a draft pass.
         self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)))
         heads = self._pass_shape if self._pass_allowed else self.shape

@@ -3,6 +3,7 @@
 import pytest
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from longdraft.models.fingerprint import shape_hash
 from longdraft.models.hf_config import decoder_config
 
 
@@ -69,14 +70,13 @@ def test_a_scaling_without_a_number_is_refused(sizes, values, message):
 
 
 def test_sliding_windows_follow_the_family(sizes):
-    assert decoder_config(MistralConfig(**sizes, sliding_window=63)).sliding_windows == (63, 63)
+    assert decoder_config(MistralConfig(**sizes)).sliding_windows == (4096, 4096)
     # A window that holds every text is none, as in Phi-3-mini-128k: it would refuse partial caches.
-    long = MistralConfig(**sizes, sliding_window=64)
-    assert decoder_config(long, 16).sliding_windows is decoder_config(long).sliding_windows is None
-    assert decoder_config(long, 65).sliding_windows == (64, 64)
+    whole, longer = (decoder_config(MistralConfig(**sizes, sliding_window=64), length) for length in (None, 65))
+    assert whole.windows == (None, None) and longer.windows == (64, 64) and shape_hash(whole) == shape_hash(longer)
     assert decoder_config(MistralConfig(**sizes, sliding_window=None)).sliding_windows is None
     with pytest.raises(ValueError, match="sliding_windows"):
         decoder_config(MistralConfig(**sizes, sliding_window=0))
     assert decoder_config(Qwen2Config(**sizes)).sliding_windows is None
-    used = Qwen2Config(**sizes, use_sliding_window=True, sliding_window=16, max_window_layers=1)
-    assert decoder_config(used).sliding_windows == (None, 16)
+    used = Qwen2Config(**sizes, use_sliding_window=True, sliding_window=32, max_window_layers=1)
+    assert decoder_config(used).sliding_windows == (None, 32)
