@@ -88,10 +88,10 @@ def read_messages(value: Any, answered: bool = True, system: str = "") -> tuple[
     unless a tool's result follows. system: the system message of a list without one. Fields that `Message` does not
     have are ignored. Raises Unusable.
     """
-    value = _parsed(value, "not_a_list")
-    if isinstance(value, list) and all(isinstance(message, str) for message in value):
+    value = _parsed(value, list, "not_a_list")
+    if all(isinstance(message, str) for message in value):
         value = [{"role": ROLES[1 + i % 2], "content": text} for i, text in enumerate(value)]
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+    if not value or not all(isinstance(message, dict) for message in value):
         raise Unusable("not_a_list")
     given = _with_calls([{field: found for field, found in message.items() if found is not None} for message in value])
     roles = [_role(message.get("role", message.get("from"))) for message in given]
@@ -149,10 +149,10 @@ def _answer(message: dict[str, Any], content: Any) -> Message:
 
 def _calls(given: Any, nulls: bool = False) -> list[dict[str, Any]]:
     """Tool calls: one, a list, or either as a text, of which nulls are kept. Nothing is an empty list."""
-    found = (_literal(given) if isinstance(given, str) else given) if given else []
+    found = _literal(given) if given and isinstance(given, str) else given
     nulls = nulls or isinstance(given, str)
-    if isinstance(found, list):
-        return [call for one in found for call in _calls(one, nulls)]
+    if not found or isinstance(found, list):
+        return [call for one in found or [] for call in _calls(one, nulls)]
     return [_call(found, nulls)]
 
 
@@ -170,21 +170,18 @@ def _literal(text: str) -> Any:
 def _call(call: Any, nulls: bool) -> dict[str, Any]:
     """A tool call, given in OpenAI's form or as its function alone, with its arguments as an object or JSON text."""
     function = _function(call, "not_tool_calls")
-    given = function.get("arguments") or {}
-    arguments = _parsed(given, "not_tool_calls")
-    if not isinstance(arguments, dict):
-        raise Unusable("not_tool_calls")
+    given = function.get("arguments")
+    arguments = _plain(_parsed(given, dict, "not_tool_calls"), nulls or isinstance(given, str))
     number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    function = {"name": _text(function["name"]), "arguments": _plain(arguments, nulls or isinstance(given, str))}
-    return {**number, "type": "function", "function": function}
+    return {**number, "type": "function", "function": {"name": _text(function["name"]), "arguments": arguments}}
 
 
 def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
     """Read the functions that the assistant may call: a list of JSON schemas, each in OpenAI's form or of the function
     alone, or such a list as JSON text. Raises Unusable."""
     tools = []
-    for given in _list(value, "not_tools"):
-        function = _function(_parsed(given, "not_tools"), "not_tools")
+    for given in _parsed(value, list, "not_tools"):
+        function = _function(_parsed(given, dict, "not_tools"), "not_tools")
         function = _plain(function, nulls=isinstance(value, str) or isinstance(given, str))
         tools.append({"type": "function", "function": function})
     return tuple(tools)
@@ -192,10 +189,7 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
 
 def read_options(value: Any) -> dict[str, Any]:
     """Read further variables for the chat template: an object, or one as JSON text. Raises Unusable."""
-    options = _parsed(value or {}, "not_options")
-    if not isinstance(options, dict):
-        raise Unusable("not_options")
-    return _plain(options, nulls=False)
+    return _plain(_parsed(value, dict, "not_options"), nulls=False)
 
 
 def _function(given: Any, why: str) -> dict[str, Any]:
@@ -206,18 +200,13 @@ def _function(given: Any, why: str) -> dict[str, Any]:
     return function
 
 
-def _parsed(value: Any, why: str) -> Any:
-    """The value of JSON text; any other value as it is. Raises Unusable(why)."""
+def _parsed(value: Any, kind: type, why: str) -> Any:
+    """A list or an object (`kind`), or one as JSON text; nothing is an empty one. Raises Unusable(why)."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        found = (json.loads(value) if value and isinstance(value, str) else value) or kind()
     except (ValueError, RecursionError):
         raise Unusable(why) from None
-
-
-def _list(value: Any, why: str) -> list[Any]:
-    """A list, or one as JSON text; nothing is an empty one. Raises Unusable(why)."""
-    found = _parsed(value or [], why) or []
-    if not isinstance(found, list):
+    if not isinstance(found, kind):
         raise Unusable(why)
     return found
 
@@ -232,7 +221,7 @@ def _plain(value: Any, nulls: bool) -> Any:
     if isinstance(value, str):
         return _text(value)
     if value is not None and not isinstance(value, int | float):
-        detail = f"has a {type(value).__name__} in a call or tool, which the table's writer made of a text"
+        detail = f"has a {type(value).__name__}, which the table's writer made of a text"
         raise Unusable("not_json", detail)
     return value
 

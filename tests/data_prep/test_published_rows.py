@@ -131,6 +131,15 @@ CASES = {
             calling(call({}), content="So."),
         ),
     ),
+    "calls and arguments that are JSON's null": (
+        openai(
+            USER,
+            calling() | {"tool_calls": json.dumps([call("null")])},
+            RESULT,
+            calling(content="So.") | {"tool_calls": "null"},
+        ),
+        (USER, calling(call({})), RESULT, ANSWER),
+    ),
     "OpenAI's function call": (
         openai(USER, {"role": "assistant", "content": None, "function_call": F}, ("function", "1"), ANSWER),
         (USER, CALLED, RESULT, ANSWER),
@@ -256,6 +265,7 @@ BARE = {"name": "f", "parameters": {"a": {"type": "string"}}}
         (None, []),
         ("", []),
         ("[]", []),
+        ("null", []),
         (["f"], "not_tools"),
         ("f", "not_tools"),
         ([{"type": "function", "function": None}], "not_tools"),
@@ -302,10 +312,11 @@ def test_the_system_message_of_a_record(tmp_path, system, messages, expected, st
         ({"custom_instructions": None, "enable_thinking": False, "xml_tools": ["{}"]},) * 2,
         ('{"enable_thinking": false}', {"enable_thinking": False}),
         (None, {}),
+        ("null", {}),
         ("x", "not_options"),
         (["x"], "not_options"),
     ],
-    ids=["smoltalk2", "JSON text", "null", "a text", "a list"],
+    ids=["smoltalk2", "JSON text", "null", "JSON's null", "a text", "a list"],
 )
 def test_the_template_variables_of_a_record(tmp_path, given, expected, stored):
     row = {"messages": openai(*ONE), "chat_template_kwargs": given}
