@@ -254,7 +254,7 @@ def _check_written(render: Render, messages: list[Message]) -> None:
         call | {"function": call["function"] | {"name": marked(call["function"]["name"])}}
         for call in last["tool_calls"]
     ]
-    said = {field: marked(last[field].rstrip()) for field in (REASONING, "content") if last.get(field, "").strip()}
+    said = {field: marked(last[field]) for field in (REASONING, "content") if last.get(field, "").strip()}
     text = render([*messages[:-1], last | {"tool_calls": calls} | said])
     if not all(mark in text for mark in marks):
         raise Unusable("answer_beside_content", "has tool calls, of which the chat template does not write all")

@@ -113,7 +113,7 @@ CASES = {
         openai(("user", [part("Why?")]), calling(call({"a": 1}), content=[]), ("tool", [part("1")])),
         (USER, CALLED, RESULT),
     ),
-    "a speaker of calls that says something else": (sharegpt(HUMAN, ("function_call", "Hm.")), "not_tool_calls"),
+    "a speaker of calls that says something else": (sharegpt(HUMAN, ("Function_Call", "Hm.")), "not_tool_calls"),
     "a speaker of calls that says nothing": (sharegpt(HUMAN, ("function_call", None)), "content_not_text"),
     "function-calling ChatML": (sharegpt(HUMAN, ("function-response", "1"), GPT), (USER, RESULT, ANSWER)),
     "Llama 3.1's tool results": (openai(USER, ("ipython", "1"), ANSWER), (USER, RESULT, ANSWER)),
@@ -121,13 +121,13 @@ CASES = {
         openai(
             USER,
             calling(call('{"a": 1, "b": null}', id="1"), content=None),
-            {"role": "tool", "content": "1", "tool_call_id": "1"},
+            {"role": "tool", "content": "1", "name": "f", "tool_call_id": "1"},
             calling(call("{}"), content="So."),
         ),
         (
             USER,
             calling(call({"a": 1, "b": None}, id="1")),
-            {"role": "tool", "content": "1", "tool_call_id": "1"},
+            {"role": "tool", "content": "1", "name": "f", "tool_call_id": "1"},
             calling(call({}), content="So."),
         ),
     ),
@@ -255,6 +255,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": {"type
 BARE = {"name": "f", "parameters": {"a": {"type": "string"}}}
 
 
+@pytest.mark.parametrize("stored", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
     ("tools", "expected"),
     [
@@ -273,8 +274,8 @@ BARE = {"name": "f", "parameters": {"a": {"type": "string"}}}
     ],
     ids=str,
 )
-def test_the_tools_of_a_record(tmp_path, tools, expected):
-    document = read(tmp_path, {"messages": openai(*ONE), "tools": tools}, "jsonl", ChatFormat("messages"))
+def test_the_tools_of_a_record(tmp_path, tools, expected, stored):
+    document = read(tmp_path, {"messages": openai(*ONE), "tools": tools}, stored, ChatFormat("messages"))
     if isinstance(expected, str):
         assert isinstance(document, BadDocument) and document.why == expected
     else:

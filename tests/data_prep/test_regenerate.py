@@ -380,7 +380,7 @@ def test_the_thoughts_of_gpt_oss_are_kept_beside_its_answers(config, tiny_tokeni
         "one": f"<|channel|>analysis<|message|>A\nthought.<|end|><|start|>assistant{final}Hello",
         "two": f"{final}Well",
         "call": "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>commentary to=f<|message|>{}",
-        "cut": ("<|channel|>analysis<|message|>A tho", False),
+        "cut": (f"{final}Hel", False),
     }
     write(tmp_path / "chats.jsonl", [[user("one"), OLD, user("two")], [user("call")], [user("cut")]])
     encoder, speaker = ChatEncoder(tokenizer, GPT_OSS), Speaker(tokenizer, said, header="<|start|>user<|message|>")

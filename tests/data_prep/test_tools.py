@@ -30,7 +30,7 @@ TOOL = {
     "function": {
         "name": "add",
         "description": SPELLED,
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "description": "one"}}},
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, SPELLED: {"type": "integer"}}},
     },
 }
 ASK, AGAIN, FIVE = ({"role": role, "content": text} for role, text in (("user", "2+3?"), ("user", "4?"), ("tool", "5")))
@@ -107,7 +107,7 @@ def test_reasoning_and_calls_are_learned_where_the_target_would_write_them(smoll
         prompt = transformers_text(tokenizer, messages[:place], add_generation_prompt=True)
         assert tokenizer.decode(tokens) == prompt
         assert encoder.encode_prompt(messages[:place], (TOOL,)) == tokens.tolist()
-        # A control token that is spelled out in the tool's description is text.
+        # A control token that is spelled out in the tool's description, or names a parameter, is text.
         as_text = tokenizer(prompt.replace(SPELLED, "")).input_ids
         special = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|end|>")]
         assert sum(tokens == one for one in special).sum() == sum(as_text.count(one) for one in special)
