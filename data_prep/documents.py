@@ -168,9 +168,10 @@ def _literal(text: str) -> Any:
 
 
 def _call(call: Any, nulls: bool) -> dict[str, Any]:
-    """A tool call, given in OpenAI's form or as its function alone, with its arguments as an object or JSON text."""
+    """A tool call, given in OpenAI's form or as its function alone, with its arguments (Llama: parameters) as an object
+    or JSON text."""
     function = _function(call, "not_tool_calls")
-    given = function.get("arguments")
+    given = function.get("arguments", function.get("parameters"))
     arguments = _plain(_parsed(given, dict, "not_tool_calls"), nulls or isinstance(given, str))
     number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**number, "type": "function", "function": {"name": _text(function["name"]), "arguments": arguments}}

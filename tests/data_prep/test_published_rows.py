@@ -148,6 +148,7 @@ CASES = {
         openai(USER, calling({"function": {"name": "f", "arguments": {"a": 1, "b": None}}}), RESULT, ANSWER),
         (USER, CALLED, RESULT, ANSWER),
     ),
+    "Llama's calls": (openai(USER, calling({"name": "f", "parameters": {"a": 1}}), ANSWER), (USER, CALLED, ANSWER)),
     "calls as JSON text": (openai(USER, calling() | {"tool_calls": json.dumps([F])}, ANSWER), (USER, CALLED, ANSWER)),
     "a call's arguments that are cut": (openai(USER, calling(call('{"a": 1'))), "not_tool_calls"),
     "a call's arguments that are a list": (openai(USER, calling(call("[1]"))), "not_tool_calls"),
