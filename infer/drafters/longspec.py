@@ -70,7 +70,7 @@ class LongSpecDrafter(DeviceDrafter):
         check_draft(target, draft, shape_of(target.model.config))
         if len(widths) > draft.config.window:
             raise ValueError(f"widths: {len(widths)} levels, more than the {draft.config.window} of the draft's window")
-        if len(widths) > draft.config.noise:
+        if len(widths) > draft.config.noise + 1:  # the authors decode one level deeper than they train
             trained = f"the draft was trained for {draft.config.noise}"
             warnings.warn(f"widths: {len(widths)} levels, but {trained}; the others are rarely accepted", stacklevel=2)
         self.widths = widths

@@ -118,17 +118,17 @@ def plainly(target, chats, sampling, seed):
     for number, line in enumerate(chats.read_text().splitlines(), start=1):
         try:
             given = json.loads(line)["messages"]
-            pairs = tuple((message["role"], message["content"]) for message in given)
+            plain = [{"role": message["role"], "content": message["content"]} for message in given]
         except (ValueError, KeyError):
             continue
-        if all(role != "user" for role, _ in pairs):
+        if all(message["role"] != "user" for message in plain):
             continue
         turn, said = 0, []
-        if pairs[-1][0] == "user":
+        if plain[-1]["role"] == "user":
             given = [*given, {"role": "assistant", "content": "due"}]
         for message in given:
             if message["role"] == "assistant":
-                params = replace(sampling, seed=answer_seed(seed, pairs, turn))
+                params = replace(sampling, seed=answer_seed(seed, plain, turn))
                 (done,) = Engine(target).generate([said], params)
                 if done.finish_reason != "stop" or not (done.text or "").strip():
                     why[number] = "unfinished" if done.finish_reason != "stop" else "empty_answer"
