@@ -94,7 +94,7 @@ def read_messages(value: Any, answered: bool = True, system: str = "") -> tuple[
     if not value or not all(isinstance(message, dict) for message in value):
         raise Unusable("not_a_list")
     given = _with_calls([{field: found for field, found in message.items() if found is not None} for message in value])
-    roles = [_role(message.get("role", message.get("from"))) for message in given]
+    roles = [_role(message) for message in given]
     if system and roles[0] != "system":
         given, roles = [{"content": system}, *given], ["system", *roles]
     messages = []
@@ -119,19 +119,22 @@ def _with_calls(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages, in which the calls of a speaker in CALLERS belong to the answer before them, or are one."""
     joined = list[dict[str, Any]]()
     for message in given:
-        if str(message.get("role", message.get("from"))).lower() in CALLERS:
-            follows = joined and _role(joined[-1].get("role", joined[-1].get("from"))) == "assistant"
-            answer = joined.pop() if follows else {"role": "assistant"}
+        if _speaker(message).lower() in CALLERS:
+            answer = joined.pop() if joined and _role(joined[-1]) == "assistant" else {"role": "assistant"}
             calls = [answer.get("tool_calls") or [], message.get("content", message.get("value"))]
             message = answer | {"tool_calls": calls}
         joined.append(message)
     return joined
 
 
-def _role(speaker: Any) -> str:
-    role = SPEAKERS.get(str(speaker).lower())
+def _speaker(message: dict[str, Any]) -> str:
+    return str(message.get("role", message.get("from")))
+
+
+def _role(message: dict[str, Any]) -> str:
+    role = SPEAKERS.get(_speaker(message).lower())
     if role is None:
-        detail = f"has a message by {ascii(speaker)[:40]}, which is neither system, user, assistant nor tool"
+        detail = f"has a message by {ascii(_speaker(message))[:40]}, which is neither system, user, assistant nor tool"
         raise Unusable("unknown_role", detail)
     return role
 

@@ -304,11 +304,11 @@ def _checked(completion: Completion, config: RegenerateConfig, encoder: ChatEnco
     text = completion.text if completion.ended else completion.text.rstrip(NO_CHARACTER)
     if NO_CHARACTER in text or NONCHARACTERS.search(text):
         raise Unusable("not_text")
-    found = CONTROLLED.fullmatch(text)
-    thought, text = (found["thought"], found["content"]) if found and completion.ended else (None, text)
+    of_channels = CONTROLLED.fullmatch(text) if completion.ended else None
+    thought, text = (of_channels["thought"] or "", of_channels["content"]) if of_channels else ("", text)
     if not text.strip():
         raise Unusable("empty_answer")
-    if found := [spelling for spelling in encoder.template.special if spelling in f"{thought}{text}"]:
+    if found := [spelling for spelling in encoder.template.special if spelling in thought + text]:
         raise Unusable("special_token_in_answer", f"({found[0]})")
     # A template writes the blank before an answer itself, but the continuation of a text keeps its own.
     text = text.removeprefix(" ") if completion.ended and config.beginning is None else text
