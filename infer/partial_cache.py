@@ -213,8 +213,14 @@ class SelectedCache(KVCache):
         self._written.add_(counts_B)
 
 
-def refuse_windows(like: DecoderConfig, what: str) -> None:
-    """Raise ValueError, about `what`, if a layer has a sliding window: a window counts rows, and selected rows are
-    unordered."""
-    if any(like.windows):
-        raise ValueError(f"{what} does not support this model's sliding windows; use a drafter without a partial cache")
+def can_select(like: DecoderConfig) -> bool:
+    """Whether selected rows can stand for a full cache. A sliding window counts rows, and selected ones are unordered;
+    linear attention has no rows."""
+    return like.delta is None and not any(like.windows)
+
+
+def refuse_unselectable(like: DecoderConfig, what: str) -> None:
+    """Raise ValueError, about `what`, unless `can_select`."""
+    if not can_select(like):
+        layers = "sliding windows" if like.delta is None else "linear attention"
+        raise ValueError(f"{what} does not support this model's {layers}; use a drafter without a partial cache")

@@ -65,7 +65,9 @@ class SlotPool:
         self.prefill_chunk = prefill_chunk or prompt_rows(self.device.type)
         # Not if RoPE depends on the prompt's length, or if weights are gathered for each pass: changes would go unseen.
         length_dependent = self.model.config.rope.type in LENGTH_DEPENDENT
-        self._keeps = keep_prompts and not length_dependent and self.model.weights_stay
+        # Nor with linear attention, which has the state after a prompt's last token alone.
+        can_keep = not length_dependent and self.model.config.delta is None and self.model.weights_stay
+        self._keeps = keep_prompts and can_keep
         self._kept: KeptPrompts | None = None
         # Where steps are recorded: the last sampling of each kind, and for which values of `state.logprobs` its steps
         # are recorded.
@@ -257,7 +259,7 @@ class SlotPool:
         cache = runner.cache.slot(slot)
 
         def read(tokens_1T: Tensor, count_1: Tensor) -> TargetOutput:
-            output = self.model(Pass(tokens_1T, cache, needs=needs, queries_at_B=count_1 - 1))
+            output = self.model(Pass(tokens_1T, cache, commits_B=count_1, needs=needs, queries_at_B=count_1 - 1))
             cache.commit(None, count_1)
             # Recorded work keeps its outputs in memory, so unused ones are omitted.
             return output if self.drafter.needs or not self._row_counts else TargetOutput()

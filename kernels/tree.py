@@ -90,6 +90,14 @@ class PassPlan:
         place_BTT = torch.where(mask_BTT, depth_BTT, self.n_rows)  # the place after the last is cut off
         return pad(torch.zeros_like(row_BTT), (0, 1)).scatter(2, place_BTT, row_BTT)[..., :-1].contiguous()
 
+    def recent_rows(self, count: int) -> Tensor | None:
+        """Each row's last ancestors and itself, int64 [B, T, count], by depth; rows before the pass are negative, and
+        -1 is the last of them. None for a chain, where row t's are t - count + 1 to t."""
+        if self.path_BTT is None:
+            return None
+        place_BTC = self.depth_BT.long()[..., None] + torch.arange(1 - count, 1, device=self.depth_BT.device)
+        return torch.where(place_BTC < 0, place_BTC, self.path_BTT.long().gather(2, place_BTC.clamp(min=0)))
+
     @cached_property
     def borders(self) -> tuple[Tensor, Tensor]:
         """The borders of each slot's queries and keys for `backend.varlen_attention`, int32 [2] and [B, 2]: 0 and the

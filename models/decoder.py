@@ -1,4 +1,4 @@
-"""The decoder for Llama-like models, Gemma 3 and gpt-oss: embedding, layers, final norm and LM head.
+"""The decoder for Llama-like models, Gemma 3, gpt-oss and Qwen3.5: embedding, layers, final norm and LM head.
 
 It is frozen (no gradient needs to flow through it) and single-device. models/passes.py says what a pass takes and
 returns, models/layer.py what a layer computes.
@@ -18,10 +18,10 @@ from longdraft.kernels.cpu.layers import MOST_TOKENS, LayerTable, can_run
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import on_device
 from longdraft.models.kv_cache import KVCache
-from longdraft.models.layer import Layer, LayerContext, Linear
-from longdraft.models.passes import Pass, TargetOutput, take_at, take_one
-from longdraft.models.rope import Rope, piece_lengths
-from longdraft.models.stream import RMSNorm, Stream
+from longdraft.models.layer import Attention, Layer
+from longdraft.models.passes import LayerContext, Pass, TargetOutput, take_at, take_one
+from longdraft.models.rope import Rope, piece_ids, piece_lengths
+from longdraft.models.stream import Linear, RMSNorm, Stream
 
 # Known once the last layer's K and V are written: a pass that needs nothing else stops there.
 _BEFORE_LAST_ATTENTION = frozenset({"last_kv", "queries"})
@@ -119,9 +119,8 @@ class Decoder(nn.Module):
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for this model, in its dtype and on its device."""
         config, weight = self.config, self.embed_tokens.weight
-        return KVCache(
-            config.n_layers, batch, capacity, config.n_kv_heads, config.head_dim, weight.dtype, weight.device
-        )
+        shape = len(config.attention_layers), batch, capacity, config.n_kv_heads, config.head_dim
+        return KVCache(*shape, weight.dtype, weight.device, config.delta)
 
     @torch.no_grad()
     def forward(self, inputs: Pass) -> TargetOutput:
@@ -151,7 +150,15 @@ class Decoder(nn.Module):
             length_dependent = any(rope.length_dependent for rope in self.ropes)
             lengths = piece_lengths(positions_BT, borders) if length_dependent else None
         ropes = [rope(positions_BT, lengths, self.embed_tokens.weight.dtype) for rope in self.ropes]
-        return LayerContext(inputs, inputs.plan(), pieces, ropes)
+        if cache is not None and cache.delta is not None:
+            cache.delta.pending.clear()  # of a pass that was not committed
+        context = LayerContext(inputs, inputs.plan(), pieces, ropes)
+        if self.config.delta is not None:
+            if borders is not None:
+                context.piece_T = piece_ids(borders, positions_BT.device)
+            if context.plan is not None:
+                context.recent_BTW = context.plan.recent_rows(self.config.delta.kernel)
+        return context
 
     def _layers(self, stream: Stream, context: LayerContext) -> _LayersOutput:
         """Run the layers one by one, which changes the stream."""
@@ -159,11 +166,12 @@ class Decoder(nn.Module):
         for layer in layers:
             with self.around_layer(layer):
                 qkv = layer.project(stream, context)
-                if "queries" in inputs.needs:
+                if "queries" in inputs.needs and isinstance(layer.attention, Attention):
                     queries.append(take_one(qkv[0], inputs.queries_at_B))
                 if layer is not layers[-1] or not inputs.needs <= _BEFORE_LAST_ATTENTION:
                     layer.finish(stream, qkv, context)
-        return stream.rows, torch.stack(queries) if queries else None, qkv[1:]
+        _, *last_kv = qkv
+        return stream.rows, torch.stack(queries) if queries else None, (last_kv[0], last_kv[1])
 
     def _layers_in_c(self, x_BTD: Tensor, context: LayerContext) -> _LayersOutput | None:
         """`_layers` in one C call, with the same bits; None unless C supports the pass: a cache, few tokens, a CPU."""

@@ -33,6 +33,28 @@ class ExpertsConfig:
 
 
 @validated_dataclass
+class DeltaConfig:
+    """Layers with linear attention (models/gated_delta_net.py) instead of attention: their indices, the heads of
+    queries and keys and those of values with their widths, and the width of the convolution."""
+
+    layers: tuple[Int, ...]
+    key_heads: Size
+    value_heads: Size
+    key_dim: Size
+    value_dim: Size
+    kernel: Annotated[Int, Field(ge=2)]
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"value_heads: {self.value_heads} is not a multiple of key_heads, {self.key_heads}")
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@validated_dataclass
 class DecoderConfig:
     """Shape and arithmetic of a target. `head_dim` is a field because it is not hidden_size / n_heads in all models."""
 
@@ -61,6 +83,9 @@ class DecoderConfig:
     # Our norm weights are the published ones plus `norm_offset`; the q norm's are then multiplied by `query_factor`.
     norm_offset: Float = 0.0
     query_factor: Float = 1.0
+    shared_expert_size: Size | None = None  # the width of an expert that all tokens go through, gated (models/layer.py)
+    gated: Bool = False  # whether attention's output is gated (models/layer.py)
+    delta: DeltaConfig | None = None
     joined: Bool = False  # in checkpoints q, k and v are one tensor, and so are gate and up
 
     def __post_init__(self) -> None:
@@ -68,6 +93,14 @@ class DecoderConfig:
             raise ValueError(f"n_heads: {self.n_heads} is not a multiple of n_kv_heads, {self.n_kv_heads}")
         if self.sliding_windows is not None and len(self.sliding_windows) != self.n_layers:
             raise ValueError(f"sliding_windows: {len(self.sliding_windows)} for {self.n_layers} layers")
+        if self.n_layers - 1 not in self.attention_layers:
+            raise ValueError("layer_types: the last layer must have attention, whose keys and values drafts read")
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers with keys and values, in the order of the cache."""
+        linear = () if self.delta is None else self.delta.layers
+        return [layer for layer in range(self.n_layers) if layer not in linear]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -88,4 +121,4 @@ class DecoderConfig:
         """The feed-forward width that one token goes through: with experts, the sum over the token's experts."""
         if self.experts is None or not self.has_experts(layer):
             return self.intermediate_size
-        return self.experts.per_token * self.experts.size
+        return self.experts.per_token * self.experts.size + (self.shared_expert_size or 0)

@@ -20,7 +20,7 @@ from longdraft.models.decoder_config import DecoderConfig
 # Fields added after drafts had been exported: at their defaults they are omitted, so that old hashes stay the same.
 LATER_FIELDS = (
     "experts", "activation", "embedding_scale", "post_norms", "attention_sinks", "window_rope", "norm_offset",
-    "query_factor", "joined",
+    "query_factor", "joined", "gated", "delta", "shared_expert_size",
 )  # fmt: skip
 # State of a fast tokenizer that every padded call changes. It does not affect token ids.
 CALL_STATE = ("truncation", "padding")

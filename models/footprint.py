@@ -12,10 +12,12 @@ import torch
 from longdraft.kernels import backend
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.cpu.layers import MOST_TOKENS
+from longdraft.kernels.gated_delta import CHUNK
 from longdraft.kernels.tree import MOST_ROWS
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import available_bytes
+from longdraft.models.gated_delta_net import BLOCK
 
 # A tensor to be allocated: its shape and dtype. Lists of them, by purpose.
 Buffer = tuple[Sequence[int], torch.dtype]
@@ -34,7 +36,16 @@ def sizes(allocations: Allocations) -> dict[str, int]:
 
 def cache_rows(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> list[Buffer]:
     """Keys and values in all layers of `n_rows` tokens, counted over all slots."""
-    return [((2, config.n_layers, n_rows, config.n_kv_heads, config.head_dim), dtype)]
+    return [((2, len(config.attention_layers), n_rows, config.n_kv_heads, config.head_dim), dtype)]
+
+
+def delta_states(config: DecoderConfig, batch: int, dtype: torch.dtype) -> list[Buffer]:
+    """What a cache keeps of linear attention (models/delta_states.py)."""
+    if (delta := config.delta) is None:
+        return []
+    of_slots = len(delta.layers) * batch
+    memory = of_slots, delta.value_heads, delta.key_dim, delta.value_dim
+    return [(memory, torch.float32), ((of_slots, delta.kernel - 1, delta.channels), dtype)]
 
 
 def estimate_memory(
@@ -62,6 +73,7 @@ def estimate_memory(
     dtype = weight.dtype
     verification = pass_bytes(config, batch * width, dtype) + batch * width * config.vocab_size * dtype.itemsize
     verification += exact_bytes(model, batch, min(width, MOST_ROWS), capacity)
+    verification += pending_bytes(config, batch * width, dtype, weight.device)
     last = min(chunk, MOST_ROWS)  # a prompt's last pass may be narrow
     short = pass_bytes(config, last, dtype) + exact_bytes(model, 1, last, capacity)
     passes, steps = max(pass_bytes(config, chunk, dtype), short, verification), 0
@@ -76,7 +88,7 @@ def estimate_memory(
         passes = max(passes, c_layers_bytes(config, max(narrow, default=0), dtype))
     return {
         "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "cache": size_of(cache_rows(config, batch * capacity, dtype)),
+        "cache": size_of([*cache_rows(config, batch * capacity, dtype), *delta_states(config, batch, dtype)]),
         "passes": passes,
         **({"recorded steps": steps} if steps else {}),
     }
@@ -96,7 +108,37 @@ def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
         heads + feed_forward_numbers(config),  # the heads' outputs stay alive during the feed-forward
     )
     tables = (2 if config.window_rope is None else 4) * config.head_dim
-    return n_rows * (config.hidden_size + qkv + qk + max(stages) + tables) * dtype.itemsize
+    of_attention = n_rows * (qkv + qk + max(stages)) * dtype.itemsize
+    stream = n_rows * (config.hidden_size + tables) * dtype.itemsize
+    return stream + max(of_attention, delta_bytes(config, n_rows, dtype.itemsize))
+
+
+def delta_bytes(config: DecoderConfig, n_rows: int, size: int) -> int:
+    """The most bytes that linear attention (models/gated_delta_net.py) allocates for `n_rows` tokens, beside the
+    stream, in a dtype of `size` bytes. 0 without it."""
+    if (delta := config.delta) is None:
+        return 0
+    heads, block = delta.value_heads, min(n_rows, BLOCK)
+    values, keys = heads * delta.value_dim, heads * delta.key_dim
+    projected = delta.channels + values + 2 * heads
+    # Of a block's tokens, fp32: q, k, v; padded copies of them; the system's sides and its solution; four squares.
+    of_block = 4 * (3 * (2 * keys + values) + 2 * (keys + values) + 4 * heads * CHUNK)
+    at_end = values * (2 * size + 12)  # read, normed; the gate, its silu and the product in fp32
+    return max(
+        n_rows * (projected + delta.channels + values) * size + block * of_block, n_rows * (projected * size + at_end)
+    )
+
+
+def pending_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of what a verification of `n_rows` tokens leaves for the commit in all layers of linear attention, and on a
+    CPU of the memories after each of its tokens in one layer."""
+    if (delta := config.delta) is None:
+        return 0
+    heads, width = delta.value_heads, delta.value_dim
+    inputs = (delta.channels + heads * width + 2 * heads) * dtype.itemsize
+    pending = len(delta.layers) * (inputs + 4 * heads * (2 * delta.key_dim + width + 2))
+    memories = 3 * 4 * heads * delta.key_dim * width if backend.is_host(device) else 0  # with two temporaries
+    return n_rows * (pending + memories)
 
 
 def exact_bytes(model: Decoder, batch: int, n_rows: int, capacity: int) -> int:
@@ -136,7 +178,9 @@ def feed_forward_numbers(config: DecoderConfig) -> int:
     per_token, size, gate = experts.per_token, experts.size, 7 if experts.clamped_gate else 3
     outputs = per_token * width
     of_experts = per_token * max(width + 2 * size, gate * size), 2 * outputs, outputs + 6 * width
-    return max(dense, width + 6 * experts.number + max(*of_experts, outputs + 2 * width + gate * size))
+    shared = width + 3 * (config.shared_expert_size or 0)  # beside the sum
+    largest = max(*of_experts, outputs + 2 * width + gate * size, shared)
+    return max(dense, width + 6 * experts.number + largest)
 
 
 def c_layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> int:

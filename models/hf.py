@@ -24,7 +24,7 @@ from longdraft.models.files import damage_named
 from longdraft.models.fingerprint import fingerprint, json_hash, shape_hash
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.hf_config import SUPPORTED, decoder_config
-from longdraft.models.hf_weights import canonical, fill, folder_tensors, places
+from longdraft.models.hf_weights import canonical_tensors, fill, folder_tensors, places
 from longdraft.models.hub import hub_folder
 from longdraft.models.quantised import read_quantisation
 from longdraft.models.special_tokens import end_tokens
@@ -137,7 +137,7 @@ def target_from_transformers(model: Any, tokenizer: Any = None) -> Target:
         decoder = Decoder(config)
     # On the meta device nothing is copied: this checks names and shapes.
     fill(decoder, model.state_dict().items(), name, loaded=True)
-    _share(decoder, {canonical(key): tensor for key, tensor in model.state_dict().items()}, name)
+    _share(decoder, dict(canonical_tensors(config, model.state_dict().items(), loaded=True)), name)
     generation = getattr(model, "generation_config", None)
     ends = end_tokens(model.config, getattr(generation, "eos_token_id", None), tokenizer)
     target = Target(decoder.eval(), tokenizer, name, model.config, fingerprint(config, tokenizer), ends)

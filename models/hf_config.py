@@ -5,15 +5,17 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
+from longdraft.models.decoder_config import DecoderConfig, DeltaConfig, ExpertsConfig
 from longdraft.models.rope import RopeConfig
 
 # By model_type: Llama 2 and 3, Vicuna, LongChat, YaRN-Llama and SmolLM2; Mistral; Qwen2, 2.5 and QwQ; Qwen3; Qwen3-MoE;
-# Mixtral; Gemma 3, text only; gpt-oss; Seed-OSS; Code World Model; Phi 3, 3.5 and 4.
+# Mixtral; Gemma 3 and Qwen3.5, text only; gpt-oss; Seed-OSS; Code World Model; Phi 3, 3.5 and 4; Qwen3-Next.
 SUPPORTED = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "gemma3", "gpt_oss", "seed_oss",
-    "cwm", "phi3",
+    "cwm", "phi3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next",
 )  # fmt: skip
+WITH_IMAGES = ("gemma3", "qwen3_5", "qwen3_5_moe")  # their text model is a part
+LINEAR = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # with layers of linear attention
 
 
 def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None) -> DecoderConfig:
@@ -30,7 +32,7 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
             f"model_type {model_type!r} is not supported; supported: {', '.join(SUPPORTED)}; others may work through "
             "transformers (in training target.loader=transformers, in generate and serve --loader transformers)"
         )
-    if model_type == "gemma3":
+    if model_type in WITH_IMAGES:
         return decoder_config(hf_config.get_text_config(), max_positions)
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
@@ -39,14 +41,16 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
     else:
         field, activation, rope = "hidden_act", "silu", _rope_config(hf_config, head_dim)
         of_family = {"rope": rope, "max_positions": _positions(hf_config, rope)}
+    if model_type in LINEAR:
+        of_family |= {"delta": _delta(hf_config), "gated": True, "norm_offset": 1.0}
     if (given := getattr(hf_config, field, activation)) != activation:
         raise ValueError(f"{field} is {given!r}; only {activation!r} is supported")
     bias = bool(getattr(hf_config, "attention_bias", False))
-    o_bias = bias and model_type in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss")
+    o_bias = bias and model_type in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", *LINEAR)
     config = DecoderConfig(
         vocab_size=hf_config.vocab_size,
         hidden_size=hf_config.hidden_size,
-        intermediate_size=hf_config.intermediate_size,
+        intermediate_size=_intermediate_size(hf_config),
         n_layers=hf_config.num_hidden_layers,
         n_heads=heads,
         n_kv_heads=hf_config.num_key_value_heads or heads,
@@ -55,10 +59,11 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
         attention_bias=model_type == "qwen2" or (bias and model_type not in ("mistral", "mixtral", "cwm")),
         o_bias=hf_config.attention_out_bias if model_type == "seed_oss" else o_bias,
         mlp_bias=bool(getattr(hf_config, "mlp_bias", False)) and model_type in ("llama", "seed_oss", "cwm"),
-        qk_norm=model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
+        qk_norm=model_type in ("qwen3", "qwen3_moe", "gemma3_text", *LINEAR),
         tie_embeddings=bool(hf_config.tie_word_embeddings),
         sliding_windows=_sliding_windows(hf_config),
         experts=_experts(hf_config),
+        shared_expert_size=getattr(hf_config, "shared_expert_intermediate_size", None),
         attention_sinks=model_type == "gpt_oss",
         joined=model_type == "phi3",
         **of_family,
@@ -92,6 +97,26 @@ def _gemma(hf_config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
     }
 
 
+def _intermediate_size(hf_config: PretrainedConfig) -> int:
+    """The width of a feed-forward without experts. Qwen3.5-MoE has none; a block's is then as wide as a token's experts
+    together."""
+    if hf_config.model_type != "qwen3_5_moe_text":
+        return hf_config.intermediate_size
+    of_experts = hf_config.num_experts_per_tok * hf_config.moe_intermediate_size
+    return of_experts + hf_config.shared_expert_intermediate_size
+
+
+def _delta(hf_config: PretrainedConfig) -> DeltaConfig | None:
+    """The layers with linear attention; None if there are none."""
+    linear = tuple(i for i, kind in enumerate(hf_config.layer_types) if kind == "linear_attention")
+    if not linear:
+        return None
+    heads = hf_config.linear_num_key_heads, hf_config.linear_num_value_heads
+    return DeltaConfig(
+        linear, *heads, hf_config.linear_key_head_dim, hf_config.linear_value_head_dim, hf_config.linear_conv_kernel_dim
+    )
+
+
 def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
     """The experts, read from the configuration as transformers' own model classes do; None for a dense model."""
     model_type = hf_config.model_type
@@ -99,17 +124,20 @@ def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
         shape = hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size
         gate = (hf_config.swiglu_alpha, hf_config.swiglu_limit) if model_type == "gpt_oss" else None
         return ExpertsConfig(*shape, normalised=True, bias=gate is not None, clamped_gate=gate)
-    if model_type != "qwen3_moe" or not hf_config.num_experts:
+    if model_type not in ("qwen3_moe", "qwen3_5_moe_text", "qwen3_next") or not hf_config.num_experts:
         return None
-    step, mlp_only = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
+    step, mlp_only = getattr(hf_config, "decoder_sparse_step", 1), getattr(hf_config, "mlp_only_layers", ())
     dense = tuple(i for i in range(hf_config.num_hidden_layers) if i in mlp_only or (i + 1) % step)
     shape = hf_config.num_experts, hf_config.num_experts_per_tok, hf_config.moe_intermediate_size
-    return ExpertsConfig(*shape, normalised=bool(hf_config.norm_topk_prob), dense_layers=dense)
+    return ExpertsConfig(*shape, normalised=bool(getattr(hf_config, "norm_topk_prob", True)), dense_layers=dense)
 
 
 def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> RopeConfig:
     """RoPE of all layers. LongChat's first releases have `rope_condense_ratio` for linear scaling."""
     parameters = dict(hf_config.rope_parameters)
+    share = parameters.get("partial_rotary_factor")
+    if share not in (None, 1.0) and hf_config.model_type not in ("phi3", *LINEAR):
+        raise ValueError(f"partial_rotary_factor is {share!r}; it is not supported for {hf_config.model_type}")
     ratio = getattr(hf_config, "rope_condense_ratio", None) or 1
     if ratio != 1 and parameters["rope_type"] == "default":
         parameters |= {"rope_type": "linear", "factor": float(ratio)}
@@ -141,7 +169,7 @@ def _positions(hf_config: PretrainedConfig, rope: RopeConfig) -> int:
 def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | None:
     """The window of each layer, read as transformers' own model classes do; None when no layer has one."""
     window, layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
-    if window is None or hf_config.model_type == "llama":
+    if window is None or hf_config.model_type in ("llama", *LINEAR):
         return None
     of_all = hf_config.model_type in ("mistral", "mixtral", "qwen3_moe", "phi3")
     types = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * layers

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from zipfile import is_zipfile
@@ -18,13 +18,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from longdraft.models.decoder import Decoder
-from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
+from longdraft.models.decoder_config import DecoderConfig, DeltaConfig, ExpertsConfig
 from longdraft.models.files import damage_named
 
 # TokenSwift's authors publish target and heads as one checkpoint; these tensors are the heads'.
 TOKENSWIFT_HEADS = "model.medusa_layers."
-# The image encoder of Gemma 3's larger models.
-OF_IMAGES = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+# Parts that are not read: image encoders, and the layers with which Qwen3.5 and Qwen3-Next propose tokens (MTP).
+NOT_OF_TEXT = "mtp.", *(f"{prefix}{part}." for prefix in ("", "model.") for part in (
+    "vision_tower", "multi_modal_projector", "visual",
+))  # fmt: skip
 # RoPE's table, which old checkpoints carry, and the scales of activations and of fp8 caches, which a target in a plain
 # dtype does not need: `input_scale` (all), `self_attn.kv_scale` (AutoFP8), `self_attn.k_scale`, `q_scale`
 # (llm-compressor), `k_proj.k_scale` (ModelOpt), `k_proj.output_scale` (Quark, older llm-compressor),
@@ -45,7 +47,9 @@ class Place:
 
     stop: None for all rows from `start`. offset, factor: our numbers are (published + offset) * factor. transposed: the
     published tensor has its last two dimensions swapped. paired: in the published tensor rows of gate and up alternate;
-    ours has all of gate first.
+    ours has all of gate first. heads: how many heads the first rows are, their width, and how many of a head's first
+    numbers RoPE rotates, i with i + rotated / 2. Ours rotates i with i + width / 2, so that each half of a head has
+    half of the rotated ones first.
     """
 
     parameter: str
@@ -56,11 +60,13 @@ class Place:
     factor: float = 1.0
     transposed: bool = False
     paired: bool = False
+    heads: tuple[int, int, int] | None = None
 
     @property
     def is_whole(self) -> bool:
         """Whether the published tensor can be the parameter itself."""
         is_changed = self.offset != 0.0 or self.factor != 1.0 or self.transposed or self.paired
+        is_changed = is_changed or self.heads is not None
         return self.stop is None and self.expert is None and not is_changed
 
     def value(self, tensor: Tensor) -> Tensor:
@@ -69,6 +75,13 @@ class Place:
             tensor = tensor.mT
         if self.paired:
             tensor = torch.cat((tensor[:, ::2], tensor[:, 1::2]), 1)
+        if self.heads is not None:
+            number, width, rotated = self.heads
+            of_heads, others = tensor.split([number * width, len(tensor) - number * width])
+            sizes = [rotated // 2] * 2 + [(width - rotated) // 2] * 2
+            first, second, still, others_still = of_heads.unflatten(0, (number, width)).split(sizes, 1)
+            halves = torch.cat([first, still, second, others_still], 1)
+            tensor = torch.cat([halves.flatten(0, 1), others])
         return tensor if self.offset == 0.0 and self.factor == 1.0 else (tensor.float() + self.offset) * self.factor
 
     def rows(self, parameter: Tensor) -> Tensor:
@@ -86,6 +99,54 @@ def canonical(name: str) -> str:
     return name
 
 
+def canonical_tensors(
+    config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]], loaded: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors under canonical names, without parts that are not read. One that holds several of the tensors in
+    `places` is cut. loaded: as in `places`."""
+    for name, tensor in tensors:
+        if name.startswith((TOKENSWIFT_HEADS, *NOT_OF_TEXT)) or NOT_READ.search(name):
+            continue
+        kind = "bias" if name.endswith(".bias") else "weight"
+        module, _, last = canonical(name).removesuffix(f".{kind}").rpartition(".")
+        if last in ("q_proj", "conv1d", "in_proj_qkvz", "in_proj_ba"):
+            parts = _cut(config, last, tensor)
+        elif module.endswith(".mlp.experts") and config.experts is not None and not (config.experts.bias or loaded):
+            parts = _of_experts(last, tensor)
+        else:
+            parts = None
+        if parts is None:
+            yield canonical(name), tensor
+        else:
+            yield from ((f"{module}.{part}.{kind}", x) for part, x in parts.items())
+
+
+def _cut(config: DecoderConfig, last: str, tensor: Tensor) -> dict[str, Tensor] | None:
+    """The tensors that this one holds, by the last part of their names; None for itself."""
+    if last == "q_proj" and config.gated:
+        q, gate = tensor.unflatten(0, (config.n_heads, 2, -1)).unbind(1)
+        return {"q_proj": q.flatten(0, 1), "gate_proj": gate.flatten(0, 1)}
+    if config.delta is None or last == "q_proj":
+        return None
+    if last == "conv1d":
+        return {last: tensor.squeeze(1)}
+    # Qwen3-Next, where the rows of each key head lie together.
+    n_heads, of_values = config.delta.key_heads, config.delta.value_heads // config.delta.key_heads
+    of_heads = tensor.unflatten(0, (n_heads, -1))
+    if last == "in_proj_ba":
+        b, a = of_heads.split(of_values, 1)
+        return {"in_proj_b": b.flatten(0, 1), "in_proj_a": a.flatten(0, 1)}
+    *qkv, z = of_heads.split([config.delta.key_dim] * 2 + [of_values * config.delta.value_dim] * 2, 1)
+    return {"in_proj_qkv": torch.cat([x.flatten(0, 1) for x in qkv]), "in_proj_z": z.flatten(0, 1)}
+
+
+def _of_experts(last: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors of each expert, of one that holds all experts' (Qwen3.5)."""
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    of_parts = [(part, x) for part, x in zip(parts, tensor.chunk(len(parts), 1), strict=True)]
+    return {f"{i}.{part}": x for part, of_all in of_parts for i, x in enumerate(of_all)}
+
+
 def places(config: DecoderConfig, loaded: bool = False) -> dict[str, Place]:
     """The place of every tensor that a checkpoint of this configuration must hold, by its Hugging Face name.
 
@@ -98,11 +159,17 @@ def places(config: DecoderConfig, loaded: bool = False) -> dict[str, Place]:
     for i in range(config.n_layers):
         theirs, ours = f"model.layers.{i}", f"layers.{i}"
         table |= {f"{theirs}.{name}.weight": _norm(config, f"{ours}.{norms[name]}") for name in norms}
-        table |= _attention_places(config, f"{theirs}.self_attn", f"{ours}.attention")
+        if config.delta is not None and i in config.delta.layers:
+            table |= _delta_places(config.delta, f"{theirs}.linear_attn", f"{ours}.attention")
+        else:
+            table |= _attention_places(config, f"{theirs}.self_attn", f"{ours}.attention")
         if config.experts is not None and config.has_experts(i):
             table |= _expert_places(config.experts, f"{theirs}.mlp", f"{ours}.mlp", loaded)
+            if (size := config.shared_expert_size) is not None:
+                table |= _mlp_places(config, f"{theirs}.mlp.shared_expert", f"{ours}.mlp.shared", size)
+                table[f"{theirs}.mlp.shared_expert_gate.weight"] = Place(f"{ours}.mlp.shared_gate.weight")
         else:
-            table |= _mlp_places(config, f"{theirs}.mlp", f"{ours}.mlp")
+            table |= _mlp_places(config, f"{theirs}.mlp", f"{ours}.mlp", config.intermediate_size)
     return table
 
 
@@ -113,7 +180,8 @@ def _norm(config: DecoderConfig, parameter: str, factor: float = 1.0) -> Place:
 def _attention_places(config: DecoderConfig, theirs: str, ours: str) -> dict[str, Place]:
     table = {}
     q_rows, kv_rows = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+    kinds = ("weight", "bias") if config.attention_bias else ("weight",)
+    for kind in kinds:
         parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         table |= _joined_places(config, theirs, ours, "qkv_proj", parts, kind)
     for kind in ("weight", "bias") if config.o_bias else ("weight",):
@@ -123,11 +191,31 @@ def _attention_places(config: DecoderConfig, theirs: str, ours: str) -> dict[str
     if config.qk_norm:
         table[f"{theirs}.q_norm.weight"] = _norm(config, f"{ours}.q_norm", config.query_factor)
         table[f"{theirs}.k_norm.weight"] = _norm(config, f"{ours}.k_norm")
+    for kind in kinds if config.gated else ():
+        table[f"{theirs}.gate_proj.{kind}"] = Place(f"{ours}.gate_proj.{kind}")
+    if config.rope.rotated < config.head_dim:
+        heads = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads, "q_norm": 1, "k_norm": 1}
+        heads["qkv_proj"] = config.n_heads + config.n_kv_heads
+        for name, place in table.items():
+            if number := heads.get(name.split(".")[-2]):
+                table[name] = replace(place, heads=(number, config.head_dim, config.rope.rotated))
     return table
 
 
-def _mlp_places(config: DecoderConfig, theirs: str, ours: str) -> dict[str, Place]:
-    table, width = {}, config.intermediate_size
+def _delta_places(config: DeltaConfig, theirs: str, ours: str) -> dict[str, Place]:
+    names = {
+        "conv1d.weight": "conv", "A_log": "log_rate", "dt_bias": "decay_bias", "norm.weight": "norm.weight",
+        "out_proj.weight": "o_proj.weight",
+    }  # fmt: skip
+    values = config.value_heads
+    parts = {"in_proj_qkv": config.channels, "in_proj_z": values * config.value_dim}
+    parts |= {"in_proj_b": values, "in_proj_a": values}
+    table = {f"{theirs}.{name}": Place(f"{ours}.{own}") for name, own in names.items()}
+    return table | _in_parts(theirs, f"{ours}.in_proj.weight", parts, "weight")
+
+
+def _mlp_places(config: DecoderConfig, theirs: str, ours: str, width: int) -> dict[str, Place]:
+    table = {}
     for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
         table |= _joined_places(config, theirs, ours, "gate_up_proj", {"gate_proj": width, "up_proj": width}, kind)
         table[f"{theirs}.down_proj.{kind}"] = Place(f"{ours}.down_proj.{kind}")
@@ -141,6 +229,11 @@ def _joined_places(
     parameter = f"{ours}.{name}.{kind}"
     if config.joined:
         return {f"{theirs}.{name}.{kind}": Place(parameter)}
+    return _in_parts(theirs, parameter, parts, kind)
+
+
+def _in_parts(theirs: str, parameter: str, parts: Mapping[str, int], kind: str) -> dict[str, Place]:
+    """The places of a parameter's parts, given their numbers of rows in order."""
     stops = zip(parts, accumulate(parts.values()), strict=True)
     return {f"{theirs}.{part}.{kind}": Place(parameter, stop - parts[part], stop) for part, stop in stops}
 
@@ -184,10 +277,8 @@ def fill(
     n_parts = Counter(place.parameter for place in table.values())
     waiting: dict[str, dict[str, Tensor]] = {}  # parameter -> its tensors read so far
     missing, problems = set(table), list[str]()
-    for name, tensor in tensors:
-        is_skipped = name.startswith((TOKENSWIFT_HEADS, *OF_IMAGES)) or NOT_READ.search(name)
-        name = canonical(name)
-        if is_skipped or (decoder.config.tie_embeddings and name == "lm_head.weight"):
+    for name, tensor in canonical_tensors(decoder.config, tensors, loaded):
+        if decoder.config.tie_embeddings and name == "lm_head.weight":
             continue
         if name not in table:
             if not name.endswith(".bias") or tensor.any():  # AutoGPTQ writes zeros for layers without a bias

@@ -13,6 +13,8 @@ from torch import Tensor
 from longdraft.kernels import backend
 from longdraft.kernels.rotate import HeadNorms, rotate_append
 from longdraft.kernels.tree import keep_rows
+from longdraft.models.decoder_config import DeltaConfig
+from longdraft.models.delta_states import DeltaStates
 
 
 class KVCache:
@@ -32,8 +34,10 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        delta: DeltaConfig | None = None,
     ):
-        """capacity: rows per slot, including the pending ones of the widest pass."""
+        """capacity: rows per slot, including the pending ones of the widest pass. delta: of the layers with linear
+        attention, which are not among `n_layers`."""
         shape = (n_layers, batch, capacity, n_kv_heads, head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
@@ -42,6 +46,7 @@ class KVCache:
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.prompt_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._slots_B1 = torch.arange(batch, device=device)[:, None]
+        self.delta = None if delta is None else DeltaStates(delta, batch, dtype, device)
 
     def slot(self, index: int, count: int = 1) -> "KVCache":
         """A view of `count` slots from `index` on, as a cache: it shares their memory and lengths with this one."""
@@ -49,6 +54,7 @@ class KVCache:
         view.keys, view.values = self.keys[:, slots], self.values[:, slots]
         view.lengths, view.prompt_lengths = self.lengths[slots], self.prompt_lengths[slots]
         view._slots_B1 = self._slots_B1[:count]
+        view.delta = None if self.delta is None else self.delta.slot(slots)
         return view
 
     @property
@@ -97,6 +103,8 @@ class KVCache:
         """
         if rows_BR is not None:
             keep_rows(self.keys, self.values, self.lengths, rows_BR, counts_B)
+        if self.delta is not None:
+            self.delta.commit(rows_BR, counts_B)
         self.lengths += counts_B
 
     def fill(self, slot: int, first: int, keys_LRKd: Tensor, values_LRKd: Tensor) -> None:
@@ -106,6 +114,7 @@ class KVCache:
 
     def rewind(self, lengths_B: Tensor) -> None:
         """Drop committed rows: go back to `lengths_B` (int64, each at most the present length)."""
+        assert self.delta is None, "linear attention cannot go back"
         self.lengths.copy_(lengths_B)
 
     def reset(self, slots: Sequence[int] | None = None, prompt_lengths: Sequence[int] | Tensor | None = None) -> None:
@@ -118,4 +127,6 @@ class KVCache:
         """
         for place, slot in enumerate(range(self.batch) if slots is None else slots):
             self.lengths[slot].fill_(0)
+            if self.delta is not None:
+                self.delta.reset(slot)
             self.prompt_lengths[slot].fill_(0 if prompt_lengths is None else prompt_lengths[place])

@@ -4,7 +4,6 @@ Shapes: B slots, T query tokens of a pass, D hidden width, F feed-forward width,
 N = H + 2 K, d head width.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,58 +13,13 @@ from longdraft.kernels.chain_attention import causal_attention
 from longdraft.kernels.cpu.layers import LayerWeights
 from longdraft.kernels.experts import ExpertWeights, experts
 from longdraft.kernels.gate import gelu_gate
-from longdraft.kernels.linear import linear
 from longdraft.kernels.rotate import HeadNorms, rotate
-from longdraft.kernels.segment_attention import Segment, segment_attention
-from longdraft.kernels.tree import PassPlan
+from longdraft.kernels.segment_attention import segment_attention
 from longdraft.kernels.tree_attention import tree_attention
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.passes import Pass
-from longdraft.models.stream import RMSNorm, Stream
-
-
-class Linear(nn.Linear):
-    """nn.Linear through kernels/linear.py, which fuses the norm before it, the gate after it and the residual."""
-
-    def reset_parameters(self) -> None:
-        """Do nothing: a target's weights are loaded, and a draft initialises its own with its own generator."""
-
-    def forward(
-        self,
-        input: Tensor,
-        norm: RMSNorm | None = None,
-        gated: bool = False,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        norm_and_eps = None if norm is None else (norm.weight, norm.eps)
-        return linear(input, self.weight, self.bias, norm=norm_and_eps, gated=gated, residual=residual)
-
-
-@dataclass
-class AttentionContext:
-    """What the attention of every layer needs of a pass: `plan` is `inputs.plan()`, `pieces` is `inputs.pieces()`."""
-
-    inputs: Pass
-    plan: PassPlan | None
-    pieces: list[Segment] | None
-
-
-@dataclass
-class LayerContext(AttentionContext):
-    """What the layers of one pass share."""
-
-    ropes: list[tuple[Tensor, Tensor]]  # cos and sin of the pass's tokens, for each of Decoder.ropes
-
-    def of_tokens(self, tokens: slice) -> "LayerContext":
-        """The context of these tokens of the pass."""
-        ropes = [(cos[:, tokens].contiguous(), sin[:, tokens].contiguous()) for cos, sin in self.ropes]
-        return replace(self, ropes=ropes)
-
-    def chunks(self) -> list[slice]:
-        """The tokens of the pass in runs of at most `Pass.chunk`."""
-        n_tokens = self.ropes[0][0].shape[1]
-        size = self.inputs.chunk or max(1, n_tokens)
-        return [slice(start, start + size) for start in range(0, n_tokens, size)]
+from longdraft.models.gated_delta_net import GatedDeltaNet
+from longdraft.models.passes import AttentionContext, LayerContext
+from longdraft.models.stream import Linear, RMSNorm, Stream
 
 
 def attend(
@@ -95,17 +49,21 @@ def attend(
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; q, k and v come from one projection, in this order."""
+    """Grouped-query attention; q, k and v come from one projection, in this order. Where the configuration says so,
+    each head's output is multiplied by the sigmoid of a projection of the same input.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
-        self.layer = layer
+        self.layer = config.attention_layers.index(layer)  # into the cache
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         self.window = config.windows[layer]
         self.rope = int(config.rope_of(layer) is not config.rope)  # index into Decoder.ropes
         n_outputs = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, n_outputs, bias=config.attention_bias)
         self.o_proj = Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
+        gate = Linear(config.hidden_size, config.n_heads * config.head_dim, bias=config.attention_bias)
+        self.gate_proj = gate if config.gated else None
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(config.n_heads)) if config.attention_sinks else None
@@ -120,6 +78,11 @@ class Attention(nn.Module):
             qk = cache.append(self.layer, qkv_BTNd, *tables, norms)
         return qk[:, :, : self.n_heads], qk[:, :, self.n_heads :], qkv_BTNd[:, :, -self.n_kv_heads :]
 
+    def attend(self, qkv: tuple[Tensor, ...], context: LayerContext) -> Tensor:
+        """The heads' outputs of all tokens of the pass, [B, T, H d]."""
+        q_BTHd, k_BTKd, v_BTKd = qkv
+        return attend(q_BTHd, k_BTKd, v_BTKd, context, self.layer, self.window, self.sinks).flatten(2)
+
     def _head_norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
             return None
@@ -129,10 +92,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Adds down(activation(gate(x)) * up(x)) of x = norm(stream); gate and up are one projection, gate's rows first."""
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: DecoderConfig, size: int):
         super().__init__()
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj = Linear(config.hidden_size, 2 * size, bias=config.mlp_bias)
+        self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
         self.silu = config.activation == "silu"
 
     def forward(self, stream: Stream, norm: RMSNorm, post_norm: RMSNorm | None = None) -> None:
@@ -143,7 +106,8 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts instead of an MLP: runs each token's experts on norm(stream) and adds their weighted sum."""
+    """A mixture of experts instead of an MLP: runs each token's experts on norm(stream) and adds their weighted sum,
+    with an MLP that all tokens go through, times the sigmoid of a product, where there is a shared expert."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -156,6 +120,9 @@ class Experts(nn.Module):
         shapes = (number,), (number, 2 * size), (number, width)
         biases = [nn.Parameter(torch.empty(shape)) if self.config.bias else None for shape in shapes]
         self.router_bias, self.gate_up_bias, self.down_bias = biases
+        shared = config.shared_expert_size
+        self.shared = None if shared is None else MLP(config, shared)
+        self.shared_gate = None if shared is None else Linear(width, 1, bias=False)
 
     def forward(self, stream: Stream, norm: RMSNorm, post_norm: RMSNorm | None = None) -> None:
         stream.add(self._sum, stream.normed(norm), post_norm)
@@ -169,6 +136,9 @@ class Experts(nn.Module):
             self.router_bias, self.gate_up_bias, self.down_bias, self.config.clamped_gate,
         )  # fmt: skip
         sum_BTD = experts(x_BTD, weights, self.config.per_token, self.config.normalised)
+        if self.shared is not None and self.shared_gate is not None:
+            shared_BTD = self.shared.down_proj(self.shared.gate_up_proj(x_BTD, gated=True))
+            sum_BTD += self.shared_gate(x_BTD).sigmoid() * shared_BTD
         return sum_BTD if residual is None else sum_BTD.add_(residual)
 
 
@@ -178,25 +148,23 @@ class Layer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config, layer) if layer in config.attention_layers else GatedDeltaNet(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Experts(config) if config.has_experts(layer) else MLP(config)
+        self.mlp = Experts(config) if config.has_experts(layer) else MLP(config, config.intermediate_size)
         post_norms = [RMSNorm(config.hidden_size, config.rms_norm_eps) if config.post_norms else None for _ in "am"]
         self.post_attention_norm, self.post_mlp_norm = post_norms
 
-    def project(self, stream: Stream, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of all tokens (see `Attention.project`), chunk by chunk."""
+    def project(self, stream: Stream, context: LayerContext) -> tuple[Tensor, ...]:
+        """q, k and v of all tokens (see `Attention.project`; linear attention has one tensor), chunk by chunk."""
         chunks, norm = context.chunks(), self.attention_norm
         if len(chunks) == 1:
             return self.attention.project(stream, norm, context)
         qkvs = [self.attention.project(stream.of_tokens(chunk), norm, context.of_tokens(chunk)) for chunk in chunks]
-        q_BTHd, k_BTKd, v_BTKd = (torch.cat(chunk, 1) for chunk in zip(*qkvs, strict=True))
-        return q_BTHd, k_BTKd, v_BTKd
+        return tuple(torch.cat(chunk, 1) for chunk in zip(*qkvs, strict=True))
 
-    def finish(self, stream: Stream, qkv: tuple[Tensor, Tensor, Tensor], context: LayerContext) -> None:
+    def finish(self, stream: Stream, qkv: tuple[Tensor, ...], context: LayerContext) -> None:
         """Attend with q, k and v of all tokens, then add both sub-layers to the stream, chunk by chunk."""
-        attention = self.attention
-        heads_BTF = attend(*qkv, context, attention.layer, attention.window, attention.sinks).flatten(2)
+        heads_BTF = self.attention.attend(qkv, context)
         chunks = context.chunks()
         if len(chunks) == 1:
             self._add(stream, heads_BTF)
@@ -207,16 +175,19 @@ class Layer(nn.Module):
             stream.rows[:, chunk] = stream_of_chunk.rows
 
     def _add(self, stream: Stream, heads_BTF: Tensor) -> None:
+        if isinstance(self.attention, Attention) and self.attention.gate_proj is not None:
+            heads_BTF = heads_BTF * stream.read(self.attention.gate_proj, self.attention_norm).sigmoid()
         stream.add(self.attention.o_proj, heads_BTF, self.post_attention_norm)
         self.mlp(stream, self.mlp_norm, self.post_mlp_norm)
 
     def c_weights(self) -> LayerWeights | None:
-        """The weights for the C kernels; None if they do not support the layer: one with experts, a RoPE of its own,
-        norms after the sub-layers, a gate other than silu, or sinks.
+        """The weights for the C kernels; None if they do not support the layer: linear attention, or one with a
+        gate, sinks or a RoPE of its own, experts, norms after the sub-layers, or a feed-forward's gate other than silu.
         """
         attention, mlp = self.attention, self.mlp
-        is_special = self.post_mlp_norm is not None or attention.rope or attention.sinks is not None
-        if is_special or isinstance(mlp, Experts) or not mlp.silu:
+        if isinstance(attention, GatedDeltaNet) or isinstance(mlp, Experts) or not mlp.silu:
+            return None
+        if self.post_mlp_norm or attention.rope or attention.sinks is not None or attention.gate_proj:
             return None
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm))
         return LayerWeights(

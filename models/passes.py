@@ -5,7 +5,7 @@ K key/value heads, d head width, V vocabulary, P pieces of a packed sequence.
 """
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -61,6 +61,8 @@ class Pass:
             attention takes all tokens at once. Not with a cache. None: all T.
         shard: this process's share of a packed sequence that several processes split; the output then holds its own
             tokens only. Needs `borders`. None: this process computes the whole sequence.
+        commits_B: int64, how many of its first tokens the caller will commit if that is known before, as of a prompt:
+            linear attention then advances within the pass. Not with a tree. None: it waits for `cache.commit`.
     """
 
     tokens_BT: Tensor
@@ -73,6 +75,7 @@ class Pass:
     borders: Sequence[int] | None = None
     chunk: int | None = None
     shard: SequenceShard | None = None
+    commits_B: Tensor | None = None
 
     def __post_init__(self) -> None:
         cached, (n_sequences, n_tokens) = self.cache is not None, self.tokens_BT.shape
@@ -113,6 +116,35 @@ class Pass:
         if self.cache is None:
             return None
         return PassPlan(self.cache.lengths, self.tokens_BT.shape[1], self.tree_mask_BTT)
+
+
+@dataclass
+class AttentionContext:
+    """What the attention of every layer needs of a pass: `plan` is `inputs.plan()`, `pieces` is `inputs.pieces()`."""
+
+    inputs: Pass
+    plan: PassPlan | None
+    pieces: list[Segment] | None
+
+
+@dataclass
+class LayerContext(AttentionContext):
+    """What the layers of one pass share."""
+
+    ropes: list[tuple[Tensor, Tensor]]  # cos and sin of the pass's tokens, for each of Decoder.ropes
+    piece_T: Tensor | None = None  # for linear attention, with borders: each token's piece, ascending ids
+    recent_BTW: Tensor | None = None  # for linear attention, in a tree: `PassPlan.recent_rows`
+
+    def of_tokens(self, tokens: slice) -> "LayerContext":
+        """The context of these tokens of the pass."""
+        ropes = [(cos[:, tokens].contiguous(), sin[:, tokens].contiguous()) for cos, sin in self.ropes]
+        return replace(self, ropes=ropes)
+
+    def chunks(self) -> list[slice]:
+        """The tokens of the pass in runs of at most `Pass.chunk`."""
+        n_tokens = self.ropes[0][0].shape[1]
+        size = self.inputs.chunk or max(1, n_tokens)
+        return [slice(start, start + size) for start in range(0, n_tokens, size)]
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -34,13 +35,21 @@ class RopeConfig:
         if self.parameters.get("rope_type") not in ROPE_TYPES:
             given = self.parameters.get("rope_type")
             raise ValueError(f"rope_type: {given!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-        partial = self.parameters.get("partial_rotary_factor", 1.0)
-        if partial not in (None, 1.0):
-            raise ValueError(f"partial_rotary_factor: {partial} is not supported, only full heads (1.0)")
+        if not 0 < self.rotated <= self.head_dim or self.rotated % 2:
+            share = self.parameters["partial_rotary_factor"]
+            raise ValueError(
+                f"partial_rotary_factor: {share} of {self.head_dim} numbers a head; an even number is needed"
+            )
 
     @property
     def type(self) -> str:
         return self.parameters["rope_type"]
+
+    @property
+    def rotated(self) -> int:
+        """How many of a head's numbers are rotated. The others have frequency 0: where they are fewer than all, our
+        heads have the first half of the rotated ones in their first half (models/hf_weights.py)."""
+        return int(self.head_dim * (self.parameters.get("partial_rotary_factor") or 1.0))
 
 
 class Rope:
@@ -66,7 +75,7 @@ class Rope:
         config, parameters = self.config, dict(self.config.parameters)
         device = length.device if isinstance(length, Tensor) else "cpu"
         if config.type == "default":
-            exponents_F = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+            exponents_F = torch.arange(0, config.rotated, 2, dtype=torch.float32) / config.rotated
             return 1.0 / (parameters["rope_theta"] ** exponents_F), 1.0
         fields: dict[str, Any] = {
             "hidden_size": config.head_dim,
@@ -113,8 +122,15 @@ class Rope:
         cos_BTF, sin_BTF = angles_BTF.cos(), angles_BTF.sin()
         if self.scaling != 1.0:
             cos_BTF, sin_BTF = cos_BTF * self.scaling, sin_BTF * self.scaling
-        cos_BTF, sin_BTF = cos_BTF.to(dtype), sin_BTF.to(dtype)
+        still = (self.config.head_dim - self.config.rotated) // 2
+        cos_BTF, sin_BTF = pad(cos_BTF, (0, still), value=1.0).to(dtype), pad(sin_BTF, (0, still)).to(dtype)
         return cos_BTF[:, :, None, None], torch.stack((-sin_BTF, sin_BTF), 2)[:, :, None]
+
+
+def piece_ids(borders: Sequence[int], device: torch.device) -> Tensor:
+    """The index of each token's piece, int64 [N]. borders: where each piece starts, then N."""
+    sizes_P = torch.tensor(borders).diff()
+    return from_host(torch.arange(len(sizes_P)).repeat_interleave(sizes_P), device)
 
 
 def piece_lengths(positions_1N: Tensor, borders: Sequence[int]) -> Tensor:
@@ -122,7 +138,6 @@ def piece_lengths(positions_1N: Tensor, borders: Sequence[int]) -> Tensor:
 
     borders: where each piece starts, then N.
     """
-    sizes_P = torch.tensor(borders).diff()
-    piece_N = from_host(torch.arange(len(sizes_P)).repeat_interleave(sizes_P), positions_1N.device)
-    largest_P = positions_1N.new_zeros(len(sizes_P)).scatter_reduce(0, piece_N, positions_1N[0], "amax")
+    piece_N = piece_ids(borders, positions_1N.device)
+    largest_P = positions_1N.new_zeros(len(borders) - 1).scatter_reduce(0, piece_N, positions_1N[0], "amax")
     return largest_P[piece_N][None] + 1

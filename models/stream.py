@@ -1,4 +1,4 @@
-"""The residual stream of a transformer, and the norm that reads it.
+"""The residual stream of a transformer, and the norm and the linear layers that read it.
 
 On a CPU each linear layer is one C call, together with the norm before it and the addition after it
 (kernels/linear.py). On a GPU cuBLAS does the linear layers, and an addition is fused with the norm that follows it
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longdraft.kernels.linear import linear
 from longdraft.kernels.rms_norm import add_rms_norm, adds_with_norm, rms_norm
 
-# A linear layer (models/layer.py), called with its input, an optional norm of the input, and options.
+# A linear layer, called with its input, an optional norm of the input, and options.
 Product = Callable[..., Tensor]
 
 
@@ -30,6 +31,23 @@ class RMSNorm(nn.Module):
         if added is None:
             return rms_norm(x, self.weight, self.eps)
         return add_rms_norm(x, added, self.weight, self.eps)
+
+
+class Linear(nn.Linear):
+    """nn.Linear through kernels/linear.py, which fuses the norm before it, the gate after it and the residual."""
+
+    def reset_parameters(self) -> None:
+        """Do nothing: a target's weights are loaded, and a draft initialises its own with its own generator."""
+
+    def forward(
+        self,
+        input: Tensor,
+        norm: RMSNorm | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        norm_and_eps = None if norm is None else (norm.weight, norm.eps)
+        return linear(input, self.weight, self.bias, norm=norm_and_eps, gated=gated, residual=residual)
 
 
 class Stream:

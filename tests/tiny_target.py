@@ -34,7 +34,7 @@ def make_tiny_target(
     decoder = build_decoder(config, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in decoder.named_parameters():
-        centre = 1.0 if "norm" in name else 0.0
+        centre = 1.0 if "norm" in name else -3.0 if "log_rate" in name else 0.0
         parameter.data.normal_(centre, std, generator=generator)
     hf_config = LlamaConfig(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_attention_heads=config.n_heads

@@ -22,12 +22,13 @@ import torch
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.kernels.chain_attention import BLOCK
+from longdraft.kernels.gated_delta import CHUNK
 from longdraft.kernels.linear_loss import rows_per_block, rows_per_chunk
 from longdraft.models.decoder import Decoder
-from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig, DeltaConfig
 from longdraft.models.draft_folder import DRAFTS
 from longdraft.models.drafts.longspec import LongSpecConfig
-from longdraft.models.footprint import feed_forward_numbers
+from longdraft.models.footprint import delta_bytes, feed_forward_numbers
 from longdraft.models.hf import read_target_config
 from longdraft.train.config import DTYPES, Config, DataSection, DraftSection, TrainSection
 from longdraft.train.config_file import Stage
@@ -115,7 +116,8 @@ def target_pass(target: DecoderConfig, n: int, size: int) -> int:
     heads, kv = target.n_heads * target.head_dim, target.n_kv_heads * target.head_dim
     qkv, qk = heads + 2 * kv, heads + kv
     feed_forward = heads * n + feed_forward_numbers(target) * min(n, ROW_CHUNK)
-    return size * ((target.hidden_size + qkv + qk) * n + max((qkv + 2 * qk) * n, feed_forward))
+    of_attention = size * ((qkv + qk) * n + max((qkv + 2 * qk) * n, feed_forward))
+    return size * target.hidden_size * n + max(of_attention, delta_bytes(target, n, size))
 
 
 def draft_pass(draft: DraftSection, data: DataSection, train: TrainSection, target: DecoderConfig, gpu: bool) -> int:
@@ -173,9 +175,12 @@ def operations(draft: DraftSection, data: DataSection, loss: str, target: Decode
     shape: Any = draft.network(target)
     is_block, distils = isinstance(shape, LongSpecConfig), loss != "cross_entropy"
     d, heads, kv = t.hidden_size, t.n_heads * t.head_dim, 2 * t.n_kv_heads * t.head_dim
-    project, output = 2 * d * (heads + kv), 2 * heads * d
+    project, output = 2 * d * (heads + kv), 2 * heads * d * (2 if t.gated else 1)
     seen = 0.0
     for layer, window in enumerate(t.windows):
+        if t.delta is not None and layer in t.delta.layers:
+            seen += _linear_attention(t.delta, d) + 6 * d * t.feed_forward_size(layer)
+            continue
         finish = output + 6 * d * t.feed_forward_size(layer) + 4 * heads * mean_keys(length, window)
         # LongSpec reads the last layer's keys and values, and only a distillation finishes that layer.
         is_finished = distils or not is_block or layer < t.n_layers - 1
@@ -194,6 +199,15 @@ def operations(draft: DraftSection, data: DataSection, loss: str, target: Decode
         head=(6 if distils else 4) * d * (shape.draft_vocab_size or t.vocab_size),
         labels=share * (1 if is_block else shape.n_heads),
     )
+
+
+def _linear_attention(delta: DeltaConfig, width: int) -> float:
+    """Operations per token of a layer's linear attention: its products, and the rule in chunks, where a head's token
+    meets half a chunk's keys three times (overlaps, scores, solution) and the memory three times."""
+    values = delta.value_heads * delta.value_dim
+    products = 2 * width * (delta.channels + 2 * values + 2 * delta.value_heads)
+    within = 2 * CHUNK * (delta.key_dim + delta.value_dim)
+    return products + delta.value_heads * (within + 6 * delta.key_dim * delta.value_dim)
 
 
 def mean_keys(length: int, window: int | None) -> float:

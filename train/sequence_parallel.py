@@ -25,7 +25,10 @@ from deepspeed.sequence.layer import DistributedAttention
 
 
 def check_heads(config: DecoderConfig, degree: int) -> None:
-    """Raises ValueError if a target's heads do not divide among `train.sequence_parallel` ranks."""
+    """Raises ValueError if a target's heads do not divide among `train.sequence_parallel` ranks, or if several would
+    share rows of linear attention."""
+    if config.delta is not None and degree > 1:
+        raise ValueError(f"train.sequence_parallel: {degree}, but this target has linear attention; set it to 1")
     if config.n_heads % degree or config.n_kv_heads % degree:
         raise ValueError(
             f"train.sequence_parallel: {degree} ranks cannot share the target's heads; set it to a number that divides "

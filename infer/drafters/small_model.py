@@ -151,7 +151,10 @@ class SmallModelDrafter(DeviceDrafter):
 
 
 def check_small(target: Target, small: Target) -> None:
-    """Raise ValueError if the small model differs from the target in its vocabulary, its tokenizer or its device."""
+    """Raise ValueError if the small model has linear attention, which cannot take tokens back, or differs from the
+    target in its vocabulary, its tokenizer or its device."""
+    if small.model.config.delta is not None:
+        raise ValueError(f"small: {small.name} has linear attention; choose a small model with attention in all layers")
     tokenizers = [model.fingerprint.get("tokenizer", "none") for model in (target, small)]
     differ = "none" not in tokenizers and tokenizers[0] != tokenizers[1]
     if differ or target.model.config.vocab_size != small.model.config.vocab_size:

@@ -23,7 +23,7 @@ from longdraft.infer.drafters.base import Count, CountOrZero, Request
 from longdraft.infer.drafters.combine import MOST_NODES
 from longdraft.infer.drafters.heads import HeadsDrafter, Shape
 from longdraft.infer.history import History
-from longdraft.infer.partial_cache import SelectedCache, Selection, refuse_windows
+from longdraft.infer.partial_cache import SelectedCache, Selection, can_select, refuse_unselectable
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, ROOT, TokenTree, TreeShape
 from longdraft.kernels.transfer import integers
@@ -78,11 +78,11 @@ class TokenSwiftDrafter(HeadsDrafter):
             raise ValueError(f"budget={budget}: only for the draft pass, but draft_pass is 'never'; omit one of them")
         self.target, self._draft_pass, self._selection = target, draft_pass, Selection(budget, fixed=SINKS)
         if draft_pass == "always":
-            refuse_windows(target.model.config, "draft_pass='always'")
+            refuse_unselectable(target.model.config, "draft_pass='always'")
         weights = list(target.model.parameters())
         self._expert_bytes = sum(p.nbytes for p in weights if p.dim() == 3)  # only experts have three dimensions
         self._weight_bytes = sum(p.nbytes for p in weights) - self._expert_bytes
-        self._pass_allowed = draft_pass != "never" and not any(target.model.config.windows)
+        self._pass_allowed = draft_pass != "never" and can_select(target.model.config)
         # The tree of a proposal with a draft pass.
         self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)))
         heads = self._pass_shape if self._pass_allowed else self.shape

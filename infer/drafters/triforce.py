@@ -22,7 +22,7 @@ from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Count, Drafter, Plain, Request
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.history import History
-from longdraft.infer.partial_cache import SelectedCache, Selection, refuse_windows
+from longdraft.infer.partial_cache import SelectedCache, Selection, refuse_unselectable
 from longdraft.infer.runner import Runner
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
@@ -52,7 +52,7 @@ class TriForceDrafter(Drafter):
 
     Raises:
         ValueError: options out of range; a small model that does not fit (see SmallModelDrafter); a target with
-            sliding windows.
+            sliding windows or linear attention.
     """
 
     @validated
@@ -71,7 +71,7 @@ class TriForceDrafter(Drafter):
             raise ValueError(f"gamma={gamma}: only for a small model, but there is none; give small, or omit gamma")
         self.target, self.chain = target, chain
         self._selection = Selection(budget, fixed=chunk, chunk=chunk, recent=select == "recent")
-        refuse_windows(target.model.config, f"budget={budget}: a cache of selected rows")
+        refuse_unselectable(target.model.config, f"budget={budget}: a cache of selected rows")
         self.inner: Drafter = Plain() if small is None else SmallModelDrafter(target, small, gamma)
         self.parts = [self.inner]
         self.max_nodes = self.max_depth = chain

@@ -116,6 +116,10 @@ class Block(_DraftModel):
             raise ValueError(f"draft: its heads, key heads and widths are {shape}; serve the draft's own target")
         if draft.rope.length_dependent:
             raise ValueError(f"draft: RoPE of type {config.rope_config.type} depends on the length; not served by vLLM")
+        if config.rope_config.rotated < config.head_dim:
+            raise ValueError(
+                "draft: it reads keys with RoPE in a part of each head in another order; not served by vLLM"
+            )
         if target.model_type.startswith(SCALED):
             raise ValueError(f"target: {target.model_type} scales its embeddings; not served by vLLM with LongSpec")
         self.own = WindowAttention(cross, config.window + 1, vllm_config, _layer(vllm_config, 1))

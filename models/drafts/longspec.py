@@ -22,7 +22,7 @@ from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, Size
 from longdraft.models.drafts.base import DraftModule, Projection
-from longdraft.models.layer import Experts, Layer
+from longdraft.models.layer import Attention, Experts, Layer
 from longdraft.models.passes import Span
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.schema import Bool, Float, validated_dataclass
@@ -188,25 +188,26 @@ class LongSpec(DraftModule):
             self._start_from(target)
 
     def _start_from(self, target: Decoder) -> None:
-        """Copy self-attention from the target's first layer and the rest from its last; biases of q, k, v if it has
-        them.
+        """Copy self-attention from the target's first layer with attention and the rest from its last; biases of q, k,
+        v if it has them.
 
         What this block has no place for is skipped: norms of q and k and after sub-layers, biases of o and of the
         feed-forward, a gate other than silu. If the last layer has experts, the feed-forward keeps its random weights.
         """
-        first, last = cast(Layer, target.layers[0]), cast(Layer, target.layers[-1])
+        first, last = cast(Layer, target.layers[target.config.attention_layers[0]]), cast(Layer, target.layers[-1])
+        first_attention, last_attention = cast(Attention, first.attention), cast(Attention, last.attention)
         copied: list[tuple[Any, Any]] = [
             (self.self_norm, first.attention_norm),
-            (self.self_o, first.attention.o_proj),
+            (self.self_o, first_attention.o_proj),
             (self.cross_norm, last.attention_norm),
-            (self.cross_o, last.attention.o_proj),
+            (self.cross_o, last_attention.o_proj),
             (self.mlp_norm, last.mlp_norm),
         ]
         if not isinstance(last.mlp, Experts):
             copied += [(self.gate_up, last.mlp.gate_up_proj), (self.down, last.mlp.down_proj)]
         for ours, theirs in copied:
             ours.weight.copy_(theirs.weight)
-        for ours, theirs in ((self.self_qkv, first.attention.qkv_proj), (self.cross_q, last.attention.qkv_proj)):
+        for ours, theirs in ((self.self_qkv, first_attention.qkv_proj), (self.cross_q, last_attention.qkv_proj)):
             ours.weight.copy_(theirs.weight[: ours.out_features])
             if theirs.bias is not None:
                 ours.bias.copy_(theirs.bias[: ours.out_features])

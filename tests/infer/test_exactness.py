@@ -27,7 +27,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.tree import TreeShape, likeliest_nodes
-from longdraft.models.decoder_config import ExpertsConfig
+from longdraft.models.decoder_config import DeltaConfig, ExpertsConfig
 from longdraft.models.drafts.heads import Medusa, MedusaConfig, TokenSwift, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.rope import RopeConfig
@@ -65,12 +65,18 @@ GPT_OSS = {  # of the target "gpt_oss"
     "sliding_windows": (7, None), "attention_sinks": True, "attention_bias": True, "o_bias": True,
     "experts": replace(EXPERTS, bias=True, clamped_gate=(1.702, 2.0)),
 }  # fmt: skip
-OTHERS = {"moe": {"experts": EXPERTS}, "gemma3": GEMMA, "gpt_oss": GPT_OSS}
+QWEN3_5 = {  # of the target "qwen3_5": two layers of linear attention, and RoPE in half of a head
+    "n_layers": 3, "delta": DeltaConfig(layers=(0, 1), key_heads=2, value_heads=4, key_dim=16, value_dim=8, kernel=4),
+    "gated": True, "qk_norm": True,
+    "rope": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+OTHERS = {"moe": {"experts": EXPERTS}, "gemma3": GEMMA, "gpt_oss": GPT_OSS, "qwen3_5": QWEN3_5}
 SEEDS = {("gqa", "short"): 12, ("gqa", "overflow"): 12, ("mha", "short"): 11, ("mha", "overflow"): 14} | {
     ("moe", "overflow"): 14,
     ("olmo2", "overflow"): 3,
     ("gemma3", "overflow"): 10,
     ("gpt_oss", "overflow"): 4,
+    ("qwen3_5", "overflow"): 17,
 }
 
 
@@ -268,12 +274,13 @@ def test_a_drafter_gives_plain_decodings_tokens_in_every_way(models, plain, row,
     check_in_turn(models, plain, row, SAMPLINGS, batch, nodes, each=1)
 
 
-@pytest.mark.parametrize(("name", "kind"), in_turn(("moe", "gemma3", "olmo2", "gpt_oss")))
-def test_a_drafter_gives_the_tokens_of_another_family_or_refuses_its_windows(c_kernels, models, plain, name, kind):
+@pytest.mark.parametrize(("name", "kind"), in_turn(("moe", "gemma3", "olmo2", "gpt_oss", "qwen3_5")))
+def test_a_drafter_gives_the_tokens_of_another_family_or_refuses_its_layers(c_kernels, models, plain, name, kind):
     target, small = models(kind)
     selects = name in ("tokenswift_silu", "few_words") or "triforce" in name or "draft_pass" in name
-    if selects and target.model.config.sliding_windows:
-        with pytest.raises(ValueError, match="sliding windows"):
+    config = target.model.config
+    if selects and (config.sliding_windows or config.delta):
+        with pytest.raises(ValueError, match="linear attention" if config.delta else "sliding windows"):
             DRAFTERS[name](target, small)
         return
     engine = Engine(target, DRAFTERS[name](target, small), slots=3)

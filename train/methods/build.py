@@ -56,7 +56,7 @@ def open_draft(config: Config, target: Target, rows: ShardSet, saved: Path | Non
         else:
             vocab_size = target.model.config.vocab_size
             token_ids = frequent_tokens(rows, vocab_size, section.draft_vocab_size, target.eos_token_ids)
-    with whole_layers(target.model, 0, -1):  # a warm start reads them
+    with whole_layers(target.model, target.model.config.attention_layers[0], -1):  # a warm start reads them
         method = open_method(section, config.data, config.train, target.model, token_ids)
     if start is not None:
         begin_with(method, start, str(section.start_from))
