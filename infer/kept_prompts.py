@@ -3,6 +3,9 @@
 Only complete chunks of a prefill of several chunks are reused. A fresh prefill would run the same passes over the same
 tokens, so reused rows have the same bits, and no text depends on what was decoded before.
 
+Linear attention has a state instead of rows, which is copied after each complete chunk. Only the last copy is kept, so
+a prompt reuses all that a slot has, or nothing.
+
 A slot without a request has length 0, so no pass reads its rows, but every pass overwrites its first ones with pending
 rows. So these are copied when the slot is freed. infer/slot_pool.py prefills prompts and calls this. Shapes: L layers,
 W rows of the widest pass of a step, K key/value heads, d head width.
@@ -32,6 +35,7 @@ class KeptPrompts:
         self._begun, self._count = [0] * cache.batch, count(1)  # the order in which the slots' prompts began
         # First rows of slots without a request, K and V each [L, W, K, d].
         self._first_rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[int, tuple[Tensor, Tensor]] = {}  # of linear attention, after a slot's kept tokens
         self._weights: object = None  # `_weights_version` of the weights of the rows
 
     def choose_slot(self, prompt: Sequence[int], free: Sequence[int]) -> int:
@@ -60,6 +64,9 @@ class KeptPrompts:
         if n_rows and source != slot:
             rows = slice(n_copied, n_rows)
             cache.fill(slot, n_copied, cache.keys[:, source, rows], cache.values[:, source, rows])
+        if n_rows and cache.delta is not None:
+            self._states[slot] = self._states[source]
+            cache.delta.put(slot, self._states[slot])
         cache.lengths[slot].fill_(n_rows)
         self._first_rows.pop(slot, None)
         self._tokens[slot], self._begun[slot] = prompt[:n_rows], next(self._count)
@@ -67,7 +74,10 @@ class KeptPrompts:
 
     def extend(self, slot: int, tokens: Sequence[int]) -> None:
         """Note that the slot has the rows of these first tokens of its prompt."""
-        self._tokens[slot] = tokens[: len(tokens) // self._chunk * self._chunk]
+        kept = len(tokens) // self._chunk * self._chunk
+        self._tokens[slot] = tokens[:kept]
+        if self._cache.delta is not None and kept == len(tokens):
+            self._states[slot] = self._cache.delta.copy(slot)
 
     def leave(self, slot: int) -> None:
         """Note that this slot has no request any more, and length 0 from now on."""
@@ -87,7 +97,7 @@ class KeptPrompts:
         count, most = 0, min(len(kept), len(prompt) - 2)
         while (end := count + self._chunk) <= most and kept[count:end] == prompt[count:end]:
             count = end
-        return count
+        return count if self._cache.delta is None or count == len(kept) else 0
 
 
 def _weights_version(model: Decoder) -> tuple[int, list[tuple[int, int]]] | None:

@@ -65,9 +65,7 @@ class SlotPool:
         self.prefill_chunk = prefill_chunk or prompt_rows(self.device.type)
         # Not if RoPE depends on the prompt's length, or if weights are gathered for each pass: changes would go unseen.
         length_dependent = self.model.config.rope.type in LENGTH_DEPENDENT
-        # Nor with linear attention, which has the state after a prompt's last token alone.
-        can_keep = not length_dependent and self.model.config.delta is None and self.model.weights_stay
-        self._keeps = keep_prompts and can_keep
+        self._keeps = keep_prompts and not length_dependent and self.model.weights_stay
         self._kept: KeptPrompts | None = None
         # Where steps are recorded: the last sampling of each kind, and for which values of `state.logprobs` its steps
         # are recorded.

@@ -2,9 +2,9 @@
 
 A token t decays the memory S, replaces what it holds for the key k_t, and reads it:
     S_t = exp(g_t) S_(t-1);  u_t = beta_t (v_t - S_t^T k_t);  S_t += k_t u_t^T;  o_t = S_t^T q_t
-`by_steps` computes just that, along the branches of a tree. A row's bits depend only on its path, so on a CPU steps of
-any width agree with plain decoding in every bit. `chain` takes long texts 64 tokens at a time, and `in_one_block` a
-tree: the tokens of a block solve one triangular system (equations 7 to 9), because a node reads its ancestors alone.
+`by_steps` computes just that, along the branches of a tree, and on a CPU C does (cpu/delta.inc): a node's bits depend
+only on its path, so they are those of plain decoding. `chain` takes long texts, 64 tokens at a time, and `in_one_block`
+a tree: the tokens of a block solve one triangular system (equations 7 to 9), because a node reads its ancestors alone.
 All in fp32. Shapes: B slots, T tokens, V heads of the values, k key width, v value width, N chunks of C tokens.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longdraft.kernels import backend
+from longdraft.kernels.cpu import delta
 from longdraft.kernels.tree import PassPlan
 
 CHUNK = 64
@@ -45,47 +46,54 @@ class DeltaTokens(NamedTuple):
 def tree(tokens: DeltaTokens, memory_BVkv: Tensor, plan: PassPlan) -> Tensor:
     """What the tokens of a pass read, [B, T, V, v]: each after its ancestors, and they after the memory."""
     if backend.is_host(memory_BVkv.device):
-        return by_steps(tokens, memory_BVkv, plan)
+        steps = delta.steps if delta.serves(memory_BVkv) else by_steps
+        return steps(_with_decay(tokens), memory_BVkv, parents_BT=_parents(plan))
     if plan.tree_mask_BTT is None:
         return chain(tokens, memory_BVkv)[0]
     return in_one_block(tokens, memory_BVkv, plan.tree_mask_BTT)
 
 
-def advance(tokens: DeltaTokens, memory_BVkv: Tensor) -> Tensor:
-    """The memory after these tokens, which follow each other."""
+def advance(tokens: DeltaTokens, memory_BVkv: Tensor, counts_B: Tensor) -> Tensor:
+    """The memory after each slot's first `counts_B` tokens, which follow each other."""
     if not backend.is_host(memory_BVkv.device):
-        return chain(tokens, memory_BVkv)[1]
+        return chain(tokens.only(counts_B), memory_BVkv)[1]
+    steps = delta.steps if delta.serves(memory_BVkv) else by_steps
+    return steps(_with_decay(tokens), memory_BVkv, counts_B=counts_B)
+
+
+def _with_decay(tokens: DeltaTokens) -> DeltaTokens:
+    """The tokens with exp(g) instead of g. It is rounded from fp64, because PyTorch's in fp32 differs by where in a
+    vector a number stands."""
+    return tokens._replace(g_BTV=tokens.g_BTV.double().exp().float())
+
+
+def _parents(plan: PassPlan) -> Tensor:
+    """Each node's parent, int64 [B, T]; -1 for one without."""
+    depth_BT = plan.depth_BT.long()
+    if plan.path_BTT is None:
+        return depth_BT - 1
+    parent_BT = plan.path_BTT.long().gather(2, (depth_BT[..., None] - 1).clamp(min=0))[..., 0]
+    return torch.where(depth_BT > 0, parent_BT, -1)
+
+
+def by_steps(
+    tokens: DeltaTokens, memory_BVkv: Tensor, *, parents_BT: Tensor | None = None, counts_B: Tensor | None = None
+) -> Tensor:
+    """The definition, token by token; arguments and result as of `cpu.delta.steps`."""
+    before, reads = memory_BVkv, []
+    memories, slots = [before], torch.arange(len(before))
     for t in range(tokens.g_BTV.shape[1]):
-        memory_BVkv = _step(memory_BVkv, tokens.at((slice(None), t)))[0]
-    return memory_BVkv
-
-
-def by_steps(tokens: DeltaTokens, memory_BVkv: Tensor, plan: PassPlan) -> Tensor:
-    """`tree`, all nodes of a depth at a time: the definition. Reads the tree on the host."""
-    depth_BT, path_BTT = plan.depth_BT.long(), plan.path_BTT
-    batch, n_rows = depth_BT.shape
-    if path_BTT is None:
-        parent_BT = depth_BT - 1
-    else:
-        parent_BT = path_BTT.long().gather(2, (depth_BT[..., None] - 1).clamp(min=0))[..., 0]
-    parent_BT = torch.where(depth_BT > 0, parent_BT, -1)
-    memories = memory_BVkv.new_empty(batch, n_rows + 1, *memory_BVkv.shape[1:])  # the last: before the pass
-    memories[:, -1] = memory_BVkv
-    read_BTVv = torch.empty_like(tokens.v_BTVv)
-    for depth in range(int(depth_BT.max()) + 1):
-        slot, row = (depth_BT == depth).nonzero(as_tuple=True)
-        after, read = _step(memories[slot, parent_BT[slot, row]], tokens.at((slot, row)))
-        memories[slot, row], read_BTVv[slot, row] = after, read
-    return read_BTVv
-
-
-def _step(memory: Tensor, tokens: DeltaTokens) -> tuple[Tensor, Tensor]:
-    """One token each: the memories [..., V, k, v] after them, and what they read of them."""
-    q, k, v, g, beta = tokens
-    memory = memory * g.exp()[..., None, None]
-    u = (v - (memory * k[..., None]).sum(-2)) * beta[..., None]
-    memory = memory + k[..., None] * u[..., None, :]
-    return memory, (memory * q[..., None]).sum(-2)
+        q, k, v, decay, beta = (x[:, t] for x in tokens)
+        if parents_BT is not None:
+            before = torch.stack(memories)[parents_BT[:, t] + 1, slots]
+        after = before * decay[..., None, None]
+        u = (v - (after * k[..., None]).sum(-2)) * beta[..., None]
+        after = after + k[..., None] * u[..., None, :]
+        reads.append((after * q[..., None]).sum(-2))
+        if counts_B is not None:
+            before = torch.where((t < counts_B)[:, None, None, None], after, before)
+        memories.append(after)
+    return before if counts_B is not None else torch.stack(reads, 1)
 
 
 def in_one_block(tokens: DeltaTokens, memory_BVkv: Tensor, tree_mask_BTT: Tensor) -> Tensor:

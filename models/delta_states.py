@@ -38,12 +38,21 @@ class DeltaStates:
             return
         slots_B1 = torch.arange(len(counts_B), device=counts_B.device)[:, None]
         rows: tuple = (slice(None),) if rows_BR is None else (slots_B1, rows_BR)
-        of_layers = [(inputs_BTC[rows], tokens.at(rows).only(counts_B)) for inputs_BTC, tokens in self.pending]
+        of_layers = [(inputs_BTC[rows], tokens.at(rows)) for inputs_BTC, tokens in self.pending]
         self.pending = []
         inputs_LBRC = torch.stack([inputs for inputs, _ in of_layers])
         self.inputs.copy_(last_inputs(self.inputs, inputs_LBRC, counts_B))
         together = DeltaTokens(*(torch.cat(x) for x in zip(*(tokens for _, tokens in of_layers), strict=True)))
-        self.memory.copy_(advance(together, self.memory.flatten(0, 1)).view_as(self.memory))
+        counts = counts_B.repeat(len(self.memory))
+        self.memory.copy_(advance(together, self.memory.flatten(0, 1), counts).view_as(self.memory))
+
+    def copy(self, slot: int) -> tuple[Tensor, Tensor]:
+        """A slot's present state, for `put`."""
+        return self.memory[:, slot].clone(), self.inputs[:, slot].clone()
+
+    def put(self, slot: int, state: tuple[Tensor, Tensor]) -> None:
+        """Make a slot's state a copy of this one."""
+        self.memory[:, slot], self.inputs[:, slot] = state
 
     def reset(self, slot: int) -> None:
         """Forget a slot's text."""

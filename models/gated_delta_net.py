@@ -69,8 +69,8 @@ class GatedDeltaNet(nn.Module):
         if context.recent_BTW is None:
             taps = [joined_BSC[:, tap : tap + inputs_BTC.shape[1]] for tap in range(width)]
         else:
-            places_BTW1 = (context.recent_BTW + width - 1)[..., None].expand(-1, -1, -1, joined_BSC.shape[2])
-            taps = [joined_BSC.gather(1, places_BTW1[:, :, tap]) for tap in range(width)]
+            slots_B1 = torch.arange(len(joined_BSC), device=joined_BSC.device)[:, None]
+            taps = [joined_BSC[slots_B1, places_BT + width - 1] for places_BT in context.recent_BTW.unbind(2)]
         tokens = self._tokens(taps, g_BTV, beta_BTV)
         states.pending.append((inputs_BTC, tokens))
         return tree(tokens, states.memory[self.index], plan).to(inputs_BTC.dtype)

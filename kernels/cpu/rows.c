@@ -260,6 +260,7 @@ typedef struct {
 } best_tokens;
 
 #include "beam.inc"
+#include "delta.inc"
 
 /* ---- both element types, by the arithmetic of this machine ---- */
 

@@ -8,10 +8,11 @@ import torch
 from torch.nn.functional import normalize
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from longdraft.kernels.gated_delta import DeltaTokens, advance, by_steps, chain, in_one_block, tree
+from longdraft.kernels.cpu import delta
+from longdraft.kernels.gated_delta import DeltaTokens, advance, chain, in_one_block, tree
 from longdraft.kernels.tree import PassPlan
 
-BATCH, HEADS, KEY, VALUE = 2, 3, 16, 24
+BATCH, HEADS, KEY, VALUE = 2, 3, 16, 40
 
 
 def drawn(n_tokens: int, strongest: float = 2.0) -> tuple[DeltaTokens, torch.Tensor]:
@@ -56,15 +57,23 @@ def trees(n_nodes: int) -> torch.Tensor:
     return mask
 
 
+@pytest.fixture(params=["C", "PyTorch"])
+def steps(request, monkeypatch, c_kernels):
+    """Both forms of the steps."""
+    if request.param == "PyTorch":
+        monkeypatch.setattr(delta, "serves", lambda memory: False)
+    assert delta.serves(drawn(1)[1]) == (request.param == "C")
+
+
 @pytest.mark.parametrize("length", [1, 5, 64])
-def test_steps_are_transformers_recurrence(length):
+def test_steps_are_transformers_recurrence(steps, length):
     tokens, memory = drawn(length)
     q, *others = tokens
     read, after = torch_recurrent_gated_delta_rule(
         q * KEY**0.5, *others[:2], g=others[2], beta=others[3], initial_state=memory, output_final_state=True
     )
-    assert close(by_steps(tokens, memory, plan_of(n_rows=length)), read)
-    assert close(advance(tokens, memory), after)
+    assert close(tree(tokens, memory, plan_of(n_rows=length)), read)
+    assert close(advance(tokens, memory, torch.tensor([length] * BATCH)), after)
 
 
 @pytest.mark.parametrize("strongest", [0.01, 2.0, 40.0])
@@ -76,7 +85,7 @@ def test_chunks_read_what_steps_read(length, strongest):
     read, after = exact(tokens, memory)
     ours, ours_after = chain(tokens, memory)
     assert close(ours, read) and close(ours_after, after)
-    assert close(by_steps(tokens, memory, plan_of(n_rows=length)), read)
+    assert close(tree(tokens, memory, plan_of(n_rows=length)), read)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3, 61), (64, 64), (30, 3, 70, 47), (1, 1, 1, 62, 2, 64, 5)])
@@ -96,10 +105,10 @@ def test_pieces_do_not_read_each_other(sizes):
 def test_a_block_reads_what_steps_read(n_nodes):
     tokens, memory = drawn(n_nodes)
     mask = trees(n_nodes)
-    assert close(in_one_block(tokens, memory, mask), by_steps(tokens, memory, plan_of(mask)).double())
+    assert close(in_one_block(tokens, memory, mask), tree(tokens, memory, plan_of(mask)).double())
 
 
-def test_a_nodes_bits_depend_on_its_path_alone():
+def test_a_nodes_bits_depend_on_its_path_alone(steps):
     """A node in a tree reads, in every bit, what its path reads token by token. So decoding is exact on a CPU."""
     tokens, memory = drawn(40)
     mask = trees(40)
@@ -110,14 +119,14 @@ def test_a_nodes_bits_depend_on_its_path_alone():
             for ancestor in mask[slot, node].nonzero()[:, 0].tolist():
                 one = tokens.at((slice(slot, slot + 1), slice(ancestor, ancestor + 1)))
                 alone = tree(one, state, plan_of(n_rows=1, batch=1))
-                state = advance(one, state)
+                state = advance(one, state, torch.tensor([1]))
             assert torch.equal(alone[0, 0], read[slot, node]), (slot, node)
 
 
-def test_tokens_beyond_the_count_change_no_memory():
+def test_tokens_beyond_the_count_change_no_memory(steps):
     tokens, memory = drawn(9)
     counts = torch.tensor([0, 4])
-    after = advance(tokens.only(counts), memory)
+    after = advance(tokens, memory, counts)
     assert torch.equal(after[0], memory[0])
-    assert torch.equal(after[1], advance(tokens.at((slice(1, 2), slice(4))), memory[1:])[0])
+    assert torch.equal(after[1], advance(tokens.at((slice(1, 2), slice(4))), memory[1:], counts[1:])[0])
     assert close(chain(tokens.only(counts), memory)[1], after)
