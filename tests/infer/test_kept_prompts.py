@@ -12,6 +12,7 @@ from longdraft.infer.kept_prompts import KeptPrompts
 from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
+from longdraft.models.decoder_config import DeltaConfig
 from longdraft.models.hf import refresh, target_from_transformers
 from longdraft.models.kv_cache import KVCache
 
@@ -49,6 +50,21 @@ def test_rows_have_the_bits_that_they_had(target, monkeypatch):
     second = [*first, *answer, *range(50, 60)]
     assert turns(engine, [[[1, 2, 3]], [second]]) == [[0], [40]]
     assert torch.equal(rows(engine, 0, 40), read)
+
+
+def test_linear_attention_goes_on_from_the_state_that_it_had(tiny_target):
+    """A prompt that has all that was kept goes on from there, on this slot or another; one that has less begins anew."""
+    delta = DeltaConfig(layers=(0,), key_heads=2, value_heads=4, key_dim=8, value_dim=16, kernel=4)
+    target = tiny_target(vocab_size=61, max_positions=POSITIONS, delta=delta)
+    engine, first = engine_of(target, slots=2), [*DOCUMENT, 1, 2]
+    second, third = [*first, 5, 6, 7, 8, 9, 10], [*DOCUMENT[:30], *range(12)]
+    calls = [[first], [second, first], [third], [second]]
+    params = replace(NEW, max_new_tokens=12, temperature=1.0, seed=3)
+    found = [engine.generate(prompts, params) for prompts in calls]
+    assert [[one.stats.cached_tokens for one in call] for call in found] == [[0], [40, 40], [0], [40]]
+    for prompts, call in zip(calls, found, strict=True):
+        fresh = Engine(target, prefill_chunk=CHUNK, keep_prompts=False).generate(prompts, params)
+        assert [one.tokens for one in call] == [one.tokens for one in fresh]
 
 
 def test_the_next_turn_of_a_chat_takes_over_the_one_before(tiny_target):
