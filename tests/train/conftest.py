@@ -345,7 +345,7 @@ def _alone(folder: Path, train: Callable[..., dict], long_folder: Path) -> list[
         train("longspec-anchored", *ANCHORED, f"data.path={long_folder}"),
     ]
     actions += [train("acceptance", *ACCEPTANCE, f"data.path={long_folder}"), train("mix", *MIX)]
-    actions.append({"copy": [str(folder / "acceptance"), str(folder / "acceptance-again")], "without": "step_000020"})
+    actions.append({"copy": [str(folder / "acceptance"), str(folder / "acceptance-again")], "without": ["step_000020"]})
     actions.append(train("acceptance-again", *ACCEPTANCE, f"data.path={long_folder}"))
     for stage in (2, 3):
         actions.append(

@@ -27,7 +27,7 @@ CASES = {
     "offload-2": ["train.zero_stage=2", "train.offload_optimizer=true"],
     "offload-bf16-3": ["train.zero_stage=3", "train.precision=bf16", "train.offload_optimizer=true"],
 }
-# The moment at which each case's run is killed (ranks_faults.py); with a save's, it is that of the last step.
+# The moment at which each case's run is killed (ranks.py); with a save's, it is that of the last step.
 KILLED = {
     "fp32-1": "temporary folder made",
     "longspec-muon-2": "file half written",
@@ -71,11 +71,11 @@ def folder(tmp_path_factory, start_ranks, finish_ranks) -> Path:
             for old, new, case in names
         ]
 
-    finish_ranks(start_ranks(2, [*(train(case, case) for case in CASES), *saved_again(0)], "ranks_faults.py"))
+    finish_ranks(start_ranks(2, [*(train(case, case) for case in CASES), *saved_again(0)]))
     for case, moment in KILLED.items():
         killed = train(f"{case}-killed", case) | {"kill": moment}
         killed["train"] += ["train.keep_checkpoints=1"]
-        ranks = start_ranks(2, [half(case, f"{case}-killed"), killed], "ranks_faults.py")
+        ranks = start_ranks(2, [half(case, f"{case}-killed"), killed])
         said = [rank.communicate(timeout=100)[0] for rank in ranks]
         assert ranks[0].returncode == -signal.SIGKILL and ranks[1].returncode != 0, said
     for i, n_ranks in enumerate(CHAIN[1:], start=1):
@@ -85,7 +85,7 @@ def folder(tmp_path_factory, start_ranks, finish_ranks) -> Path:
             actions += [half(case, f"{case}-other"), {"train": [*other["train"], *OTHERWISE.get(case, [])]}]
         if n_ranks == 2:
             actions += [train(f"{case}-killed", case) for case in KILLED]
-        finish_ranks(start_ranks(n_ranks, actions, "ranks_faults.py"))
+        finish_ranks(start_ranks(n_ranks, actions))
     return folder
 
 

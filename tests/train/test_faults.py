@@ -121,7 +121,7 @@ def _first_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> Non
         {"train": command, "stop": 3},  # within the first step
         {"main": command},
     ]  # fmt: skip
-    ranks = start_ranks(2, actions, "ranks_faults.py")
+    ranks = start_ranks(2, actions)
     said = listen(ranks)
     wait_for_step(story.broken, 7, ranks)
     ranks[1].kill()
@@ -169,7 +169,7 @@ def _last_ranks(story: SimpleNamespace, command: list[str], start_ranks) -> None
         {"limit": {"0": 100}},
         {"main": [*SHORT, f"train.run_dir={folder / 'never'}"]},
     ]
-    ranks = start_ranks(2, actions, "ranks_faults.py")
+    ranks = start_ranks(2, actions)
     said = listen(ranks)
     story.status["last"] = [rank.wait(timeout=280) for rank in ranks]
     story.said["last"], story.said["last-1"] = (one() for one in said)

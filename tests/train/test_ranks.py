@@ -22,7 +22,7 @@ from deepspeed.comm.torch import TorchBackend
 def test_an_interface_that_is_not_there_is_named(start_ranks, tmp_path, monkeypatch):
     """Two real ranks, over gloo."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothere0")
-    ranks = start_ranks(2, [f"train.run_dir={tmp_path / 'run'}"], "ranks_meeting.py")
+    ranks = start_ranks(2, [{"main": [f"train.run_dir={tmp_path / 'run'}"]}])
     said = [rank.communicate(timeout=100)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1], said
     assert [one.count("\n") for one in said] == [1, 1], said
