@@ -11,7 +11,7 @@ S steps of the target, each of which commits one token of the target's own; A ac
 Tokens accepted after an answer's end are dropped. Intervals are 95 % percentile bootstraps over prompts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -97,12 +97,16 @@ def bucket(tokens: int) -> str:
     return f"{low}-{2 * low}"
 
 
-def by_context(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
-    """Group pairs by the bucket of the first prompt's length, the shortest first."""
+def by_group(pairs: Sequence[Pair], name: Callable[[Pair], str]) -> dict[str, dict[str, Any]]:
+    """`compared` for the pairs of each name, in the order of the names' first pairs."""
     found: dict[str, list[Pair]] = {}
-    for pair in sorted(pairs, key=lambda pair: pair[0].turns[0].prompt_tokens):
-        found.setdefault(bucket(pair[0].turns[0].prompt_tokens), []).append(pair)
-    return found
+    for pair in pairs:
+        found.setdefault(name(pair), []).append(pair)
+    return {group: compared(of) for group, of in found.items()}
+
+
+def _context(pair: Pair) -> int:
+    return pair[0].turns[0].prompt_tokens
 
 
 def ms_per_token(answer: Answer, every: int = EVERY) -> list[dict[str, float]]:
@@ -130,13 +134,10 @@ def run_figures(entries: Mapping[str, Sequence[Entry]]) -> dict[str, dict]:
     found = {}
     for name, ours in entries.items():
         pairs = [(entry, plain[entry.id]) for entry in ours]
-        tasks: dict[str, list[Pair]] = {}
-        for pair in pairs:
-            tasks.setdefault(pair[0].task, []).append(pair)
         same = [same_tokens(*([turn.tokens for turn in one.turns] for one in pair)) for pair in pairs]
         found[name] = compared(pairs) | {
-            "tasks": {task: compared(group) for task, group in tasks.items()},
-            "contexts": {context: compared(group) for context, group in by_context(pairs).items()},
+            "tasks": by_group(pairs, lambda pair: pair[0].task),
+            "contexts": by_group(sorted(pairs, key=_context), lambda pair: bucket(_context(pair))),
             "same_tokens": [sum(counts) for counts in zip(*same, strict=True)],
             "ms_per_token": [marks for entry in ours for turn in entry.turns if len(marks := ms_per_token(turn)) > 1],
         }

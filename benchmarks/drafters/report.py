@@ -3,7 +3,6 @@ charts by matplotlib."""
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -56,11 +55,6 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def _speed(one: Figures, part: str, group: str) -> str:
-    """A run's speed over plain in one of its groups; a dash if it has none of that name."""
-    return f"{one[part][group]['speedup']:.2f}" if group in one[part] else "-"
-
-
 def rows(title: str, drafters: Mapping[str, Figures], on_gpu: bool) -> list[list[str]]:
     """The rows of a table: a name, and a cell for each drafter. The first one has the drafters' names."""
     found = [[f"{title}  ", *drafters]]
@@ -86,7 +80,8 @@ def rows(title: str, drafters: Mapping[str, Figures], on_gpu: bool) -> list[list
         for part in ("tasks", "contexts"):
             groups = dict.fromkeys(group for one in drafters.values() for group in one[part])  # runs may have others
             for group in groups if len(groups) > 1 else ():
-                row(f"  {group}", partial(_speed, part=part, group=group))
+                speeds = [one[part].get(group, {}).get("speedup") for one in drafters.values()]
+                found.append([f"  {group}  ", *("-" if speed is None else f"{speed:.2f}" for speed in speeds)])
         row("  slowest prompt", lambda one: f"{min(one['prompt_speedups']):.2f}")
         row("plain decoding's tokens", lambda one: "{} of {}".format(*one["same_tokens"]))
     return found

@@ -3,15 +3,7 @@
 import numpy as np
 import pytest
 
-from longdraft.benchmarks.drafters.metrics import (
-    bucket,
-    by_context,
-    compared,
-    ms_per_token,
-    run_figures,
-    same_tokens,
-    totals,
-)
+from longdraft.benchmarks.drafters.metrics import bucket, compared, ms_per_token, run_figures, same_tokens, totals
 from longdraft.benchmarks.drafters.record import Answer, Entry
 
 
@@ -72,8 +64,9 @@ def test_an_interval_is_the_means_of_prompts_drawn_with_replacement():
 def test_contexts_lie_between_powers_of_two():
     sizes = (1, 511, 512, 4095, 4096)
     assert [bucket(n) for n in sizes] == ["1-2", "256-512", "512-1024", "2048-4096", "4096-8192"]
-    long, short = (entry(i, answer(2, prompt=n), answer(2, prompt=9 * n)) for i, n in ((1, 600), (2, 70)))
-    assert by_context([(long, long), (short, short)]) == {"64-128": [(short, short)], "512-1024": [(long, long)]}
+    entries = [entry(i, answer(i, prompt=n), answer(i, prompt=9 * n)) for i, n in ((1, 600), (2, 70))]
+    found = run_figures({"plain": entries})["plain"]["contexts"]
+    assert [(name, one["tokens"]) for name, one in found.items()] == [("64-128", 4), ("512-1024", 2)]
 
 
 def test_a_long_generation_has_its_pace_at_every_mark():
