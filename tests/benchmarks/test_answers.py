@@ -130,10 +130,6 @@ def test_answers_without_a_text_are_given_one(tiny):
     assert record.entries[1, "transformers", 0.0].turns[0].text == target.tokenizer.decode([5, 6])
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (folder / "progress").glob("*.json")}
-
-
 def test_a_record_knows_its_texts_and_its_checkpoint(tiny, tmp_path):
     def of(line: str = "", target: Path = tiny, draft: Path | None = None, **options) -> dict:
         given = ["--text-file", "t", "--target", str(target), "--drafter", "prompt_lookup", *line.split()]
@@ -159,15 +155,17 @@ def test_a_record_knows_its_texts_and_its_checkpoint(tiny, tmp_path):
     assert {key for key, value in before.items() if after[key] != value} == {"draft", "small"}
 
 
-def test_a_record_is_kept_when_it_is_shown_again_and_refused_with_other_settings(whole, command, capsys, monkeypatch):
-    before = content(whole)
+def test_a_record_is_kept_when_it_is_shown_again_and_refused_with_other_settings(
+    whole, command, files_of, capsys, monkeypatch
+):
+    before = files_of(whole / "progress")
     monkeypatch.setenv("LONGDRAFT_COMMIT", "another")
     assert bench.main([*command, "--out", str(whole)]) == 0
     shown, machine = json.loads(capsys.readouterr().out.splitlines()[-1]), read_record(whole).machine
     assert (shown["commit"], shown["date"]) == (machine["commit"], machine["date"]) != ("another", shown["date"])
     assert bench.main([*command, "--out", str(whole), "--seed", "1"]) == 2
     assert "settings.seed is 0 there and 1 here" in capsys.readouterr().err
-    assert content(whole) == before
+    assert files_of(whole / "progress") == before
 
 
 def test_nothing_of_transformers_own_generation_config_changes_the_tokens(tiny):

@@ -5,10 +5,9 @@ import json
 from longdraft.launch import bench
 
 
-def test_bench_says_what_was_asked_for(tiny, tmp_path, capsys):
+def test_bench_says_what_was_asked_for(tiny, text_file, capsys):
     """Exactness that was not looked at, half precision, penalties, end tokens."""
-    (tmp_path / "a.txt").write_text("the cat sat on the mat and the dog sat on the log. " * 4)
-    asked = f"--target {tiny} --text-file {tmp_path}/a.txt --prompt-tokens 24 --new-tokens 6 --drafter small_model "
+    asked = f"--target {tiny} --text-file {text_file} --prompt-tokens 24 --new-tokens 6 --drafter small_model "
     asked += f"--option small={tiny} --temperature 1 --seed 3 "
     more = "--exactness off --dtype fp16 --min-p 0.05 --contextual-penalty 1.2 --no-ignore-eos"
     assert bench.main((asked + more).split()) == 0
@@ -19,7 +18,7 @@ def test_bench_says_what_was_asked_for(tiny, tmp_path, capsys):
     assert "min_p 0.05, contextual_penalty 1.2, stop at end tokens" in shown
     assert bench.main((asked + "--contexts 9 100000 --exactness off").split()) == 2
     assert "contexts: 100000, but the target has" in capsys.readouterr().err
-    assert bench.main((asked + f"--out {tmp_path}/a.txt/x").split()) == 2
-    assert f"{tmp_path}/a.txt/x" in capsys.readouterr().err
+    assert bench.main((asked + f"--out {text_file}/x").split()) == 2
+    assert f"{text_file}/x" in capsys.readouterr().err
     assert bench.main((asked + "--transformers --banned-token-ids 3").split()) == 2
     assert "--transformers: " in capsys.readouterr().err

@@ -123,9 +123,8 @@ def test_on_a_gpu_the_tokens_are_replaced_in_recorded_work_without_a_wait(preten
         assert found(engine) == on_cpu and gpu.waits.total() == waits * len(steps)
 
 
-def test_the_mark_is_in_record_table_and_page(tiny, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("the cat sat on the mat and the dog sat on the log. " * 4)
-    asked = f"--target {tiny} --text-file {tmp_path}/a.txt --prompt-tokens 24 --new-tokens 30 --dtype fp32 --nodes all "
+def test_the_mark_is_in_record_table_and_page(tiny, text_file, tmp_path, capsys):
+    asked = f"--target {tiny} --text-file {text_file} --prompt-tokens 24 --new-tokens 30 --dtype fp32 --nodes all "
     out = f"--out {tmp_path}/out --report {tmp_path}/out.html "
     some = "--drafter oracle small_model --option oracle.depth=3 oracle.siblings=1 "
     some += f"small_model.small={tiny} small_model.gamma=2 "
@@ -164,8 +163,7 @@ def test_the_mark_is_in_record_table_and_page(tiny, tmp_path, capsys):
         ("--drafter token_recycling --accept-rates 0.5 --paper token-recycling", "--accept-rates: "),
     ],
 )
-def test_what_has_no_effect_or_is_out_of_reach_is_refused(options, message, tiny, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("the cat sat on the mat and the dog sat on the log. " * 4)
-    given = "--data x" if "--paper" in options else f"--text-file {tmp_path}/a.txt --prompt-tokens 24 --new-tokens 4"
+def test_what_has_no_effect_or_is_out_of_reach_is_refused(options, message, tiny, text_file, capsys):
+    given = "--data x" if "--paper" in options else f"--text-file {text_file} --prompt-tokens 24 --new-tokens 4"
     assert bench.main(f"--target {tiny} {given} {options}".split()) == 2
     assert message in capsys.readouterr().err
