@@ -23,6 +23,7 @@ from longdraft.train.config_file import read_yaml
 
 RECIPES = Path(__file__).resolve().parents[2] / "configs" / "data"
 TARGET = ["--target", "smollm2-135m", "--workers", "1"]
+PG19 = [str(RECIPES / "pg19.yaml"), *TARGET]
 PROSE = "It was the best of times, it was the worst of times. "
 
 
@@ -188,17 +189,24 @@ def test_smollm2_mixed(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["sources.pg19.pat=x"], "sources.pg19.pat: unknown field; did you mean path?"),
-        (["sources.pg19.path=${nope}"], "sources.pg19.path: "),
-        (["--text-field", "x"], "--text-field is given with the recipe"),
-        (["--source", "stdlib"], "--source is given with the recipe"),
-        (["sources.pg19.path=/none/such"], "source '/none/such' "),
+        ([*PG19, "sources.pg19.pat=x"], "sources.pg19.pat: unknown field; did you mean path?"),
+        ([*PG19, "sources.pg19.path=${nope}"], "sources.pg19.path: "),
+        ([*PG19, "--text-field", "x"], "--text-field is given with the recipe"),
+        ([*PG19, "--source", "stdlib"], "--source is given with the recipe"),
+        ([*PG19, "sources.pg19.path=/none/such"], "source '/none/such' "),
+        (["--inspect", "nowhere"], "nowhere"),
+        (["--out", "x"], "--target"),
+        (["--target", "x"], "sources: missing"),
+        (["--target", "x", "--source", "stdlib"], "out: missing"),
+        (["--target", "x", "--out", "x", "--source", "stdlib"], "seq_len: missing"),
+        (["--target", "x", "--out", "x", "--source", "stdlib", "--seq-len", "1"], "seq_len: "),
+        *((["--out", "x", option, "1/2"], option) for option in ("--shard", "--split", "--config")),
     ],
 )
 def test_mistakes_are_named(argv, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        main([str(RECIPES / "pg19.yaml"), *TARGET, *argv])
+        main(argv)
     assert stop.value.code == 2 and said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -207,7 +215,7 @@ def test_without_a_folder_the_recipe_names_it(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/a.txt").write_text(PROSE * 20)
-    argv = [str(RECIPES / "pg19.yaml"), *TARGET, "sources.pg19.path=corpus", "sources.pg19.files=['*.txt']"]
+    argv = [*PG19, "sources.pg19.path=corpus", "sources.pg19.files=['*.txt']"]
     main([*argv, "seq_len=1", "heldout_share=0", "--seq-len", "64"])  # an option goes before the recipe
     assert (tmp_path / "data/pg19/manifest.json").exists() and "-> data/pg19" in capsys.readouterr().out
 

@@ -69,19 +69,3 @@ def test_damaged_folders_are_not_called_sound(folder, tmp_path, capsys):
         main(["--inspect", str(tmp_path / "damaged")])
     shown = capsys.readouterr()
     assert stop.value.code == 2 and "shard-00000.arrow" in shown.err and shown.out == ""
-
-
-@pytest.mark.parametrize(("argv", "named"), [
-    (["--inspect", "nowhere"], "nowhere"),
-    (["--out", "x"], "--target"),
-    (["--target", "x"], "sources: missing"),
-    (["--target", "x", "--source", "stdlib"], "out: missing"),
-    (["--target", "x", "--out", "x", "--source", "stdlib"], "seq_len: missing"),
-    (["--target", "x", "--out", "x", "--source", "stdlib", "--seq-len", "1"], "seq_len: "),
-    *((["--out", "x", option, "1/2"], option) for option in ("--shard", "--split", "--config")),
-])  # fmt: skip
-def test_mistakes_are_named(argv, named, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main(argv)
-    assert stop.value.code == 2 and named in capsys.readouterr().err

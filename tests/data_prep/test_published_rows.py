@@ -215,16 +215,6 @@ def test_odd_characters_of_roles_and_names_end_nothing(tmp_path, tiny_tokenizer)
     assert r"caf\\xe97.txt" in (tmp_path / "out" / "plan.json").read_text()
 
 
-@pytest.mark.parametrize("stored", ["jsonl", "parquet"])
-@pytest.mark.parametrize(("messages", "expected"), CASES.values(), ids=CASES)
-def test_a_published_row_becomes_its_conversation(tmp_path, messages, expected, stored):
-    document = read(tmp_path, {"id": 0, "messages": messages}, stored, ChatFormat("messages"))
-    if isinstance(expected, str):
-        assert isinstance(document, BadDocument) and document.why == expected
-    else:
-        assert isinstance(document, Conversation) and [*document.messages] == openai(*expected)
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -254,33 +244,40 @@ def test_the_calls_before_a_result_are_kept_with_what_was_said_before_them(tmp_p
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "string", "default": None}}}}
 BARE = {"name": "f", "parameters": {"a": {"type": "string"}}}
+SMOLTALK2 = {"custom_instructions": None, "enable_thinking": False, "xml_tools": ["{}"]}
+# A record's other fields, and what of the conversation they become, or the reason why they are bad.
+FIELDS = [
+    *(({"tools": [tool]}, "tools", [{"type": "function", "function": BARE}]) for tool in (TOOL, BARE)),
+    *(({"tools": tools}, "tools", [TOOL]) for tools in (json.dumps([TOOL]), [json.dumps(TOOL)])),
+    *(({"tools": none}, "tools", []) for none in (None, "", "[]", "null")),
+    *(({"tools": wrong}, "tools", "not_tools") for wrong in (["f"], "f", [{"type": "function", "function": None}], 3)),
+    # ToolACE, APIGen-MT, OpenThoughts
+    ({"system": "Be brief.", "messages": sharegpt(HUMAN, GPT)}, "messages", openai(SYSTEM, *ONE)),
+    ({"system": "Be long.", "messages": openai(SYSTEM, *ONE)}, "messages", openai(SYSTEM, *ONE)),
+    *(({"system": none}, "messages", openai(*ONE)) for none in ("", None, 3)),
+    ({"chat_template_kwargs": SMOLTALK2}, "options", {"enable_thinking": False, "xml_tools": ["{}"]}),
+    ({"chat_template_kwargs": '{"enable_thinking": false}'}, "options", {"enable_thinking": False}),
+    *(({"chat_template_kwargs": none}, "options", {}) for none in (None, "null")),
+    *(({"chat_template_kwargs": wrong}, "options", "not_options") for wrong in ("x", ["x"])),
+]
+RECORDS = [
+    ({"messages": given}, "messages", expected if isinstance(expected, str) else openai(*expected))
+    for given, expected in CASES.values()
+]
 
 
 @pytest.mark.parametrize("stored", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
-    ("tools", "expected"),
-    [
-        ([TOOL], [{"type": "function", "function": BARE}]),
-        ([BARE], [{"type": "function", "function": BARE}]),
-        (json.dumps([TOOL]), [TOOL]),
-        ([json.dumps(TOOL)], [TOOL]),
-        (None, []),
-        ("", []),
-        ("[]", []),
-        ("null", []),
-        (["f"], "not_tools"),
-        ("f", "not_tools"),
-        ([{"type": "function", "function": None}], "not_tools"),
-        (3, "not_tools"),
-    ],
-    ids=str,
+    ("fields", "name", "expected"), [*RECORDS, *FIELDS], ids=[*CASES, *(str(fields) for fields, *_ in FIELDS)]
 )
-def test_the_tools_of_a_record(tmp_path, tools, expected, stored):
-    document = read(tmp_path, {"messages": openai(*ONE), "tools": tools}, stored, ChatFormat("messages"))
+def test_a_published_row_becomes_its_conversation(tmp_path, fields, name, expected, stored):
+    document = read(tmp_path, {"id": 0, "messages": openai(*ONE)} | fields, stored, ChatFormat("messages"))
     if isinstance(expected, str):
         assert isinstance(document, BadDocument) and document.why == expected
     else:
-        assert isinstance(document, Conversation) and [*document.tools] == expected
+        assert isinstance(document, Conversation)
+        found = getattr(document, name)
+        assert (found if name == "options" else [*found]) == expected
 
 
 def test_a_date_that_a_table_made_of_an_argument_is_bad(tmp_path):
@@ -288,46 +285,6 @@ def test_a_date_that_a_table_made_of_an_argument_is_bad(tmp_path):
     messages = openai(USER, calling(call({"a": datetime(2024, 5, 1)})), RESULT, ANSWER)
     document = read(tmp_path, {"messages": messages}, "parquet", ChatFormat("messages"))
     assert isinstance(document, BadDocument) and document.why == "not_json"
-
-
-@pytest.mark.parametrize("stored", ["jsonl", "parquet"])
-@pytest.mark.parametrize(
-    ("system", "messages", "expected"),
-    [
-        ("Be brief.", sharegpt(HUMAN, GPT), (SYSTEM, *ONE)),
-        ("Be long.", openai(SYSTEM, USER, ANSWER), (SYSTEM, *ONE)),
-        ("", openai(USER, ANSWER), ONE),
-        (None, openai(USER, ANSWER), ONE),
-        (3, openai(USER, ANSWER), ONE),
-    ],
-    ids=["ToolACE, APIGen-MT, OpenThoughts", "messages with one", "empty", "null", "a number"],
-)
-def test_the_system_message_of_a_record(tmp_path, system, messages, expected, stored):
-    document = read(tmp_path, {"messages": messages, "system": system}, stored, ChatFormat("messages"))
-    assert isinstance(document, Conversation) and [*document.messages] == openai(*expected)
-
-
-@pytest.mark.parametrize("stored", ["jsonl", "parquet"])
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"custom_instructions": None, "enable_thinking": False, "xml_tools": ["{}"]},) * 2,
-        ('{"enable_thinking": false}', {"enable_thinking": False}),
-        (None, {}),
-        ("null", {}),
-        ("x", "not_options"),
-        (["x"], "not_options"),
-    ],
-    ids=["smoltalk2", "JSON text", "null", "JSON's null", "a text", "a list"],
-)
-def test_the_template_variables_of_a_record(tmp_path, given, expected, stored):
-    row = {"messages": openai(*ONE), "chat_template_kwargs": given}
-    document = read(tmp_path, row, stored, ChatFormat("messages"))
-    if isinstance(expected, str):
-        assert isinstance(document, BadDocument) and document.why == expected
-    else:
-        assert isinstance(document, Conversation)
-        assert document.options == {name: value for name, value in expected.items() if value is not None}
 
 
 def test_who_speaks_is_named_if_it_is_no_role(tmp_path):

@@ -1,5 +1,4 @@
 import pickle
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,9 +6,6 @@ import pytest
 
 from longdraft.data_prep import tokenize
 from longdraft.data_prep.documents import Document
-from longdraft.data_prep.recipe import Source
-from longdraft.data_prep.records import read_documents, scan
-from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tokenize import encode_text, make_encoder, rust_tokenizer
 
 
@@ -53,20 +49,6 @@ def test_unusable_tokenizers_are_refused(tiny_tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no EOS"):
         make_encoder(tokenizer, ends_documents=True)
-
-
-def test_smollm2_gives_the_standard_library_back(smollm2):
-    encoder = make_encoder(smollm2, ends_documents=False)
-    assert (encoder.bos_ids, encoder.vocab_size) == ((), 49152)
-    files = [
-        file for file in list_files([Source(path="stdlib")]) if "/encodings/" in file.name or "/json/" in file.name
-    ]
-    for file in files:
-        (document,) = read_documents(scan([file], 1 << 20)[1][0])
-        assert isinstance(document, Document)
-        ids = encoder.encode_document(document)[0].tokens
-        decoded = smollm2.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert decoded.encode() == Path(file.path).read_bytes(), file.name
 
 
 PROSE = (
