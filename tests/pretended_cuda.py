@@ -383,9 +383,9 @@ class PretendedCuda:
         self._launch("varlen attention")
         args = q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse
         if not torch.is_grad_enabled():
-            return self._unwatched(_varlen, args, {})
+            return self._unwatched(varlen, args, {})
         with self.uncounted():
-            return _varlen(*args)
+            return varlen(*args)
 
     # Handling of operations.
 
@@ -570,7 +570,7 @@ def _cross(q, keys, values, lengths, n_splits=None) -> tuple[Tensor, Tensor]:
     return tree_attention.cross_attention_reference(q, keys, values, lengths)
 
 
-def _varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse) -> Any:
+def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse) -> Any:
     borders = zip(pairwise(value_of(q_borders).tolist()), pairwise(value_of(k_borders).tolist()), strict=True)
     segments = [(*queries, *keys) for queries, keys in borders]
     assert most_queries == max(s[1] - s[0] for s in segments)

@@ -28,7 +28,7 @@ def test_scores(monkeypatch, shape):
     monkeypatch.setattr(selection, "BLOCK", 7)
     layers, rows, heads, n_kv, width = shape
     q, keys = queries(layers, heads, width), poisoned(layers, rows, n_kv, width, 1)
-    scores = selection.key_scores(q.to(), keys)
+    scores = selection.key_scores(q, keys)
     assert scores.dtype == torch.float32 and scores.shape == (layers, n_kv, rows)
     keys_LSHd = keys.double().repeat_interleave(heads // n_kv, 2)
     exact = torch.einsum("lhd,lshd->lhs", q.double(), keys_LSHd).unflatten(1, (n_kv, -1)).sum(2).float()
@@ -39,7 +39,7 @@ def test_scores(monkeypatch, shape):
 def test_scores_of_keys_in_half_precision_are_in_fp32(dtype):
     """Products of these numbers are exact in fp32, so only the order of sums can differ."""
     q, keys = queries(2, 4, 16).to(dtype), poisoned(2, 70, 2, 16, 1, dtype)
-    scores = selection.key_scores(q.to(), keys)
+    scores = selection.key_scores(q, keys)
     want = torch.zeros(2, 2, 70)
     for layer, keys_SKd in enumerate(keys.float()):
         for head in range(4):
@@ -51,7 +51,7 @@ def test_scores_of_keys_in_half_precision_are_in_fp32(dtype):
 @pytest.mark.parametrize("count", [1, 17, 130])
 def test_the_best_keys_are_the_best_scores_in_order(count):
     q, keys = queries(2, 4, 16), poisoned(2, 130, 2, 16, 5)
-    best = selection.top_keys(q.to(), keys, count)
+    best = selection.top_keys(q, keys, count)
     scores = selection.key_scores(q, keys)
     assert best.shape == (2, 2, count) and best.dtype == torch.int64
     assert torch.equal(best, scores.sort(dim=2, descending=True).indices[..., :count])
@@ -82,7 +82,7 @@ def test_gathered_rows_are_each_heads_own(shape, dtype):
     index[:, 0], index[:, 1] = rows - 1, 0
     made = torch.full((2, layers, 2, picked + 1, n_kv, width), 5.0, dtype=dtype)
     out = [part[:, 1, :picked] for part in made]
-    there = index.permute(2, 0, 1).contiguous().permute(1, 2, 0).to()
+    there = index.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     selection.gather_rows(keys, values, there, *out)
     layers_L11, heads_K = torch.arange(layers)[:, None, None], torch.arange(n_kv)
     for source, found in zip((keys, values), out, strict=True):

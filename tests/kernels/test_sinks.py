@@ -39,26 +39,16 @@ def triton_tree(q, keys, values, lengths, bits, depths, is_tree, window):
     return tree_attention_reference(q, keys, values, lengths, tree, window)
 
 
-def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_lse=False):
-    """Stands in for flash-attention's kernel."""
-    assert with_lse
-    parts = []
-    for (a, b), (c, d) in zip(q_borders.unfold(0, 2, 1).tolist(), k_borders.unfold(0, 2, 1).tolist(), strict=True):
-        before = torch.tensor([d - c - (b - a)])
-        given = q[None, a:b], k[None, c:d], v[None, c:d], before
-        parts.append([x[0] for x in tree_attention_reference(*given, None, window)])
-    outs, sums = zip(*parts, strict=True)
-    return torch.cat(outs), torch.cat(sums).T
-
-
 @pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request, monkeypatch):
+def implementation(request, monkeypatch, pretended_cuda):
     if request.param == "c":
         request.getfixturevalue("c_kernels")
     kernels = SimpleNamespace(tree_attention=triton_tree)
     for serves in ("can_attend", "attends_chains"):  # the C kernels serve chains in fp32 too, if they are asked
         monkeypatch.setattr(chain_attention.rows, serves, lambda _: request.param == "c")
-    monkeypatch.setattr(backend, "varlen_attention_for", lambda _: varlen if request.param == "flash" else None)
+    monkeypatch.setattr(
+        backend, "varlen_attention_for", lambda _: pretended_cuda.varlen if request.param == "flash" else None
+    )
     monkeypatch.setattr(backend, "triton_kernels", lambda *_: kernels if request.param == "triton" else None)
     return request.param
 

@@ -105,17 +105,6 @@ def test_against_each_row_alone(request, heads, lengths, n_rows, tree, compiled,
     assert all(bool(out.isfinite().all()) for out in outputs)
 
 
-def test_parts_of_the_keys_merge_by_their_log_sum_exps():
-    keys, values = poisoned([50], 9, 59, 2, 16)
-    q, tree, nothing = draw(1, 9, 4, 16, seed=3), random_tree(9, 1)[None], torch.tensor([0])
-    tree[:, -1, -1] = True
-    whole = tree_attention(q, keys, values, torch.tensor([50]), tree)
-    old, old_lse = with_log_sum_exps(q, keys, values, torch.tensor([50]), torch.zeros_like(tree))
-    new, new_lse = with_log_sum_exps(q, keys[:, 50:], values[:, 50:], nothing, tree)
-    merged = old + (new - old) * torch.sigmoid(new_lse - old_lse)[..., None]
-    torch.testing.assert_close(merged, whole, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_bf16_error_is_that_of_plain_bf16(request, plain, compiled):
     """At most twice the error of plain.py's attention in bf16, both measured against fp32."""

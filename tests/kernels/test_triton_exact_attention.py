@@ -45,16 +45,15 @@ def run(q: Tensor, keys: Tensor, values: Tensor, lengths_B: Tensor, masks: Tenso
         ((1, 1), 16, [3060], 2, None, False),  # more runs than are added at a time, of three lengths
     ],
 )
-def test_a_row_has_plain_decodings_bits(monkeypatch, shared, heads, width, lengths, n_rows, window, tree):
+def test_a_row_has_plain_decodings_bits(monkeypatch, trees, heads, width, lengths, n_rows, window, tree):
     """The same keys at their positions, all committed but the row's own, in a cache of another size."""
     monkeypatch.setattr(module, "RUN", 64)
     empty = torch.empty
     monkeypatch.setattr(module.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
-    made = shared("kernels/test_tree_attention.py")
     (n_heads, n_kv), capacity = heads, max(lengths) + n_rows + 7
-    keys, values = (x.to(DTYPE) for x in made.poisoned(lengths, n_rows, capacity, n_kv, width))
-    q, lengths_B = made.draw(len(lengths), n_rows, n_heads, width, seed=7).to(DTYPE), torch.tensor(lengths)
-    masks = torch.stack([made.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
+    keys, values = (x.to(DTYPE) for x in trees.poisoned(lengths, n_rows, capacity, n_kv, width))
+    q, lengths_B = trees.draw(len(lengths), n_rows, n_heads, width, seed=7).to(DTYPE), torch.tensor(lengths)
+    masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
     out, lse = run(q, keys, values, lengths_B, masks, window)
     plain, plain_lse = reference(q.float(), keys.float(), values.float(), lengths_B, masks, window)
     assert bool(out.isfinite().all())
@@ -62,7 +61,7 @@ def test_a_row_has_plain_decodings_bits(monkeypatch, shared, heads, width, lengt
     torch.testing.assert_close(out.float()[is_read], plain[is_read], rtol=ROUNDING, atol=ROUNDING)
     torch.testing.assert_close(lse[is_read], plain_lse[is_read], rtol=1e-5, atol=1e-5)
     for slot, row in is_read.nonzero()[:: max(1, n_rows // 3)].tolist():
-        history = made.history_of(row, lengths[slot], None if masks is None else masks[slot], None)
+        history = trees.history_of(row, lengths[slot], None if masks is None else masks[slot], None)
         alone = [torch.full((1, capacity + 150, n_kv, width), torch.nan, dtype=DTYPE) for _ in range(2)]
         for one, many in zip(alone, (keys, values), strict=True):
             one[0, : len(history)] = many[slot, history]
@@ -140,12 +139,12 @@ def test_so_are_the_products_of_a_linear_layers_splits(monkeypatch, exact_on_any
 
 @torch.no_grad()
 @pytest.mark.parametrize("fields", [{}, {"experts": ExpertsConfig(4, 2, 24, True)}], ids=["dense", "experts"])
-def test_a_models_logits_have_plain_decodings_bits(monkeypatch, exact_on_any_device, shared, tiny_target, fields):
+def test_a_models_logits_have_plain_decodings_bits(monkeypatch, exact_on_any_device, trees, tiny_target, fields):
     """Through linear layers, attention and LM head: 8 rows of a chain and of a tree, and each path token by token."""
     monkeypatch.setattr("longdraft.kernels.tree.pack_tree", None)  # nobody reads the bits of ancestors
     monkeypatch.setattr("torch.nn.functional.grouped_mm", None)  # nor is PyTorch's product used
     model = tiny_target(vocab_size=61, n_layers=1, dtype=DTYPE, **fields).model.to(DEVICE)
-    mask = shared("kernels/test_tree_attention.py").random_tree(9, 3)[:8, :8]
+    mask = trees.random_tree(9, 3)[:8, :8]
     tokens = torch.randint(61, (1, 26), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
     first = model.new_cache(1, 60)

@@ -144,18 +144,6 @@ def test_blocks_fit_the_fast_memory():
     assert blocks(256, 128, 2, 99 * 1024) == (128, 64) and blocks(256, 128, 2, 64 * 1024) == (128, 32)
 
 
-@pytest.mark.parametrize("window", [None, 1])
-def test_any_number_of_runs_gives_the_same(trees, window):
-    """Runs that are empty, of one key, or longer than a slot merge to the same result."""
-    keys, values = trees.poisoned([0, 130], 5, 140, 1, 16)
-    q, lengths = trees.draw(2, 5, 2, 16, seed=7), torch.tensor([0, 130])
-    masks = torch.stack([trees.random_tree(5, seed) for seed in range(2)])
-    wanted = reference(q, keys, values, lengths, masks, window)[0]
-    for n_splits in (1, 7):
-        out, _ = run(q, keys, values, lengths, masks, window, n_splits)
-        assert (out - wanted).abs().max() < 2e-6
-
-
 # Length, whether it is a tree, window and runs. A third of all combinations: any two values meet.
 PASSES = [(401, True, None, 4), (401, False, 270, 1), (512, True, 270, 1), (384, False, None, 1), (3, True, None, 2)]
 OF_LARGE = [
