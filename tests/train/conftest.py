@@ -27,6 +27,7 @@ from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 from longdraft.train.launcher import free_port
 from longdraft.train.ranks import Ranks, join_ranks, leave_ranks
+from longdraft.train.tracking import read_metrics
 
 VOCAB, SEQ_LEN, LONG = 97, 24, 312
 TOKENSWIFT = ["draft.out_norm_init=target"]
@@ -105,19 +106,19 @@ def write_rows(folder: Path, n_rows: int, seed: int, seq_len: int = SEQ_LEN) -> 
             following[:] = (tokens[0::4] * 3 + offset)[: len(following)] % VOCAB
         documents = [f"{seed}.{i}.{piece}" for piece in range(len(borders) - 1)]
         rows.append(Row(tokens, borders, [1, used], documents, list(range(len(borders) - 1))))
-    write_split(folder, rows, seq_len)
+    write_split(folder, seq_len, rows)
 
 
-def write_split(folder: Path, rows: Sequence[Row], seq_len: int) -> None:
-    """Write a prepared split of these rows in one shard."""
+def write_split(folder: Path, seq_len: int, *shards: Sequence[Row], fill_id: int = 0) -> None:
+    """Write a prepared split with a shard of each of these sequences of rows."""
     folder.mkdir(parents=True)
-    shard = write_shard(folder / "shard-00000.arrow", rows, seq_len, fill_id=0)
-    manifest = {"format_version": FORMAT_VERSION, "seq_len": seq_len, "tokenizer_sha256": "none", "shards": [shard]}
+    files = [write_shard(folder / f"shard-{i:05d}.arrow", rows, seq_len, fill_id) for i, rows in enumerate(shards)]
+    manifest = {"format_version": FORMAT_VERSION, "seq_len": seq_len, "tokenizer_sha256": "none", "shards": files}
     write_json(folder / "manifest.json", manifest)
 
 
 @pytest.fixture(scope="session")
-def prepare() -> Callable[[Path, Sequence[Row], int], None]:
+def prepare() -> Callable[..., None]:
     """The function `write_split`."""
     return write_split
 
@@ -150,10 +151,16 @@ def poisoned(tmp_path_factory, target_folder) -> list[str]:
     tokens = (np.arange(12 * SEQ_LEN).reshape(12, SEQ_LEN) * 7 % (VOCAB - 1)).astype(np.int32)
     tokens[5, 13] = VOCAB - 1
     rows = [Row(row, [0, SEQ_LEN], [1, SEQ_LEN], [f"document {i}"], [0]) for i, row in enumerate(tokens)]
-    write_split(folder / "data" / "train", rows, SEQ_LEN)
-    write_split(folder / "data" / "heldout", rows[:2], SEQ_LEN)
+    write_split(folder / "data" / "train", SEQ_LEN, rows)
+    write_split(folder / "data" / "heldout", SEQ_LEN, rows[:2])
     steps = ["train.steps=3", "train.global_batch=4", "optimizer.warmup_steps=1"]
     return [f"target.path={folder / 'target'}", f"data.path={folder / 'data'}", *steps]
+
+
+@pytest.fixture(scope="session")
+def losses() -> Callable[[Path], list[float]]:
+    """(run) -> the losses of its steps."""
+    return lambda run: [record["loss"] for record in read_metrics(run) if "loss" in record]
 
 
 @pytest.fixture(scope="session")

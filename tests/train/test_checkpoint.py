@@ -18,7 +18,6 @@ from longdraft.train import checkpoint
 from longdraft.train.checkpoint import DIGESTS, FORMAT, unseal
 from longdraft.train.config_file import load_config
 from longdraft.train.loop import train
-from longdraft.train.tracking import read_metrics
 
 STEPS = (10, 20)  # of the runs' checkpoints
 
@@ -175,10 +174,10 @@ def test_only_the_newest_are_kept_and_no_frozen_weight_is_in_them(runs):
     assert total < draft_parameters * 24 + 60_000, f"{total} bytes"
 
 
-def test_a_finished_run_says_so_and_does_nothing(runs):
+def test_a_finished_run_says_so_and_does_nothing(runs, losses):
     run = runs / "fp32-1-1"
     assert f"Training is done already: 20 steps, checkpoint in {run}" in (runs / "output.txt").read_text()
-    assert len([record for record in read_metrics(run) if "loss" in record]) == 20
+    assert len(losses(run)) == 20
 
 
 def test_saved_config_is_the_resolved_one(runs, config_file):

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from longdraft.train import checkpoint
 from longdraft.train.deepspeed_engine import MASTER, MOMENTS
-from longdraft.train.tracking import read_metrics
 
 STEPS = 4
 PLAN = [f"train.steps={STEPS}", "train.save_every=2", "optimizer.weight_decay=1.0",
@@ -109,12 +108,8 @@ def bits(run: Path) -> dict[str, torch.Tensor]:
     return {name: x.flatten().view(INTEGERS[x.itemsize]) for name, x in (whole | draft).items()}
 
 
-def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(run) if "loss" in record]
-
-
 @pytest.mark.parametrize("case", KILLED)
-def test_a_killed_run_goes_on_to_the_same_bytes(folder, case):
+def test_a_killed_run_goes_on_to_the_same_bytes(folder, losses, case):
     expected = files(folder / case)
     assert expected.keys() == {"optimizer-00000.safetensors", "optimizer-00001.safetensors", checkpoint.WEIGHTS}
     assert files(folder / f"{case}-killed") == expected
@@ -151,7 +146,7 @@ def test_each_optimizer_gives_weights_of_its_own(folder):
 
 
 @pytest.mark.parametrize("case", GOES_ON)
-def test_losses_go_on_by_another_number_of_ranks(folder, case):
+def test_losses_go_on_by_another_number_of_ranks(folder, losses, case):
     """Also OTHERWISE. fp32: equal to an unbroken run's up to rounding; bf16: as close as one and two ranks are."""
     got, expected = losses(folder / f"{case}-other"), losses(folder / case)
     half = STEPS // 2

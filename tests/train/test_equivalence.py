@@ -34,16 +34,12 @@ GOLDEN_RUNS = {
 }
 
 
-def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in read_metrics(run) if "loss" in record]
-
-
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step_{step:06d}" / WEIGHTS)
 
 
 @pytest.mark.parametrize("kind", GOLDEN_RUNS)
-def test_golden_losses(runs, kind):
+def test_golden_losses(runs, losses, kind):
     """20 steps in fp32 on one rank. Whoever changes what training computes commits the new losses and says why."""
     golden = [float(line) for line in (GOLDEN / f"golden_{kind}.txt").read_text().split()]
     assert len(golden) == 20 and golden[-1] < golden[0]
@@ -51,7 +47,7 @@ def test_golden_losses(runs, kind):
 
 
 @pytest.mark.parametrize("kind", ["linear_chain", "longspec", "longspec_anchored"])
-def test_a_plain_loop_gives_the_same_losses(runs, kind):
+def test_a_plain_loop_gives_the_same_losses(runs, losses, kind):
     """Row by row, with PyTorch's AdamW and clipping, and one backward pass for a step's whole loss."""
     config = load_config(runs / GOLDEN_RUNS[kind] / "config.yaml")
     target, train, optimizer = load_target(config.target.path, torch.float32), config.train, config.optimizer
@@ -101,7 +97,7 @@ def test_fp32_weights_agree(runs, name):
 
 
 @pytest.mark.parametrize("name", SAME_IN_BF16)
-def test_bf16_losses_agree(runs, name):
+def test_bf16_losses_agree(runs, losses, name):
     prefix = "longspec-" if name.startswith("longspec-") else ""
     expected, got = losses(runs / f"{prefix}bf16-1-1"), losses(runs / name)
     assert len(got) == (8 if prefix else 10)
@@ -109,7 +105,7 @@ def test_bf16_losses_agree(runs, name):
 
 
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
-def test_bf16_keeps_fp32_masters(runs, prefix):
+def test_bf16_keeps_fp32_masters(runs, losses, prefix):
     """A rate far below bf16's resolution of a weight still moves it over 20 steps, and the losses follow those of
     fp32."""
     assert all(
@@ -139,14 +135,3 @@ def test_metrics_have_what_the_plots_need(runs, prefix):
         assert record["skipped"] == 0
     heldout = [record for record in records if "heldout_loss" in record]
     assert [record["step"] for record in heldout] == ([8] if prefix else [10, 20])
-
-
-@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
-def test_the_evaluation_is_the_same_on_two_ranks(runs, prefix):
-    """With 5 rows, the last round leaves the second rank without one."""
-    of_ranks = [read_metrics(runs / f"{prefix}fp32-{n_ranks}-1") for n_ranks in (1, 2)]
-    one, two = ([record for record in records if "heldout_loss" in record][-1] for records in of_ranks)
-    keys = [key for key in one if key.startswith("heldout_") and key != "heldout_s"]
-    assert {"heldout_loss", "heldout_part_loss", "heldout_rank_rates", "heldout_choice_rates"} < set(keys)
-    for key in keys:
-        torch.testing.assert_close(two[key], one[key], rtol=1e-4, atol=1e-6)

@@ -45,7 +45,7 @@ def folder(tmp_path_factory, target, prepare) -> Path:
     params = [SamplingParams(1.0, seed=i, max_new_tokens=60, ignore_eos=True) for i in range(46)]
     texts = [np.array([*g.prompt, *g.tokens], np.int32) for g in Engine(target).generate(starts, params)]
     rows = [Row(t[:SEQ_LEN], [0, SEQ_LEN], [1, SEQ_LEN], [f"t{i}"], [0]) for i, t in enumerate(texts[:41])]
-    prepare(folder / "train", rows, SEQ_LEN)
+    prepare(folder / "train", SEQ_LEN, rows)
     lengths = {"a": 60, "b": 36, "c": 10, "d": 14, "e": 48}
     pieces = {
         (name, number): text[:length][number * SEQ_LEN : (number + 1) * SEQ_LEN]
@@ -59,7 +59,7 @@ def folder(tmp_path_factory, target, prepare) -> Path:
         borders = np.cumsum([0, *map(len, parts)]).tolist()
         tokens = np.concatenate(parts)
         rows.append(Row(tokens, borders, [0, len(tokens)], [name for name, _ in row], [number for _, number in row]))
-    prepare(folder / "heldout", rows, SEQ_LEN)
+    prepare(folder / "heldout", SEQ_LEN, rows)
     return folder
 
 

@@ -223,8 +223,8 @@ def rows(prepare, tmp_path):
             if i == bad:
                 tokens[13] = POISON
             written.append(Row(tokens, [0, 24], [] if i == mute else [1, 24], [f"document {i}"], [0]))
-        prepare(tmp_path / name / "train", written, 24)
-        prepare(tmp_path / name / "heldout", [written[0]], 24)
+        prepare(tmp_path / name / "train", 24, written)
+        prepare(tmp_path / name / "heldout", 24, [written[0]])
         return f"data.path={tmp_path / name}"
 
     return make

@@ -107,14 +107,13 @@ def test_levels_are_drawn_by_their_weights(config_file, target, made):
     assert all(torch.equal(a.rows, b.rows) for a, b in zip(micro_batch.parts, again.parts, strict=True))
 
 
-def test_a_run_over_the_change_of_its_loss_resumes_to_the_same_bytes(runs):
+def test_a_run_over_the_change_of_its_loss_resumes_to_the_same_bytes(runs, losses):
     """Resumed at step 10 of 20; the loss changes from KL to the acceptance at step 12."""
     whole, again = runs / "acceptance", runs / "acceptance-again"
     found = [newest(run) for run in (whole, again)]
     assert all(one is not None and one[1]["step"] == 20 for one in found)
     assert (found[0][0] / WEIGHTS).read_bytes() == (found[1][0] / WEIGHTS).read_bytes()
-    losses = [[r["loss"] for r in read_metrics(run) if "loss" in r] for run in (whole, again)]
-    assert losses[0] == losses[1]
+    assert losses(whole) == losses(again)
 
 
 @pytest.mark.parametrize("run", ["acceptance", "mix"])

@@ -63,10 +63,6 @@ def drafts(run: Path) -> dict[str, bytes]:
     return {name: (run / name / "draft" / "model.safetensors").read_bytes() for name in ("1-short", "2-long")}
 
 
-def losses(run: Path) -> list[tuple[int, float]]:
-    return [(record["step"], record["loss"]) for record in read_metrics(run) if "loss" in record]
-
-
 def test_each_stage_is_the_file_with_its_own_on_top(staged):
     short, long = load_stages(staged)
     assert (short.name, long.name) == ("short", "long")
@@ -222,7 +218,7 @@ def test_a_curriculum_that_moved_goes_on(unbroken, staged, train_command, tmp_pa
     assert drafts(tmp_path / "moved") == drafts(run)
 
 
-def test_weights_and_vocabulary_are_handed_on(unbroken, staged, train_command, no_launcher, tmp_path):
+def test_weights_and_vocabulary_are_handed_on(unbroken, staged, train_command, losses, no_launcher, tmp_path):
     """At a rate too small to move a weight, the second stage ends with what it began with, which is measured before any
     step, anew where that was stopped, and again at its end. Its first loss, computed before any step, is that of the
     stage that followed the first."""

@@ -74,29 +74,24 @@ def trained(tmp_path_factory, folders, long_folder, start_ranks, finish_ranks) -
     return out
 
 
-def losses(run: Path, n: int = 10) -> list[float]:
-    found = [record["loss"] for record in read_metrics(run) if "loss" in record]
-    assert len(found) == n
-    return found
-
-
 @pytest.mark.parametrize(("method", "family"), [("tokenswift", "llama"), ("longspec", "llama"), ("longspec", "qwen3")])
-def test_steps_have_the_losses_of_our_decoder(trained, method, family):
+def test_steps_have_the_losses_of_our_decoder(trained, losses, method, family):
     ours = losses(trained / f"{family}-{method}-longdraft")
+    assert len(ours) == 10
     torch.testing.assert_close(losses(trained / f"{family}-{method}-transformers"), ours, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_two_ranks_have_the_losses_of_one(trained, method):
+def test_two_ranks_have_the_losses_of_one(trained, losses, method):
     ours = losses(trained / f"llama-{method}-longdraft")
     torch.testing.assert_close(losses(trained / f"llama-{method}-shared"), ours, rtol=1e-5, atol=0)
 
 
-def test_a_family_that_our_decoder_does_not_know_is_shared_out_too(trained):
-    alone, shared = trained / "olmo2-tokenswift", trained / "olmo2-shared"
-    assert losses(alone, 8)[-1] < losses(alone, 8)[0]
-    torch.testing.assert_close(losses(shared, 8), losses(alone, 8), rtol=1e-5, atol=0)
-    (decoded,) = (record for record in read_metrics(shared) if "decode_tokens_per_step" in record)
+def test_a_family_that_our_decoder_does_not_know_is_shared_out_too(trained, losses):
+    alone = losses(trained / "olmo2-tokenswift")
+    assert len(alone) == 8 and alone[-1] < alone[0]
+    torch.testing.assert_close(losses(trained / "olmo2-shared"), alone, rtol=1e-5, atol=0)
+    (decoded,) = (record for record in read_metrics(trained / "olmo2-shared") if "decode_tokens_per_step" in record)
     assert decoded["decode_tokens_per_step"] >= 1
 
 

@@ -6,27 +6,26 @@ import numpy as np
 import pytest
 import torch
 
-from longdraft.data_prep.shards import FORMAT_VERSION, Row, ShardSet, write_shard
-from longdraft.models.files import write_json
+from longdraft.data_prep.shards import Row, ShardSet
 from longdraft.train.methods.build import frequent_tokens
 
 VOCAB, SEQ_LEN, FILLER = 50, 16, 7
 
 
 @pytest.fixture
-def rows(tmp_path) -> ShardSet:
+def rows(tmp_path, prepare) -> ShardSet:
     """Three shards, one of them empty, of rows with up to 15 fillers; 7 is the filler and, rarely, a token."""
     generator = np.random.Generator(np.random.Philox(key=np.array([4, 0], dtype=np.uint64)))
     shards = []
-    for number, n_rows in enumerate((9, 0, 14)):
+    for n_rows in (9, 0, 14):
         made = []
         for _ in range(n_rows):
             used = int(generator.integers(1, SEQ_LEN + 1))
             tokens = (generator.integers(0, 40, used) ** 2 // 40).astype(np.int32)  # small ids are frequent
             made.append(Row(tokens, sorted({0, used // 2, used}), [0, used], ["d"] * 2, [0, 1]))
-        shards.append(write_shard(tmp_path / f"shard-{number:05d}.arrow", made, SEQ_LEN, FILLER))
-    write_json(tmp_path / "manifest.json", {"format_version": FORMAT_VERSION, "seq_len": SEQ_LEN, "shards": shards})
-    return ShardSet(tmp_path)
+        shards.append(made)
+    prepare(tmp_path / "rows", SEQ_LEN, *shards, fill_id=FILLER)
+    return ShardSet(tmp_path / "rows")
 
 
 def counted(rows) -> Counter:
