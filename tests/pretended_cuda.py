@@ -560,7 +560,7 @@ FUNCTIONS: dict[tuple[Any, str], Callable[..., Any]] = {
 # References whose signature differs from their kernel's.
 
 
-def _dense(q, keys, values, lengths, bits, depths, is_tree=True, window=None, n_splits=None) -> tuple[Tensor, Tensor]:
+def dense(q, keys, values, lengths, bits, depths, is_tree=True, window=None, n_splits=None) -> tuple[Tensor, Tensor]:
     rows = torch.arange(q.shape[1])
     tree = (bits[:, :, rows // 64] >> rows % 64 & 1) == 1 if is_tree else None
     return tree_attention.tree_attention_reference(q, keys, values, lengths, tree, window)
@@ -580,6 +580,6 @@ def varlen(q, k, v, q_borders, k_borders, most_queries, most_keys, window, with_
 
 
 OTHERWISE: dict[str, dict[str, Callable[..., Any]]] = {
-    "tree_attention": {"tree_attention": _dense, "cross_attention": _cross, "tune": lambda *_: None},
+    "tree_attention": {"tree_attention": dense, "cross_attention": _cross, "tune": lambda *_: None},
     "linear_loss": {"chunk_losses": linear_loss.chunk_losses},
 }

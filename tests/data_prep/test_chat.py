@@ -73,21 +73,6 @@ def reference(tokenizer, messages, template=None, **kwargs):
     return tokenizer.apply_chat_template(chat, chat_template=template, return_dict=False, **kwargs)
 
 
-@pytest.mark.parametrize("system", [[], [("system", "Answer briefly.")]], ids=["no system", "system"])
-@pytest.mark.parametrize("turns", [HELLO, TWO_TURNS, [*TWO_TURNS, ("user", "Thanks.")]], ids=["one", "two", "open"])
-def test_smollm2_learns_its_answers_and_their_end_alone(smollm2, system, turns):
-    messages = [*system, *turns]
-    said = [content + "<|im_end|>" for role, content in messages if role == "assistant"]
-    assert answers(smollm2, messages) == {"c": said}
-    encoded = encode(smollm2, messages)
-    assert encoded.tokens.tolist() == reference(smollm2, messages)
-    assert encoded.tokens.dtype.name == "int32"
-    # The text before each answer is the prompt that decoding gets.
-    places = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
-    for (start, _), i in zip(encoded.spans, places, strict=True):
-        assert encoded.tokens[:start].tolist() == reference(smollm2, messages[:i], add_generation_prompt=True)
-
-
 def test_a_template_with_marks_is_read_as_without(smollm2):
     assert encode(smollm2, TWO_TURNS, MARKED).tokens.tolist() == reference(smollm2, TWO_TURNS, MARKED)
     assert answers(smollm2, TWO_TURNS, MARKED) == answers(smollm2, TWO_TURNS, CHATML)

@@ -29,10 +29,7 @@ from longdraft.data_prep.shards import ShardSet
 
 GOLDEN = Path(__file__).with_name("golden.json")
 MDS = Path(__file__).with_name("mds")
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
+TEMPLATE = Path(__file__).with_name("chatml.jinja").read_text()
 WORDS = ["ship", "é", "longer than the row", "\r\n", "\t", "日本語", "<|end|>", "0", "  ", "🙂", 'a "quote", b;']
 CODE = 'def f{0}(x):\n    """Return {0} times x, whatever x may be: a number or a fraction.\n\n    {1}"""\n'
 

@@ -10,10 +10,7 @@ from longdraft.data_prep.prepare import prepare
 from longdraft.data_prep.recipe import PrepareConfig, Source, changed, same_way
 from longdraft.data_prep.shards import ShardSet
 
-CHATML = (
-    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
+CHATML = Path(__file__).with_name("chatml.jinja").read_text()
 FORGETS = CHATML.replace("m.content +", "(m.content if loop.last or m.role == 'user' else '...') +")
 WORDS = ["ship", "a boat", "🙂", "\n", "def f(x):\n    return x", "<|end|>", "é", "0"]
 

@@ -19,10 +19,7 @@ from longdraft.data_prep.regenerate import Completion, RegenerateConfig, beginni
 from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tokenize import rust_tokenizer
 
-CHATML = (
-    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
+CHATML = Path(__file__).with_name("chatml.jinja").read_text()
 # Refuses two users in a row.
 STRICT = (
     "{% for m in messages %}{% if m.role == 'user' and loop.previtem and loop.previtem.role == 'user' %}"

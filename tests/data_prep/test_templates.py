@@ -191,6 +191,7 @@ def test_tokens_and_spans_are_the_references(family):
         found = encode(family, case.messages)
         expected = [unmarked(rendered, "«»") for rendered in case.rendered]
         assert [marked(family, one.tokens, one.spans) for one in found] == expected, case.name
+        assert {one.tokens.dtype.name for one in found} == {"int32"}
         # All control tokens are the template's, in order, and none comes from a message.
         for one, rendered in zip(found, case.rendered, strict=True):
             written = re.findall(spelled, unmarked(re.sub("«.*?»", "", rendered)))

@@ -11,7 +11,6 @@ from longdraft.kernels import backend, chain_attention, segment_attention, tree_
 from longdraft.kernels.chain_attention import causal_attention
 from longdraft.kernels.segment_attention import Segment
 from longdraft.kernels.tree import attended_rows
-from longdraft.kernels.tree_attention import tree_attention_reference
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 16
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 4.0, -30.0, 0.0])
@@ -32,18 +31,11 @@ def expected(q_NHd: Tensor, k_MKd: Tensor, v_MKd: Tensor, open_NM: Tensor) -> Te
     return torch.einsum("hnm,mhd->nhd", weights_HNM, values).float()
 
 
-def triton_tree(q, keys, values, lengths, bits, depths, is_tree, window):
-    """Stands in for Triton's kernel, for chains and for the trees of this file, which it reads back from their bits."""
-    n_rows = q.shape[1]
-    tree = (bits[:, :, :1] >> torch.arange(n_rows) & 1).bool() if is_tree else None
-    return tree_attention_reference(q, keys, values, lengths, tree, window)
-
-
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request, monkeypatch, pretended_cuda):
     if request.param == "c":
         request.getfixturevalue("c_kernels")
-    kernels = SimpleNamespace(tree_attention=triton_tree)
+    kernels = SimpleNamespace(tree_attention=pretended_cuda.dense)
     for serves in ("can_attend", "attends_chains"):  # the C kernels serve chains in fp32 too, if they are asked
         monkeypatch.setattr(chain_attention.rows, serves, lambda _: request.param == "c")
     monkeypatch.setattr(

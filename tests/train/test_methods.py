@@ -216,23 +216,6 @@ def test_anchor_offset_by_hand(opened):
     assert heldout.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
-def test_target_and_draft_see_the_same_positions(opened, target):
-    method, teacher = opened(METHODS["longspec-anchored"]), Teacher(target.model)
-    batch = read_batch(Rows([[*LENGTHS]]), [EpochRow(0, 0)])
-    micro_batch = method.micro_batch(batch)
-    seen = teacher.forward(batch.tokens, batch.borders, micro_batch.positions, method.needs)
-    arguments = method.inputs(micro_batch, seen, teacher)
-    assert torch.equal(arguments[0], target.model.embed_tokens.weight[batch.tokens])
-    assert torch.equal(arguments[1], micro_batch.positions)
-    for start, stop in pairwise(batch.borders):
-        own = micro_batch.positions[None, start:stop]
-        alone = target.model(Pass(batch.tokens[None, start:stop], positions_BT=own, needs={"last_kv"}))
-        for field in range(2):
-            torch.testing.assert_close(arguments[2 + field][start:stop], alone.last_kv[field][0], rtol=1e-5, atol=1e-5)
-    plain = method.inputs(method.eval_batches(batch)[0], seen, teacher)[1]
-    assert plain.tolist() == [*range(300), *range(9), *range(150)]
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_labels_are_within_the_piece_supervised_and_known(opened, name):
     method = opened(METHODS[name])
