@@ -55,24 +55,18 @@ def call(v: Variant, module: ModuleType) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     one, nodes, kv = empty(1, dtype=int64), empty(1, v.rows, dtype=int64), empty(1, CAPACITY, KV, v.width)
-    if v.file == "tree_attention":
-        vars(module)["_device"] = lambda _: (PROCESSORS, SHARED_MEMORY[v.arch])
-        q = empty(1, v.rows, HEADS, v.width)
-        if v.what == "cross":
-            module.cross_attention(q, kv, kv, one)
-        else:
-            tree = empty(1, v.rows, 2, dtype=int64), empty(1, v.rows, dtype=int32)
-            window = 4096 if "window" in v.what else None
-            module.tree_attention(q, kv, kv, one, *tree, "tree" in v.what, window, None, v.choice)
+    q, depth = empty(1, v.rows, HEADS, v.width), empty(1, v.rows, dtype=int32)
+    window, memory = 4096 if "window" in v.what else None, SHARED_MEMORY[v.arch]
+    vars(module)["_device"] = lambda _: (PROCESSORS, module.stages(memory) if v.file == "linear" else memory)
+    if v.what == "cross":
+        module.cross_attention(q, kv, kv, one)
+    elif v.file == "tree_attention":
+        bits = empty(1, v.rows, 2, dtype=int64)
+        module.tree_attention(q, kv, kv, one, bits, depth, "tree" in v.what, window, None, v.choice)
     elif v.file == "exact_attention":
-        vars(module)["_device"] = lambda _: (PROCESSORS, SHARED_MEMORY[v.arch])
-        depth = empty(1, v.rows, dtype=int32)
         path = empty(1, v.rows, v.rows, dtype=int32) if "tree" in v.what else None
-        module.tree_attention(
-            empty(1, v.rows, HEADS, v.width), kv, kv, one, path, depth, 4096 if "window" in v.what else None
-        )
+        module.tree_attention(q, kv, kv, one, path, depth, window)
     elif v.file == "linear":
-        vars(module)["_device"] = lambda _: (PROCESSORS, module.stages(SHARED_MEMORY[v.arch]))
         if v.what == "experts":
             module.grouped_linear(empty(v.rows, 4096), empty(128, 4096, 4096), empty(128, dtype=torch.int32))
         else:
