@@ -35,13 +35,25 @@ def counted(rows) -> Counter:
     return count
 
 
-@pytest.mark.parametrize("n", [1, 5, 17, VOCAB])
-def test_the_most_frequent(rows, n):
-    count = counted(rows)
-    ranked = sorted(range(VOCAB), key=lambda token: (-count[token], token))  # of equally frequent ones the smaller id
-    found = frequent_tokens(rows, VOCAB, n)
+AMONG = [*range(3, 12), 48]
+# Ids without a logit are ignored, and a frequent or repeated id takes no second place.
+ENDS = (49, 48, 0, 49, VOCAB, -1)
+
+
+@pytest.mark.parametrize(
+    ("n", "always", "among"),
+    [*((n, (), None) for n in (1, 5, 17, VOCAB)), (6, ENDS, None), *((n, (49,), AMONG) for n in (2, 7, 11))],
+)
+def test_the_most_frequent(rows, n, always, among):
+    """Of equally frequent ones the smaller id; those that end a sequence in any case. Of `among`, tokens that no row
+    holds can be taken too, after all others."""
+    count, ends = counted(rows), {token for token in always if 0 <= token < VOCAB}
+    assert count[48] == count[49] == 0 and count.most_common(1)[0][0] == 0
+    ranked = sorted(ends.union(among or range(VOCAB)), key=lambda token: (token not in ends, -count[token], token))
+    given = VOCAB, n, always, None if among is None else torch.tensor(among)
+    found = frequent_tokens(rows, *given)
     assert found.dtype == torch.int64 and found.tolist() == sorted(ranked[:n])
-    assert torch.equal(found, frequent_tokens(ShardSet(rows.folder), VOCAB, n))
+    assert torch.equal(found, frequent_tokens(ShardSet(rows.folder), *given))
 
 
 def test_used_tokens_are_the_rows_without_filler(rows):
@@ -49,24 +61,6 @@ def test_used_tokens_are_the_rows_without_filler(rows):
     every = [rows[i]["tokens"][: rows[i]["borders"][-1]] for i in range(len(rows))]
     assert np.array_equal(np.concatenate(parts), np.concatenate(every))
     assert {part.dtype for part in parts} == {np.dtype("int32")}
-
-
-def test_tokens_that_end_a_sequence_are_among_them(rows):
-    count = counted(rows)
-    assert count[48] == count[49] == 0
-    best = sorted(range(VOCAB), key=lambda token: (-count[token], token))[:4]
-    # Ids without a logit are ignored, and a frequent or repeated id takes no second place.
-    found = frequent_tokens(rows, VOCAB, 6, always=(49, 48, best[0], 49, VOCAB, -1))
-    assert found.tolist() == sorted([*best, 48, 49])
-
-
-@pytest.mark.parametrize("n", [2, 7, 11])
-def test_among_these_alone(rows, n):
-    """Tokens that no row holds can be taken too, after all others; those that end a sequence are taken in any case."""
-    count, among = counted(rows), [*range(3, 12), 48]
-    ranked = sorted(among, key=lambda token: (-count[token], token))
-    found = frequent_tokens(rows, VOCAB, n, always=(49,), among=torch.tensor(among))
-    assert found.tolist() == sorted([49, *ranked[: n - 1]])
 
 
 @pytest.mark.parametrize(
