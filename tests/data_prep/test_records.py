@@ -161,10 +161,11 @@ def test_truncated_files_are_refused_by_name(tmp_path, name):
     ("a.json", b'[{"body": "x"},\n {"body": "y"}\n'), ("a.json", b'[{"body": "x"},\n {"body": "y'),
     ("a.json", b'[{"body": "x"}]\n[{"body": "y"}]'), ("a.json", b"[" * 200_000),
     ("a.parquet", b""), ("a.parquet", b"<html>no</html>" * 90), ("a.jsonl.zst", b"<html>no</html>" * 90),
+    *((name, None) for name in ("a.csv", "a.tsv.gz", "a.tar", "a")),
 ])  # fmt: skip
-def test_broken_files_are_refused_by_name(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=name):
+def test_broken_files_are_refused_by_name_and_others_with_what_to_convert_them_to(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content or b"")
+    with pytest.raises(ValueError, match="convert it to JSONL or Parquet" if content is None else name):
         documents(tmp_path / name)
 
 
@@ -183,13 +184,6 @@ def test_small_row_groups_are_joined(tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "many.parquet", row_group_size=10)
     assert 20 < len(segments_of(tmp_path / "many.parquet", 100_000)) < 40
     assert [one.text for one in documents(tmp_path / "many.parquet", None, 100_000)] == [row["text"] for row in rows]
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv.gz", "a.tar", "a"])
-def test_files_that_are_not_read_name_what_to_convert_them_to(tmp_path, name):
-    (tmp_path / name).write_text("id,text\n")
-    with pytest.raises(ValueError, match="convert it to JSONL or Parquet"):
-        documents(tmp_path / name)
 
 
 @pytest.mark.parametrize("segment_bytes", [1, 40, 1 << 20])
