@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,7 @@ from longdraft.data_prep.recipe import PrepareConfig, same_way
 from longdraft.data_prep.shards import ShardSet
 from longdraft.launch.prepare import main
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|start|>' + m.role + ':' + m.content + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant:' }}{% endif %}"
-)
+TEMPLATE = Path(__file__).with_name("chatml.jinja")
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +46,14 @@ def test_samples_decode_and_mark_what_counts(tmp_path, tiny_tokenizer):
     turns = [{"role": "user", "content": "a question " * 20}, {"role": "assistant", "content": "an answer"}]
     records = [{"messages": [{**turns[0], "content": f"{turns[0]['content']}{i}"}, turns[1]]} for i in range(20)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
     config = PrepareConfig(
         sources=same_way([str(tmp_path / "chat.jsonl")], chat_field="messages"), out=tmp_path / "out", seq_len=256,
-        heldout_share=0.2, chat_template=tmp_path / "template.jinja",
+        heldout_share=0.2, chat_template=TEMPLATE,
     )  # fmt: skip
     prepare(config, tiny_tokenizer, "hash")
     shown = inspect(config.out, tiny_tokenizer)
     assert shown.count("  sample, train row ") == shown.count("《an answer<|end|>》") == 3
-    assert shown.count("assistant:《") == 3 and shown.count("《") == 3
+    assert shown.count("assistant\n    | 《") == 3 and shown.count("《") == 3
 
 
 def test_damaged_folders_are_not_called_sound(folder, tmp_path, capsys):

@@ -19,14 +19,6 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def random_tree(width, generator):
-    """Ancestor mask bool [1, N, N] of a random trie."""
-    mask = torch.eye(width, dtype=torch.bool)
-    for node in range(1, width):
-        mask[node] |= mask[int(torch.randint(node, (), generator=generator))]
-    return mask[None]
-
-
 def cache_with(keys, values, capacity):
     """Both in larger tensors of different strides, with NaN after their rows."""
     batch, n, heads, width = keys.shape
@@ -131,13 +123,13 @@ SHAPES += [(torch.bfloat16, 6, 2, 80), (torch.bfloat16, 3, 1, 16)]
 
 @pytest.mark.parametrize("length", [0, 1, 7, 127, 128, 300, 1000])
 @pytest.mark.parametrize(("dtype", "heads", "kv_heads", "width"), SHAPES, ids=str)
-def test_attention_is_as_close_as_the_dtype_can_be(plain, dtype, length, heads, kv_heads, width):
+def test_attention_is_as_close_as_the_dtype_can_be(plain, trees, dtype, length, heads, kv_heads, width):
     generator = torch.Generator().manual_seed(length + width)
     for n in (1, 2, 19):
         q = torch.randn(1, n, heads, width, generator=generator).to(dtype)
         keys, values = torch.randn(2, 1, length + n, kv_heads, width, generator=generator).to(dtype)
         k, v = cache_with(keys, values, length + n + 5 * (n < 19))
-        lengths, mask = torch.tensor([length]), random_tree(n, generator)
+        lengths, mask = torch.tensor([length]), trees.random_tree(n, n)[None] | torch.eye(n, dtype=torch.bool)
         sees = torch.cat([torch.ones(1, n, length, dtype=torch.bool), mask], dim=2)
         exact = plain.attention(q.double(), keys.double(), values.double(), sees)
         usual = (plain.attention(q, keys, values, sees).double() - exact).abs().max()
@@ -157,12 +149,12 @@ def alone(node, q, keys, values, length, mask, window):
 @pytest.mark.parametrize("window", [None, 1, 6, 120, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [0, 3, 120, 126, 127, 128, 255, 700])
-def test_a_tree_row_equals_plain_decodings_row_bit_for_bit(dtype, length, window):
+def test_a_tree_row_equals_plain_decodings_row_bit_for_bit(trees, dtype, length, window):
     generator = torch.Generator().manual_seed(length)
     n, heads, kv_heads, width = 12, 6, 2, 64
     q = torch.randn(1, n, heads, width, generator=generator).to(dtype)
     keys, values = torch.randn(2, 1, length + n, kv_heads, width, generator=generator).to(dtype)
-    mask = random_tree(n, generator)
+    mask = trees.random_tree(n, length)[None] | torch.eye(n, dtype=torch.bool)
     k, v = cache_with(keys, values, length + n)
     together = rows.attention_rows(q, k, v, torch.tensor([length]), mask, window)
     for node in range(n):
@@ -186,13 +178,13 @@ def test_a_row_does_not_depend_on_how_many_others_there_are(n, heads, kv_heads, 
         assert torch.equal(alone(node, q, keys, values, length, chain, window), together[0, node])
 
 
-def test_partial_results_kept_in_several_waves_change_nothing():
+def test_partial_results_kept_in_several_waves_change_nothing(trees):
     """128 rows at 9000 keys need more memory than one wave keeps of splits; one row does not."""
     generator = torch.Generator().manual_seed(0)
     n, length, width = 128, 9000, 8
     q = torch.randn(1, n, 8, width, generator=generator)
     keys, values = torch.randn(2, 1, length + n, 1, width, generator=generator)
-    mask = random_tree(n, generator)
+    mask = trees.random_tree(n, 0)[None] | torch.eye(n, dtype=torch.bool)
     together = rows.attention_rows(q, keys, values, torch.tensor([length]), mask)
     for node in (0, 64, 127):
         assert torch.equal(alone(node, q, keys, values, length, mask, None), together[0, node])
@@ -201,12 +193,13 @@ def test_partial_results_kept_in_several_waves_change_nothing():
 @pytest.mark.parametrize("tree", [True, False])
 @pytest.mark.parametrize("width", [16, 48])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ragged_slots_equal_single_ones(dtype, width, tree):
+def test_ragged_slots_equal_single_ones(trees, dtype, width, tree):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 5, 4, width, generator=generator).to(dtype)
     keys, values = torch.randn(2, 3, 300, 2, width, generator=generator).to(dtype)
     lengths = torch.tensor([0, 290, 17])
-    mask = torch.cat([random_tree(5, generator) for _ in range(3)]) if tree else None
+    masks = torch.stack([trees.random_tree(5, seed) for seed in range(3)]) | torch.eye(5, dtype=torch.bool)
+    mask = masks if tree else None
     together = rows.attention_rows(q, keys, values, lengths, mask)
     for b in range(3):
         part = slice(b, b + 1)
