@@ -53,7 +53,7 @@ def test_rows_have_the_bits_that_they_had(target, monkeypatch):
 
 
 def test_linear_attention_goes_on_from_the_state_that_it_had(tiny_target):
-    """A prompt that has all that was kept goes on from there, on this slot or another; one that has less begins anew."""
+    """A prompt that has all that was kept goes on from there, on any slot; one that has less begins anew."""
     delta = DeltaConfig(layers=(0,), key_heads=2, value_heads=4, key_dim=8, value_dim=16, kernel=4)
     target = tiny_target(vocab_size=61, max_positions=POSITIONS, delta=delta)
     engine, first = engine_of(target, slots=2), [*DOCUMENT, 1, 2]

@@ -27,7 +27,7 @@ PAPER = {
 
 
 # Later targets, trained like the paper's targets of their size.
-LATER = dict.fromkeys(("qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-12b"), (32768, 30000))
+LATER = dict.fromkeys(("qwen3-8b", "qwen3.5-9b", "qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-12b"), (32768, 30000))
 SHARED_OUT = ("qwq-32b", "qwen3-30b-a3b", "gpt-oss-20b")  # from the first stage on
 
 
@@ -59,7 +59,7 @@ def test_appendix_e(name):
 
 # Positions of each target; of any other one 131072.
 POSITIONS = {"vicuna-7b": 16384, "vicuna-13b": 16384, "longchat-13b": 16384, "longchat-7b": 32768, "qwq-32b": 32768}
-POSITIONS |= {"qwen3-8b": 40960, "qwen3-30b-a3b": 40960}
+POSITIONS |= {"qwen3-8b": 40960, "qwen3-30b-a3b": 40960, "qwen3.5-9b": 262144}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -82,10 +82,11 @@ def test_a_recipe_says_what_the_command_estimates(name, tmp_path):
         assert path.parent != CONFIGS or stage.config.train.micro_batch * stage.config.data.seq_len == 32768
 
 
-# Billions of parameters, as the model cards have them: gpt-oss's 20.9, Gemma's 12.2 without the 0.4 that read images.
+# Billions of parameters, as the model cards have them: gpt-oss's 20.9, Gemma's 12.2 without the 0.4 that read images,
+# Qwen3.5's as its GGUF files have them.
 @pytest.mark.parametrize(("name", "billions"), [
     ("vicuna-7b", 6.74), ("llama3.1-8b", 8.03), ("qwq-32b", 32.76), ("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.5),
-    ("gpt-oss-20b", 20.9), ("gemma-3-12b", 11.77),
+    ("gpt-oss-20b", 20.9), ("gemma-3-12b", 11.77), ("qwen3.5-9b", 8.95),
 ])  # fmt: skip
 def test_targets_have_as_many_parameters_as_published(name, billions, tmp_path):
     """In bf16, two bytes each."""
