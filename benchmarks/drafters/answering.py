@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from longdraft.benchmarks.drafters.provenance import hardware, provenance
@@ -42,31 +43,42 @@ def of_engine(engine: Engine) -> Answerer:
 
 
 def of_transformers(model, eos_token_ids: Sequence[int]) -> Answerer:
-    """An Answerer for transformers' own greedy `generate`. Each token counts as a step; the prefill is timed as a call
-    that generates one token."""
+    """An Answerer for transformers' own greedy `generate`. Each token counts as a step, and the prefill ends with the
+    first."""
     from transformers import GenerationConfig
 
     device = next(model.parameters()).device
 
     @torch.no_grad()
-    def timed(prompt: list[int], params: SamplingParams) -> tuple[float, list[int]]:
+    def answer(prompt: list[int], params: SamplingParams) -> Answer:
         end, ids = None if params.ignore_eos else list(eos_token_ids), torch.tensor([prompt], device=device)
         model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=end)
-        options, found = {"attention_mask": torch.ones_like(ids), "max_new_tokens": params.max_new_tokens}, list[int]()
-        seconds = seconds_of(lambda: found.extend(model.generate(ids, **options)[0, len(prompt) :].tolist()), device)
-        return seconds, found
-
-    def answer(prompt: list[int], params: SamplingParams) -> Answer:
-        prefill, first = timed(prompt, replace(params, max_new_tokens=1))
-        whole, tokens = timed(prompt, params) if params.max_new_tokens > 1 else (prefill, first)
-        count = len(tokens)
+        arrivals, found = _Arrivals(), list[int]()
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": params.max_new_tokens}
+        options["streamer"] = arrivals
+        begin = time.perf_counter()
+        whole = seconds_of(lambda: found.extend(model.generate(ids, **options)[0, len(prompt) :].tolist()), device)
+        prefill, count = arrivals.times[1] - begin, len(found)  # the prompt is passed to the streamer first
         seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # the prefill makes one token
         return Answer(
-            len(prompt), tokens, None, "", [1] * count, [], decode_seconds=seconds, target_seconds=seconds,
+            len(prompt), found, None, "", [1] * count, [], decode_seconds=seconds, target_seconds=seconds,
             prefill_seconds=prefill, first_token_seconds=prefill,
         )  # fmt: skip
 
     return answer
+
+
+class _Arrivals:
+    """A streamer of transformers that notes when its `generate` passes something on: the prompt, then each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
 def ask(
