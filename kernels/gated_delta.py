@@ -2,12 +2,13 @@
 
 A token t decays the memory S, replaces what it holds for the key k_t, and reads it:
     S_t = exp(g_t) S_(t-1);  u_t = beta_t (v_t - S_t^T k_t);  S_t += k_t u_t^T;  o_t = S_t^T q_t
-`by_steps` computes just that, along the branches of a tree, and on a CPU C does (cpu/delta.inc): a node's bits depend
-only on its path, so they are those of plain decoding. `chain` takes long texts, 64 tokens at a time, and `in_one_block`
-a tree: the tokens of a block solve one triangular system (equations 7 to 9), because a node reads its ancestors alone.
+A tree's nodes take just these steps, each from its parent's memory: a node's bits depend only on its path, so they are
+those of plain decoding. `chain` takes long texts, 64 tokens at a time, which solve one triangular system (equations 7
+to 9). Why ours: flash-linear-attention's kernels know no trees.
 All in fp32. Shapes: B slots, T tokens, V heads of the values, k key width, v value width, N chunks of C tokens.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,20 +46,22 @@ class DeltaTokens(NamedTuple):
 
 def tree(tokens: DeltaTokens, memory_BVkv: Tensor, plan: PassPlan) -> Tensor:
     """What the tokens of a pass read, [B, T, V, v]: each after its ancestors, and they after the memory."""
-    if backend.is_host(memory_BVkv.device):
-        steps = delta.steps if delta.serves(memory_BVkv) else by_steps
-        return steps(_with_decay(tokens), memory_BVkv, parents_BT=_parents(plan))
-    if plan.tree_mask_BTT is None:
-        return chain(tokens, memory_BVkv)[0]
-    return in_one_block(tokens, memory_BVkv, plan.tree_mask_BTT)
+    tokens = _with_decay(tokens)
+    if (triton := backend.triton_kernels("gated_delta", memory_BVkv.device.type)) is not None:
+        return triton.tree_steps(tokens, memory_BVkv, plan.parent_BT, plan.depth_BT, plan.path_BTT)
+    if delta.serves(memory_BVkv):
+        return delta.steps(tokens, memory_BVkv, parents_BT=plan.parent_BT)
+    return tree_steps_reference(tokens, memory_BVkv, plan.parent_BT, plan.depth_BT, plan.path_BTT)
 
 
 def advance(tokens: DeltaTokens, memory_BVkv: Tensor, counts_B: Tensor) -> Tensor:
     """The memory after each slot's first `counts_B` tokens, which follow each other."""
-    if not backend.is_host(memory_BVkv.device):
-        return chain(tokens.only(counts_B), memory_BVkv)[1]
-    steps = delta.steps if delta.serves(memory_BVkv) else by_steps
-    return steps(_with_decay(tokens), memory_BVkv, counts_B=counts_B)
+    tokens = _with_decay(tokens)
+    if (triton := backend.triton_kernels("gated_delta", memory_BVkv.device.type)) is not None:
+        return triton.advance_steps(tokens, memory_BVkv, counts_B)
+    if delta.serves(memory_BVkv):
+        return delta.steps(tokens, memory_BVkv, counts_B=counts_B)
+    return advance_steps_reference(tokens, memory_BVkv, counts_B)
 
 
 def _with_decay(tokens: DeltaTokens) -> DeltaTokens:
@@ -67,42 +70,37 @@ def _with_decay(tokens: DeltaTokens) -> DeltaTokens:
     return tokens._replace(g_BTV=tokens.g_BTV.double().exp().float())
 
 
-def _parents(plan: PassPlan) -> Tensor:
-    """Each node's parent, int64 [B, T]; -1 for one without."""
-    depth_BT = plan.depth_BT.long()
-    if plan.path_BTT is None:
-        return depth_BT - 1
-    parent_BT = plan.path_BTT.long().gather(2, (depth_BT[..., None] - 1).clamp(min=0))[..., 0]
-    return torch.where(depth_BT > 0, parent_BT, -1)
-
-
-def by_steps(
-    tokens: DeltaTokens, memory_BVkv: Tensor, *, parents_BT: Tensor | None = None, counts_B: Tensor | None = None
+def tree_steps_reference(
+    tokens: Sequence[Tensor], memory_BVkv: Tensor, parent_BT: Tensor, depth_BT: Tensor, path_BTT: Tensor | None
 ) -> Tensor:
-    """The definition, token by token; arguments and result as of `cpu.delta.steps`."""
-    before, reads = memory_BVkv, []
-    memories, slots = [before], torch.arange(len(before))
-    for t in range(tokens.g_BTV.shape[1]):
-        q, k, v, decay, beta = (x[:, t] for x in tokens)
-        if parents_BT is not None:
-            before = torch.stack(memories)[parents_BT[:, t] + 1, slots]
-        after = before * decay[..., None, None]
-        u = (v - (after * k[..., None]).sum(-2)) * beta[..., None]
-        after = after + k[..., None] * u[..., None, :]
-        reads.append((after * q[..., None]).sum(-2))
-        if counts_B is not None:
-            before = torch.where((t < counts_B)[:, None, None, None], after, before)
-        memories.append(after)
-    return before if counts_B is not None else torch.stack(reads, 1)
+    """What each node reads, [B, T, V, v], by the definition.
+
+    Args:
+        tokens: q and k [B, T, V, k], v [B, T, V, v], the decay itself and beta [B, T, V].
+        parent_BT, depth_BT, path_BTT: as in PassPlan, which say the same three times; this reads the parents alone.
+    """
+    slots, memories, reads = torch.arange(len(parent_BT), device=parent_BT.device), [memory_BVkv], []
+    for t in range(parent_BT.shape[1]):
+        token = [x[:, t] for x in tokens]
+        memories.append(_step(torch.stack(memories)[parent_BT[:, t] + 1, slots], token))
+        reads.append((memories[-1] * token[0][..., None]).sum(-2))
+    return torch.stack(reads, 1)
 
 
-def in_one_block(tokens: DeltaTokens, memory_BVkv: Tensor, tree_mask_BTT: Tensor) -> Tensor:
-    """`tree` as one triangular system for all nodes."""
-    q, k, v, g, beta = (x.transpose(1, 2) for x in tokens)
-    fresh_BVTv, faded_BVTk, seen_BVTT, since_BVT, _ = _block(q, k, v, g, beta, tree_mask_BTT[:, None])
-    u_BVTv = fresh_BVTv - faded_BVTk @ memory_BVkv
-    read_BVTv = since_BVT.exp()[..., None] * (q @ memory_BVkv) + seen_BVTT @ u_BVTv
-    return read_BVTv.transpose(1, 2)
+def advance_steps_reference(tokens: Sequence[Tensor], memory_BVkv: Tensor, counts_B: Tensor) -> Tensor:
+    """The memory after the first `counts_B` (int64) tokens of each slot, by the definition; tokens as above."""
+    for t in range(tokens[0].shape[1]):
+        after = _step(memory_BVkv, [x[:, t] for x in tokens])
+        memory_BVkv = torch.where((t < counts_B)[:, None, None, None], after, memory_BVkv)
+    return memory_BVkv
+
+
+def _step(memory_BVkv: Tensor, token: Sequence[Tensor]) -> Tensor:
+    """The memory after one more token of each slot."""
+    _, k_BVk, v_BVv, decay_BV, beta_BV = token
+    memory_BVkv = memory_BVkv * decay_BV[..., None, None]
+    u_BVv = (v_BVv - (memory_BVkv * k_BVk[..., None]).sum(-2)) * beta_BV[..., None]
+    return memory_BVkv + k_BVk[..., None] * u_BVv[..., None, :]
 
 
 def chain(tokens: DeltaTokens, memory_BVkv: Tensor, piece_T: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -90,6 +90,14 @@ class PassPlan:
         place_BTT = torch.where(mask_BTT, depth_BTT, self.n_rows)  # the place after the last is cut off
         return pad(torch.zeros_like(row_BTT), (0, 1)).scatter(2, place_BTT, row_BTT)[..., :-1].contiguous()
 
+    @cached_property
+    def parent_BT(self) -> Tensor:
+        """Each row's parent, int64; -1 for one without."""
+        if self.path_BTT is None:
+            return self.depth_BT.long() - 1
+        parent_BT = self.path_BTT.gather(2, (self.depth_BT.long() - 1).clamp(min=0)[..., None])[..., 0].long()
+        return torch.where(self.depth_BT > 0, parent_BT, -1)
+
     def recent_rows(self, count: int) -> Tensor | None:
         """Each row's last ancestors and itself, int64 [B, T, count], by depth; rows before the pass are negative, and
         -1 is the last of them. None for a chain, where row t's are t - count + 1 to t."""

@@ -73,7 +73,7 @@ def estimate_memory(
     dtype = weight.dtype
     verification = pass_bytes(config, batch * width, dtype) + batch * width * config.vocab_size * dtype.itemsize
     verification += exact_bytes(model, batch, min(width, MOST_ROWS), capacity)
-    verification += pending_bytes(config, batch * width, dtype, weight.device)
+    verification += pending_bytes(config, batch * width, dtype)
     last = min(chunk, MOST_ROWS)  # a prompt's last pass may be narrow
     short = pass_bytes(config, last, dtype) + exact_bytes(model, 1, last, capacity)
     passes, steps = max(pass_bytes(config, chunk, dtype), short, verification), 0
@@ -129,16 +129,13 @@ def delta_bytes(config: DecoderConfig, n_rows: int, size: int) -> int:
     )
 
 
-def pending_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of what a verification of `n_rows` tokens leaves for the commit in all layers of linear attention, and on a
-    CPU of the memories after each of its tokens in one layer."""
+def pending_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
+    """Bytes of what a verification of `n_rows` tokens leaves for the commit in all layers of linear attention."""
     if (delta := config.delta) is None:
         return 0
     heads, width = delta.value_heads, delta.value_dim
     inputs = (delta.channels + heads * width + 2 * heads) * dtype.itemsize
-    pending = len(delta.layers) * (inputs + 4 * heads * (2 * delta.key_dim + width + 2))
-    memories = 3 * 4 * heads * delta.key_dim * width if backend.is_host(device) else 0  # with two temporaries
-    return n_rows * (pending + memories)
+    return n_rows * len(delta.layers) * (inputs + 4 * heads * (2 * delta.key_dim + width + 2))
 
 
 def exact_bytes(model: Decoder, batch: int, n_rows: int, capacity: int) -> int:

@@ -81,6 +81,12 @@ def call(v: Variant, module: ModuleType) -> None:
         norms = module.HeadNorms(empty(v.width), empty(v.width), HEADS, 1e-6)
         module.rotate(qkv[:, :, :-KV], *tables)
         module.rotate_append(qkv, *tables, kv, kv, one, norms)
+    elif v.file == "gated_delta":
+        heads = [empty(1, v.rows, HEADS, v.width, dtype=torch.float32) for _ in "qkv"]
+        tokens = *heads, *(empty(1, v.rows, HEADS, dtype=torch.float32) for _ in range(2))
+        memory, path = empty(1, HEADS, v.width, v.width, dtype=torch.float32), empty(1, v.rows, v.rows, dtype=int32)
+        module.tree_steps(tokens, memory, nodes, depth, path)
+        module.advance_steps(tokens, memory, one)
     else:
         labels, scales, before = (empty(512, dtype=kind) for kind in (int64, torch.float32, int32))
         for objective in (None, "kl", "overlap"):
@@ -114,6 +120,8 @@ def variants() -> Iterator[Variant]:
         yield Variant("linear", arch=arch, rows=rows)
     for arch in (80, 90, 120):
         yield Variant("linear", "experts", arch)
+    for arch in (80, 90, 120):
+        yield Variant("gated_delta", "tree", arch, "fp32")
     for file in ("choice", "rotate", "linear_loss"):
         yield Variant(file)
 

@@ -13,7 +13,7 @@ Delta = structure(addresses="q k v decay beta parents counts memory result", siz
 
 def serves(memory_BVkv: Tensor) -> bool:
     """Whether C takes steps on memories like this one."""
-    return memory_BVkv.shape[-1] % 8 == 0 and library() is not None
+    return memory_BVkv.device.type == "cpu" and memory_BVkv.shape[-1] % 8 == 0 and library() is not None
 
 
 def steps(

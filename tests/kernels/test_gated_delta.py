@@ -3,13 +3,16 @@
 Tolerance: 1e-5 of the largest magnitude.
 """
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch.nn.functional import normalize
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
+from longdraft.kernels import backend
 from longdraft.kernels.cpu import delta
-from longdraft.kernels.gated_delta import DeltaTokens, advance, chain, in_one_block, tree
+from longdraft.kernels.gated_delta import DeltaTokens, advance, chain, tree
 from longdraft.kernels.tree import PassPlan
 
 BATCH, HEADS, KEY, VALUE = 2, 3, 16, 40
@@ -57,12 +60,15 @@ def trees(n_nodes: int) -> torch.Tensor:
     return mask
 
 
-@pytest.fixture(params=["C", "PyTorch"])
+@pytest.fixture(params=["C", "PyTorch", "Triton"])
 def steps(request, monkeypatch, c_kernels):
-    """Both forms of the steps."""
+    """All forms of the steps; Triton's in its interpreter."""
     if request.param == "PyTorch":
         monkeypatch.setattr(delta, "serves", lambda memory: False)
-    assert delta.serves(drawn(1)[1]) == (request.param == "C")
+    if request.param == "Triton":
+        found = import_module("longdraft.kernels.triton.gated_delta")
+        monkeypatch.setattr(backend, "triton_kernels", lambda *_: found)
+    assert delta.serves(drawn(1)[1]) == (request.param != "PyTorch")
 
 
 @pytest.mark.parametrize("length", [1, 5, 64])
@@ -102,10 +108,14 @@ def test_pieces_do_not_read_each_other(sizes):
 
 
 @pytest.mark.parametrize("n_nodes", [1, 2, 13, 64, 100])
-def test_a_block_reads_what_steps_read(n_nodes):
+def test_a_node_reads_what_its_path_reads(steps, n_nodes):
     tokens, memory = drawn(n_nodes)
     mask = trees(n_nodes)
-    assert close(in_one_block(tokens, memory, mask), tree(tokens, memory, plan_of(mask)).double())
+    read = tree(tokens, memory, plan_of(mask))
+    for slot, node in ((0, n_nodes - 1), (1, n_nodes - 1), (1, n_nodes // 2)):
+        path = mask[slot, node].nonzero()[:, 0]
+        want, _ = exact(tokens.at((slice(slot, slot + 1), path)), memory[slot : slot + 1])
+        assert close(read[slot, node], want[0, -1])
 
 
 def test_a_nodes_bits_depend_on_its_path_alone(steps):
