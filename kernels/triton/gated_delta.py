@@ -86,10 +86,11 @@ def _launch(
 ) -> None:
     q, k, v, decay, beta = (x.contiguous() for x in tokens)
     (n_slots, n_rows, n_heads, width), values = k.shape, v.shape[3]
+    unread = counts_B, *[counts_B.view(torch.int32)] * 2  # of the types of a tree's, so that it is the same kernel
     block_v = min(COLUMNS, triton.next_power_of_2(values))
     kernel: Any = _steps[(n_slots * n_heads, -(-values // block_v))]
     kernel(
-        q, k, v, decay, beta, memory_BVkv.contiguous(), counts_B, *(tree or (counts_B,) * 3), result,
+        q, k, v, decay, beta, memory_BVkv.contiguous(), counts_B, *(tree or unread), result,
         n_rows, n_heads, int(tree is not None),
         KEYS=width, VALUES=values, BLOCK_K=triton.next_power_of_2(width), BLOCK_V=block_v, num_warps=4,
     )  # fmt: skip
