@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import normalize, pad
 
 from longdraft.kernels import backend
 from longdraft.kernels.choice import choose, gumbel_noise, top_p_border
 from longdraft.kernels.gate import gate, gate_reference
+from longdraft.kernels.gated_delta import DeltaTokens, advance, chain
+from longdraft.kernels.gated_delta import tree as delta_tree
 from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_loss import GPU_CHUNK_BYTES, linear_loss
 from longdraft.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm
@@ -23,7 +25,7 @@ from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, rotate_ap
 from longdraft.kernels.segment_attention import Segment, read_keys, segment_attention
 from longdraft.kernels.segment_attention import segment_attention_reference as segment_reference
 from longdraft.kernels.selection import chunk_means, gather_rows, key_scores, top_keys
-from longdraft.kernels.tree import accepted_path, attended_rows, keep_rows, pack_tree
+from longdraft.kernels.tree import PassPlan, accepted_path, attended_rows, keep_rows, pack_tree
 from longdraft.kernels.tree_attention import cross_attention, tree_attention, tune
 from longdraft.kernels.tree_attention import cross_attention_reference as cross_reference
 from longdraft.kernels.tree_attention import tree_attention_reference as tree_reference
@@ -215,6 +217,34 @@ def test_linear_and_rotation_are_the_cpus(device, trees):
     tables = angles.cos()[:, :, None, None], torch.stack((-angles.sin(), angles.sin()), 2)[:, :, None]
     out = rotate(heads[:, :, 1:5].to(device), *(table.to(device) for table in tables))
     torch.testing.assert_close(out.cpu(), rotate(heads[:, :, 1:5], *tables), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("n_rows", [1, 13, 64])
+def test_linear_attention_is_the_cpus_and_a_node_has_the_bits_of_its_path(device, trees, n_rows):
+    """What a tree's nodes read, and the memory after some rows, as recorded work computes them; texts in chunks."""
+    heads, keys, values = 4, 128, 96
+    q, k = (normalize(trees.draw(2, n_rows, heads, keys, seed=seed), dim=-1) for seed in (1, 2))
+    rest = trees.draw(2, n_rows, heads, 2, seed=3).sigmoid()
+    tokens = DeltaTokens(q, k, trees.draw(2, n_rows, heads, values, seed=4), -4 * rest[..., 0], rest[..., 1])
+    memory, mask = (
+        trees.draw(2, heads, keys, values, seed=5),
+        torch.stack([trees.random_tree(n_rows, seed=seed) for seed in (6, 7)]),
+    )
+    there, memory_there = DeltaTokens(*(x.to(device) for x in tokens)), memory.to(device)
+    lengths, counts = torch.zeros(2, dtype=torch.int64), torch.tensor([n_rows, n_rows // 2])
+    read = delta_tree(there, memory_there, PassPlan(lengths.to(device), n_rows, mask.to(device)))
+    pairs = [(read, delta_tree(tokens, memory, PassPlan(lengths, n_rows, mask)))]
+    pairs += [(advance(there, memory_there, counts.to(device)), advance(tokens, memory, counts))]
+    pairs += zip(chain(there, memory_there), chain(tokens, memory), strict=True)
+    for found, wanted in pairs:
+        assert (found.cpu() - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    one, plan = torch.ones(1, dtype=torch.int64, device=device), PassPlan(lengths[:1].to(device), 1)
+    for node in {0, n_rows // 2, max(0, n_rows - 2)}:  # the last one is padding
+        state = memory_there[1:]
+        for ancestor in mask[1, node].nonzero()[:, 0].tolist():
+            row = there.at((slice(1, 2), slice(ancestor, ancestor + 1)))
+            alone, state = delta_tree(row, state, plan), advance(row, state, one)
+        assert torch.equal(alone[0, 0], read[1, node]), node
 
 
 def few_roundings(found: Tensor, wanted: Tensor) -> None:

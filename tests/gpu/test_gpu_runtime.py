@@ -212,6 +212,23 @@ def test_a_pass_of_many_rows_on_a_filled_cache(tiny_target, device, shared, dtyp
     assert float((wide.float() - exact).abs().max()) <= allowed
 
 
+@pytest.mark.parametrize("graphs", [None, False], ids=["recorded", "launched"])
+@pytest.mark.parametrize("name", ["plain", "longspec", "token_recycling"])
+def test_linear_attention_gives_the_cpus_tokens(tiny_target, models, plain_tokens, margins, device, name, graphs):
+    fields = {"vocab_size": exactness.VOCAB, "max_positions": exactness.POSITIONS, **exactness.QWEN3_5}
+    here, there = tiny_target(**fields), tiny_target(**fields)
+    there.model.to(device)
+    prompts = exactness.prompts("qwen3_5", "overflow")
+    params = [replace(SamplingParams(), seed=i, max_new_tokens=exactness.NEW) for i in range(len(prompts))]
+    want = plain_tokens(here, prompts, params)
+    found = difference(here, there, max(prompts, key=len))
+    assert margins.smallest > 10 * found, (margins.smallest, found)
+    drafter = name if name == "plain" else exactness.DRAFTERS[name](there, None)
+    for chunk in (512, 7):
+        engine = late(Engine(there, drafter, slots=3, graphs=graphs, prefill_chunk=chunk))
+        assert decode(engine, prompts, params) == want, chunk
+
+
 @pytest.mark.parametrize("name", ["plain", "longspec", "medusa", "tokenswift", "token_recycling", "triforce"])
 def test_recorded_steps_go_on_in_the_next_call(models, expected, name, device):
     """Greedy and sampled requests in turns, twice: the second time all steps are replayed."""
