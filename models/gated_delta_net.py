@@ -91,6 +91,8 @@ class GatedDeltaNet(nn.Module):
             taps = [joined_BSC[:, start + tap : stop + tap] for tap in range(delta.kernel)]
             if piece_T is not None:
                 taps = [_in_piece(x_BTC, piece_T, start, delta.kernel - 1 - tap) for tap, x_BTC in enumerate(taps)]
+                if start:  # the memory belongs to the token before
+                    memory = memory * (piece_T[start] == piece_T[start - 1])
                 piece_T = piece_T[start:stop]
             tokens = self._tokens(taps, g_BTV[:, start:stop], beta_BTV[:, start:stop])
             if commits_B is not None:
