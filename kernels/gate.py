@@ -58,6 +58,15 @@ def clamped_gate(gate_up: Tensor, slope: float, limit: float) -> Tensor:
     return _few_rows_at_once(gate_up, gate)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """The sigmoid in fp32, of any shape and dtype.
+
+    On a CPU an element's bits do not depend on its place: PyTorch computes the last elements of a run by another
+    formula, so the result is rounded from fp64.
+    """
+    return (x.double() if x.device.type == "cpu" else x.float()).sigmoid().float()
+
+
 def _few_rows_at_once(gate_up: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `gate`, on a CPU to one block of rows at a time.
 

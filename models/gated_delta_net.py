@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import softplus
 
+from longdraft.kernels.gate import sigmoid
 from longdraft.kernels.gated_delta import DeltaTokens, chain, tree
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.delta_states import DeltaStates, last_inputs
@@ -48,8 +49,8 @@ class GatedDeltaNet(nn.Module):
         (projected_BTX,), delta, cache = projected, self.config, context.inputs.cache
         sizes = delta.channels, delta.value_heads * delta.value_dim, delta.value_heads, delta.value_heads
         inputs_BTC, gate_BTF, beta_BTV, g_BTV = projected_BTX.split(sizes, -1)
-        # Few numbers, in fp64: rounded to fp32 they do not depend on their place in PyTorch's vectors.
-        beta_BTV = beta_BTV.double().sigmoid().float()
+        beta_BTV = sigmoid(beta_BTV)
+        # In fp64 for the reason given at `sigmoid`.
         g_BTV = -self.log_rate.double().exp() * softplus(g_BTV.double() + self.decay_bias.double())
         states = None if cache is None else cache.delta
         if states is None or context.inputs.commits_B is not None:
@@ -57,7 +58,7 @@ class GatedDeltaNet(nn.Module):
         else:
             read_BTVv = self._read_tree(inputs_BTC, g_BTV.float(), beta_BTV, context, states)
         normed_BTVv = self.norm(read_BTVv)
-        return (normed_BTVv.flatten(2) * silu(gate_BTF.float())).to(projected_BTX.dtype)
+        return (normed_BTVv.flatten(2) * _silu(gate_BTF)).to(projected_BTX.dtype)
 
     def _read_tree(
         self, inputs_BTC: Tensor, g_BTV: Tensor, beta_BTV: Tensor, context: LayerContext, states: DeltaStates
@@ -110,7 +111,7 @@ class GatedDeltaNet(nn.Module):
         mixed_BTC = first[0] * first[1]
         for x_BTC, weight_C in others:
             mixed_BTC = mixed_BTC + x_BTC * weight_C
-        mixed_BTC = silu(mixed_BTC).to(taps[0].dtype).float()
+        mixed_BTC = _silu(mixed_BTC).to(taps[0].dtype).float()
         keys = delta.key_heads * delta.key_dim
         q, k, v = mixed_BTC.split([keys, keys, delta.value_heads * delta.value_dim], -1)
         q, k = (x.unflatten(-1, (delta.key_heads, -1)) for x in (q, k))
@@ -118,6 +119,11 @@ class GatedDeltaNet(nn.Module):
         repeats = delta.value_heads // delta.key_heads
         q, k = (x.repeat_interleave(repeats, 2) for x in (q * delta.key_dim**-0.5, k))
         return DeltaTokens(q, k, v.unflatten(-1, (delta.value_heads, -1)), g_BTV, beta_BTV)
+
+
+def _silu(x: Tensor) -> Tensor:
+    """silu in fp32, with `sigmoid`'s bits."""
+    return x * sigmoid(x)
 
 
 def _in_piece(x_BTC: Tensor, piece_T: Tensor, start: int, back: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from longdraft.kernels.chain_attention import causal_attention
 from longdraft.kernels.cpu.layers import LayerWeights
 from longdraft.kernels.experts import ExpertWeights, experts
-from longdraft.kernels.gate import gelu_gate
+from longdraft.kernels.gate import gelu_gate, sigmoid
 from longdraft.kernels.rotate import HeadNorms, rotate
 from longdraft.kernels.segment_attention import segment_attention
 from longdraft.kernels.tree_attention import tree_attention
@@ -138,7 +138,7 @@ class Experts(nn.Module):
         sum_BTD = experts(x_BTD, weights, self.config.per_token, self.config.normalised)
         if self.shared is not None and self.shared_gate is not None:
             shared_BTD = self.shared.down_proj(self.shared.gate_up_proj(x_BTD, gated=True))
-            sum_BTD += self.shared_gate(x_BTD).sigmoid() * shared_BTD
+            sum_BTD += sigmoid(self.shared_gate(x_BTD)).to(x_BTD.dtype) * shared_BTD
         return sum_BTD if residual is None else sum_BTD.add_(residual)
 
 
@@ -176,7 +176,8 @@ class Layer(nn.Module):
 
     def _add(self, stream: Stream, heads_BTF: Tensor) -> None:
         if isinstance(self.attention, Attention) and self.attention.gate_proj is not None:
-            heads_BTF = heads_BTF * stream.read(self.attention.gate_proj, self.attention_norm).sigmoid()
+            gate_BTF = stream.read(self.attention.gate_proj, self.attention_norm)
+            heads_BTF = heads_BTF * sigmoid(gate_BTF).to(heads_BTF.dtype)
         stream.add(self.attention.o_proj, heads_BTF, self.post_attention_norm)
         self.mlp(stream, self.mlp_norm, self.post_mlp_norm)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longdraft.kernels.cpu.library import decoding
 from longdraft.models import gated_delta_net
 from longdraft.models.decoder_config import DeltaConfig, ExpertsConfig
 from longdraft.models.kv_cache import KVCache
@@ -97,6 +98,20 @@ def test_tree_pass_equals_each_path(tiny_target, kind, length, error):
             single.commit(None, torch.tensor([1]))
         assert error(out.logits[:, node], expected.logits[:, 0]) < 1e-5, f"node {node}"
         assert error(out.pre_norm[:, node], expected.pre_norm[:, 0]) < 1e-5, f"node {node}"
+
+
+def test_a_row_of_a_hybrid_has_the_same_bits_in_every_pass(tiny_target, c_kernels):
+    model, ids = tiny_target(**HYBRID).model, tokens(1, 96)
+    found = []
+    for width in (1, 32, 48):
+        cache = prefilled(model, ids[:, :0], room=96)
+        with decoding():
+            parts = []
+            for part in ids.split(width, 1):
+                parts.append(model(Pass(part, cache=cache)).logits)
+                cache.commit(None, torch.tensor([width]))
+        found.append(torch.cat(parts, 1))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("kind", KINDS)
