@@ -9,7 +9,7 @@ from longdraft.models.decoder_config import DecoderConfig, DeltaConfig, ExpertsC
 from longdraft.models.rope import RopeConfig
 
 # By model_type: Llama 2 and 3, Vicuna, LongChat, YaRN-Llama and SmolLM2; Mistral; Qwen2, 2.5 and QwQ; Qwen3; Qwen3-MoE;
-# Mixtral; Gemma 3 and Qwen3.5, text only; gpt-oss; Seed-OSS; Code World Model; Phi 3, 3.5 and 4; Qwen3-Next.
+# Mixtral; Gemma 3 and Qwen3.5, text only; gpt-oss; Seed-OSS; Code World Model; Phi 3, 3.5, 4 and 4-mini; Qwen3-Next.
 SUPPORTED = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "gemma3", "gpt_oss", "seed_oss",
     "cwm", "phi3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next",
@@ -33,7 +33,8 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
             "transformers (in training target.loader=transformers, in generate and serve --loader transformers)"
         )
     if model_type in WITH_IMAGES:
-        return decoder_config(hf_config.get_text_config(), max_positions)
+        config = decoder_config(hf_config.get_text_config(), max_positions)
+        return replace(config, tie_embeddings=bool(hf_config.tie_word_embeddings))  # the whole model's says
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     if model_type == "gemma3_text":
@@ -42,7 +43,7 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
         field, activation, rope = "hidden_act", "silu", _rope_config(hf_config, head_dim)
         of_family = {"rope": rope, "max_positions": _positions(hf_config, rope)}
     if model_type in LINEAR:
-        of_family |= {"delta": _delta(hf_config), "gated": True, "norm_offset": 1.0}
+        of_family |= _hybrid(hf_config)
     if (given := getattr(hf_config, field, activation)) != activation:
         raise ValueError(f"{field} is {given!r}; only {activation!r} is supported")
     bias = bool(getattr(hf_config, "attention_bias", False))
@@ -63,7 +64,6 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
         tie_embeddings=bool(hf_config.tie_word_embeddings),
         sliding_windows=_sliding_windows(hf_config),
         experts=_experts(hf_config),
-        shared_expert_size=getattr(hf_config, "shared_expert_intermediate_size", None),
         attention_sinks=model_type == "gpt_oss",
         joined=model_type == "phi3",
         **of_family,
@@ -106,6 +106,26 @@ def _intermediate_size(hf_config: PretrainedConfig) -> int:
     return of_experts + hf_config.shared_expert_intermediate_size
 
 
+def _hybrid(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """The fields in which Qwen3-Next and Qwen3.5 differ from Qwen3.
+
+    Raises ValueError for options that transformers does not read and vLLM does, unless both compute the same.
+    """
+    if not getattr(hf_config, "attn_output_gate", True):
+        raise ValueError("attn_output_gate is false; only true is supported")
+    if (gate := getattr(hf_config, "output_gate_type", None)) not in (None, "silu", "swish"):
+        raise ValueError(f"output_gate_type is {gate!r}; only 'silu' and 'swish' are supported")
+    if unknown := set(hf_config.layer_types) - {"linear_attention", "full_attention"}:
+        raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, not supported for {hf_config.model_type}")
+    has_experts = _experts(hf_config) is not None
+    return {
+        "delta": _delta(hf_config),
+        "gated": True,
+        "norm_offset": 1.0,
+        "shared_expert_size": hf_config.shared_expert_intermediate_size if has_experts else None,
+    }
+
+
 def _delta(hf_config: PretrainedConfig) -> DeltaConfig | None:
     """The layers with linear attention; None if there are none."""
     linear = tuple(i for i, kind in enumerate(hf_config.layer_types) if kind == "linear_attention")
@@ -126,10 +146,12 @@ def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
         return ExpertsConfig(*shape, normalised=True, bias=gate is not None, clamped_gate=gate)
     if model_type not in ("qwen3_moe", "qwen3_5_moe_text", "qwen3_next") or not hf_config.num_experts:
         return None
-    step, mlp_only = getattr(hf_config, "decoder_sparse_step", 1), getattr(hf_config, "mlp_only_layers", ())
-    dense = tuple(i for i in range(hf_config.num_hidden_layers) if i in mlp_only or (i + 1) % step)
     shape = hf_config.num_experts, hf_config.num_experts_per_tok, hf_config.moe_intermediate_size
-    return ExpertsConfig(*shape, normalised=bool(getattr(hf_config, "norm_topk_prob", True)), dense_layers=dense)
+    if model_type == "qwen3_5_moe_text":  # experts in all layers, and no option
+        return ExpertsConfig(*shape, normalised=True)
+    step, mlp_only = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
+    dense = tuple(i for i in range(hf_config.num_hidden_layers) if i in mlp_only or (i + 1) % step)
+    return ExpertsConfig(*shape, normalised=bool(hf_config.norm_topk_prob), dense_layers=dense)
 
 
 def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> RopeConfig:

@@ -38,7 +38,8 @@ class RopeConfig:
         if not 0 < self.rotated <= self.head_dim or self.rotated % 2:
             share = self.parameters["partial_rotary_factor"]
             raise ValueError(
-                f"partial_rotary_factor: {share} of {self.head_dim} numbers a head; an even number is needed"
+                f"partial_rotary_factor: {share} rotates {self.rotated} of a head's {self.head_dim} numbers; give a "
+                "share that rotates an even number of them, at least 2"
             )
 
     @property
@@ -49,7 +50,8 @@ class RopeConfig:
     def rotated(self) -> int:
         """How many of a head's numbers are rotated. The others have frequency 0: where they are fewer than all, our
         heads have the first half of the rotated ones in their first half (models/hf_weights.py)."""
-        return int(self.head_dim * (self.parameters.get("partial_rotary_factor") or 1.0))
+        share = self.parameters.get("partial_rotary_factor")
+        return self.head_dim if share is None else int(self.head_dim * share)
 
 
 class Rope:

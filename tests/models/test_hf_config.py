@@ -1,7 +1,17 @@
 """What our configuration takes from a Hugging Face one, and what is refused."""
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from longdraft.models.fingerprint import shape_hash
 from longdraft.models.hf_config import decoder_config
@@ -80,3 +90,40 @@ def test_sliding_windows_follow_the_family(sizes):
     assert decoder_config(Qwen2Config(**sizes)).sliding_windows is None
     used = Qwen2Config(**sizes, use_sliding_window=True, sliding_window=32, max_window_layers=1)
     assert decoder_config(used).sliding_windows == (None, 32)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("attn_output_gate", False, "attn_output_gate is false"),
+        ("output_gate_type", "sigmoid", "output_gate_type is 'sigmoid'"),
+        ("layer_types", ["sliding_attention", "full_attention"] * 16, "layer_types has sliding_attention"),
+        ("layer_types", ["full_attention", "linear_attention"] * 16, "the last layer must have attention"),
+        ("hidden_act", "gelu", "hidden_act is 'gelu'"),
+    ],
+)
+def test_options_of_hybrids_that_change_the_result_are_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        decoder_config(Qwen3_5TextConfig(**{field: value}))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.5])
+def test_a_share_of_rope_that_is_no_even_number_is_refused(share):
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": share}
+    config = Qwen3_5TextConfig(rope_parameters=rope, head_dim=126)
+    with pytest.raises(ValueError, match=f"partial_rotary_factor: {share} rotates"):
+        decoder_config(config)
+
+
+def test_fields_that_a_familys_class_does_not_read_change_nothing():
+    """Qwen3-Coder's config.json has a shared expert of width 0, though Qwen3-MoE has none."""
+    plain, given = Qwen3MoeConfig(), Qwen3MoeConfig(shared_expert_intermediate_size=0)
+    assert decoder_config(given) == decoder_config(plain)
+    others = {"mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": False}
+    assert decoder_config(Qwen3_5MoeTextConfig(**others)) == decoder_config(Qwen3_5MoeTextConfig())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_whole_models_configuration_says_whether_embeddings_are_tied(tied):
+    config = Qwen3_5Config(text_config={"tie_word_embeddings": not tied}, tie_word_embeddings=tied)
+    assert decoder_config(config).tie_embeddings == tied
