@@ -103,18 +103,22 @@ def canonical_tensors(
     config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]], loaded: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors under canonical names, without parts that are not read. One that holds several of the tensors in
-    `places` is cut. loaded: as in `places`."""
+    `places` is cut. loaded: as in `places`.
+
+    Raises ValueError that names a tensor whose shape allows no cut."""
     for name, tensor in tensors:
         if name.startswith((TOKENSWIFT_HEADS, *NOT_OF_TEXT)) or NOT_READ.search(name):
             continue
         kind = "bias" if name.endswith(".bias") else "weight"
         module, _, last = canonical(name).removesuffix(f".{kind}").rpartition(".")
-        if last in ("q_proj", "conv1d", "in_proj_qkvz", "in_proj_ba"):
-            parts = _cut(config, last, tensor)
-        elif module.endswith(".mlp.experts") and config.experts is not None and not (config.experts.bias or loaded):
-            parts = _of_experts(last, tensor)
-        else:
-            parts = None
+        parts = None
+        try:
+            if last in ("q_proj", "conv1d", "in_proj_qkvz", "in_proj_ba"):
+                parts = _cut(config, last, tensor)
+            elif module.endswith(".mlp.experts") and config.experts is not None and not (config.experts.bias or loaded):
+                parts = _of_experts(last, tensor)
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, which does not fit its configuration") from error
         if parts is None:
             yield canonical(name), tensor
         else:

@@ -345,3 +345,16 @@ def test_a_shared_parameter_is_gathered_once(tmp_path):
     assert len(gathered) == len(list(ours.parameters())) < len(places(ours.config))
     one_by_one = load_target(folder, dtype=torch.float32).model
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), one_by_one.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["layers.0.linear_attn.in_proj_qkvz", "layers.0.linear_attn.in_proj_ba", "layers.1.self_attn.q_proj"],
+)
+def test_a_tensor_that_cannot_be_cut_is_named(tmp_path, name):
+    file = saved(theirs_of(FAMILIES["qwen3-next"]), tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"model.{name}.weight"] = (cut := tensors[f"model.{name}.weight"][:-1]).clone()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"model\.{name}\.weight has shape \[{len(cut)}, 48\]"):
+        load_target(tmp_path)
