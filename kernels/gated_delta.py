@@ -49,7 +49,7 @@ def tree(tokens: DeltaTokens, memory_BVkv: Tensor, plan: PassPlan) -> Tensor:
     tokens = _with_decay(tokens)
     if (triton := backend.triton_kernels("gated_delta", memory_BVkv.device.type)) is not None:
         return triton.tree_steps(tokens, memory_BVkv, plan.parent_BT, plan.depth_BT, plan.path_BTT)
-    if delta.serves(memory_BVkv):
+    if backend.is_host(memory_BVkv.device) and delta.serves(memory_BVkv.shape[-1]):
         return delta.steps(tokens, memory_BVkv, parents_BT=plan.parent_BT)
     return tree_steps_reference(tokens, memory_BVkv, plan.parent_BT, plan.depth_BT, plan.path_BTT)
 
@@ -59,7 +59,7 @@ def advance(tokens: DeltaTokens, memory_BVkv: Tensor, counts_B: Tensor) -> Tenso
     tokens = _with_decay(tokens)
     if (triton := backend.triton_kernels("gated_delta", memory_BVkv.device.type)) is not None:
         return triton.advance_steps(tokens, memory_BVkv, counts_B)
-    if delta.serves(memory_BVkv):
+    if backend.is_host(memory_BVkv.device) and delta.serves(memory_BVkv.shape[-1]):
         return delta.steps(tokens, memory_BVkv, counts_B=counts_B)
     return advance_steps_reference(tokens, memory_BVkv, counts_B)
 

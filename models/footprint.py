@@ -10,6 +10,7 @@ from math import prod
 import torch
 
 from longdraft.kernels import backend
+from longdraft.kernels.cpu import delta as cpu_delta
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.cpu.layers import MOST_TOKENS
 from longdraft.kernels.gated_delta import CHUNK
@@ -71,9 +72,10 @@ def estimate_memory(
     """
     config, weight, width = model.config, model.embed_tokens.weight, max(widths)
     dtype = weight.dtype
-    verification = pass_bytes(config, batch * width, dtype) + batch * width * config.vocab_size * dtype.itemsize
-    verification += exact_bytes(model, batch, min(width, MOST_ROWS), capacity)
-    verification += pending_bytes(config, batch * width, dtype)
+    verification = pass_bytes(config, batch * width, dtype) + exact_bytes(model, batch, min(width, MOST_ROWS), capacity)
+    verification = max(verification, commit_bytes(config, batch, weight.device))
+    verification += batch * width * config.vocab_size * dtype.itemsize
+    verification += pending_bytes(config, batch * width, dtype, weight.device)
     last = min(chunk, MOST_ROWS)  # a prompt's last pass may be narrow
     short = pass_bytes(config, last, dtype) + exact_bytes(model, 1, last, capacity)
     passes, steps = max(pass_bytes(config, chunk, dtype), short, verification), 0
@@ -105,7 +107,8 @@ def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
     stages = (
         qkv + 3 * qk,  # the previous layer's q, k and v are alive too; rotation has two temporaries of the size of q, k
         6 * heads,  # on a CPU: two parts of the keys, with fp32 copies of their outputs
-        heads + feed_forward_numbers(config),  # the heads' outputs stay alive during the feed-forward
+        # The heads' outputs stay alive during the feed-forward, before and after their gate.
+        heads * (2 if config.gated else 1) + feed_forward_numbers(config),
     )
     tables = (2 if config.window_rope is None else 4) * config.head_dim
     of_attention = n_rows * (qkv + qk + max(stages)) * dtype.itemsize
@@ -121,21 +124,39 @@ def delta_bytes(config: DecoderConfig, n_rows: int, size: int) -> int:
     heads, block = delta.value_heads, min(n_rows, BLOCK)
     values, keys = heads * delta.value_dim, heads * delta.key_dim
     projected = delta.channels + values + 2 * heads
-    # Of a block's tokens, fp32: q, k, v; padded copies of them; the system's sides and its solution; four squares.
-    of_block = 4 * (3 * (2 * keys + values) + 2 * (keys + values) + 4 * heads * CHUNK)
+    # Of a block's tokens, fp32: q and k, and the convolution's outputs, whose part is v; all three in chunks; the
+    # system's sides and its solution; copies of q and k for their product; three squares, and a few numbers a head.
+    of_block = 4 * (8 * keys + 3 * values + delta.channels + heads * (3 * CHUNK + 8))
+    # Of the tokens before the last block: what they read, a block's in fp32 too, and the memory after them.
+    others = n_rows - block
+    of_others = others * (values * size + 16 * heads) + 4 * min(others, BLOCK) * values
+    of_others += 4 * keys * delta.value_dim if others else 0
     at_end = values * (2 * size + 12)  # read, normed; the gate, its silu and the product in fp32
-    return max(
-        n_rows * (projected + delta.channels + values) * size + block * of_block, n_rows * (projected * size + at_end)
-    )
+    in_blocks = n_rows * (projected + delta.channels) * size + block * of_block + of_others
+    return max(in_blocks, n_rows * (projected * size + at_end))
 
 
-def pending_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
-    """Bytes of what a verification of `n_rows` tokens leaves for the commit in all layers of linear attention."""
+def pending_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of what a verification of `n_rows` tokens leaves for the commit in all layers of linear attention, and on a
+    CPU without C of the memories after each of its tokens in one layer."""
     if (delta := config.delta) is None:
         return 0
     heads, width = delta.value_heads, delta.value_dim
     inputs = (delta.channels + heads * width + 2 * heads) * dtype.itemsize
-    return n_rows * len(delta.layers) * (inputs + 4 * heads * (2 * delta.key_dim + width + 2))
+    pending = len(delta.layers) * (inputs + 4 * (2 * heads * delta.key_dim + delta.channels + 2 * heads))
+    in_torch = backend.is_host(device) and not cpu_delta.serves(width)
+    memories = 3 * 4 * heads * delta.key_dim * width if in_torch else 0  # with two temporaries
+    return n_rows * (pending + memories)
+
+
+def commit_bytes(config: DecoderConfig, batch: int, device: torch.device) -> int:
+    """Bytes that the commit of a verification takes beside what is pending: the new memories of all layers of linear
+    attention, and three temporaries of their size on a CPU without C."""
+    if (delta := config.delta) is None:
+        return 0
+    memories = delta_states(config, batch, torch.float32)[:1]
+    in_torch = backend.is_host(device) and not cpu_delta.serves(delta.value_dim)
+    return size_of(memories) * (4 if in_torch else 1)
 
 
 def exact_bytes(model: Decoder, batch: int, n_rows: int, capacity: int) -> int:

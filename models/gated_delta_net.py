@@ -5,7 +5,7 @@ tokens, D hidden width, V heads of the values, k key width, v value width, C cha
 S = W - 1 + T tokens of a pass and before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -87,31 +87,32 @@ class GatedDeltaNet(nn.Module):
         else:
             memory, before_BWC = states.memory[self.index], states.inputs[self.index]
         joined_BSC, commits_B, reads = torch.cat([before_BWC, inputs_BTC], 1), context.inputs.commits_B, []
+        piece_T = context.piece_T
         for start in range(0, n_tokens, BLOCK):
-            stop, piece_T = min(start + BLOCK, n_tokens), context.piece_T
-            taps = [joined_BSC[:, start + tap : stop + tap] for tap in range(delta.kernel)]
-            if piece_T is not None:
-                taps = [_in_piece(x_BTC, piece_T, start, delta.kernel - 1 - tap) for tap, x_BTC in enumerate(taps)]
-                if start:  # the memory belongs to the token before
-                    memory = memory * (piece_T[start] == piece_T[start - 1])
-                piece_T = piece_T[start:stop]
+            stop, own_T = min(start + BLOCK, n_tokens), None
+            taps = (joined_BSC[:, start + tap : stop + tap] for tap in range(delta.kernel))
+            if piece_T is not None:  # one copy at a time
+                taps = (_in_piece(x_BTC, piece_T, start, delta.kernel - 1 - tap) for tap, x_BTC in enumerate(taps))
+                own_T = piece_T[start:stop]
+                if start:  # the memory is that of the last token's piece, which may end there
+                    memory = memory * (piece_T[start - 1] == piece_T[start])
             tokens = self._tokens(taps, g_BTV[:, start:stop], beta_BTV[:, start:stop])
             if commits_B is not None:
                 tokens = tokens.only(commits_B - start)
-            read, memory = chain(tokens, memory, piece_T)
+            read, memory = chain(tokens, memory, own_T)
             reads.append(read.to(inputs_BTC.dtype))
         if states is not None and commits_B is not None:
             states.memory[self.index].copy_(memory)
             states.inputs[self.index].copy_(last_inputs(before_BWC, inputs_BTC, commits_B))
         return torch.cat(reads, 1)
 
-    def _tokens(self, taps: Sequence[Tensor], g_BTV: Tensor, beta_BTV: Tensor) -> DeltaTokens:
+    def _tokens(self, taps: Iterable[Tensor], g_BTV: Tensor, beta_BTV: Tensor) -> DeltaTokens:
         """The convolution's outputs as queries, keys and values. taps: its inputs from the earliest on, [B, T, C]."""
-        delta, (first, *others) = self.config, zip(taps, self.conv.T.float(), strict=True)
-        mixed_BTC = first[0] * first[1]
-        for x_BTC, weight_C in others:
+        delta, taps, (first_C, *others) = self.config, iter(taps), self.conv.T.float()
+        mixed_BTC = next(taps) * first_C
+        for x_BTC, weight_C in zip(taps, others, strict=True):
             mixed_BTC = mixed_BTC + x_BTC * weight_C
-        mixed_BTC = _silu(mixed_BTC).to(taps[0].dtype).float()
+        mixed_BTC = _silu(mixed_BTC).to(self.conv.dtype).float()
         keys = delta.key_heads * delta.key_dim
         q, k, v = mixed_BTC.split([keys, keys, delta.value_heads * delta.value_dim], -1)
         q, k = (x.unflatten(-1, (delta.key_heads, -1)) for x in (q, k))

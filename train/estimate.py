@@ -115,7 +115,8 @@ def target_pass(target: DecoderConfig, n: int, size: int) -> int:
     """Peak bytes of the target's pass over n tokens, in a layer's projections or in its feed-forward of a chunk."""
     heads, kv = target.n_heads * target.head_dim, target.n_kv_heads * target.head_dim
     qkv, qk = heads + 2 * kv, heads + kv
-    feed_forward = heads * n + feed_forward_numbers(target) * min(n, ROW_CHUNK)
+    chunk = min(n, ROW_CHUNK)
+    feed_forward = heads * (n + chunk * target.gated) + feed_forward_numbers(target) * chunk
     of_attention = size * ((qkv + qk) * n + max((qkv + 2 * qk) * n, feed_forward))
     return size * target.hidden_size * n + max(of_attention, delta_bytes(target, n, size))
 

@@ -15,14 +15,19 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import SPARE_ROWS, SlotPool
 from longdraft.kernels import backend, chain_attention, linear
+from longdraft.kernels.cpu import delta
 from longdraft.models.decoder import Decoder
-from longdraft.models.decoder_config import DecoderConfig, ExpertsConfig
-from longdraft.models.footprint import pass_bytes
+from longdraft.models.decoder_config import DecoderConfig, DeltaConfig, ExpertsConfig
+from longdraft.models.footprint import estimate_memory, pass_bytes
 from longdraft.models.passes import Pass
 from longdraft.models.rope import RopeConfig
 
 LLAMA = DecoderConfig(128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 140_000, RopeConfig(128, 140_000))
 QWEN = DecoderConfig(152064, 5120, 27648, 64, 40, 8, 128, 1e-5, 140_000, RopeConfig(128, 140_000), attention_bias=True)
+QWEN3_5 = DecoderConfig(
+    248320, 2560, 9216, 2, 16, 4, 256, 1e-6, 140_000, RopeConfig(256, 140_000), qk_norm=True, gated=True,
+    delta=DeltaConfig((0,), key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4),
+)  # fmt: skip
 NARROW = DecoderConfig(640, 512, 256, 2, 32, 32, 16, 1e-5, 8192, RopeConfig(16, 8192))
 
 
@@ -135,10 +140,11 @@ def counted(config: DecoderConfig, dtype: torch.dtype, chunk: int, context: int,
     """The most bytes that a chunk allocates at a time after this context, beyond weights and cache."""
     with torch.device(device):
         model, tokens = Decoder(config).to(dtype), torch.zeros(1, chunk, dtype=torch.int64)
+        commits_B = torch.full((1,), chunk)
     cache = model.new_cache(1, context + chunk)
     cache.lengths.fill_(context)
     with Allocations() as seen:
-        model(Pass(tokens, cache=cache, needs=needs))
+        model(Pass(tokens, cache=cache, needs=needs, commits_B=commits_B))
     return seen.most
 
 
@@ -155,7 +161,13 @@ CONFIGS = {
         intermediate_size=2880,
         experts=ExpertsConfig(32, 4, 2880, True, bias=True, clamped_gate=(1.702, 7.0)),
     ),
-}
+    "gated": replace(LLAMA, gated=True),
+    "qwen3.5-4b": QWEN3_5,
+    "qwen3-next": replace(
+        QWEN3_5, hidden_size=2048, intermediate_size=5120, experts=ExpertsConfig(512, 10, 512, True),
+        shared_expert_size=512,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -171,13 +183,14 @@ SMALL = DecoderConfig(640, 576, 1536, 2, 9, 3, 64, 1e-5, 8192, RopeConfig(64, 81
 
 
 GELU = replace(SMALL, activation="gelu_tanh")
+HYBRID = replace(SMALL, gated=True, delta=DeltaConfig((0,), 4, 8, key_dim=64, value_dim=64, kernel=4))
 FEW_EXPERTS = replace(SMALL, intermediate_size=576, experts=ExpertsConfig(8, 2, 1536, True))
 
 
 @pytest.mark.parametrize(
     "config",
-    [SMALL, NARROW, GELU, replace(GELU, post_norms=True), FEW_EXPERTS],
-    ids=["smollm2", "narrow", "gelu", "gelu, post norms", "experts"],
+    [SMALL, NARROW, GELU, replace(GELU, post_norms=True), FEW_EXPERTS, HYBRID],
+    ids=["smollm2", "narrow", "gelu", "gelu, post norms", "experts", "hybrid"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("context", [0, 600])
@@ -185,6 +198,27 @@ def test_on_a_cpu_a_pass_takes_no_more_than_is_estimated(monkeypatch, config, dt
     monkeypatch.setattr(linear, "emulates_bf16", lambda: False)
     found = counted(config, dtype, 512, context, "cpu", {"post_norm"})
     assert 0.5 * pass_bytes(config, 512, dtype) <= found <= pass_bytes(config, 512, dtype)
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.parametrize(("batch", "width"), [(1, 16), (2, 60), (8, 6)])
+def test_linear_attentions_verification_and_commit_take_no_more_than_is_estimated(
+    c_kernels, monkeypatch, in_c, batch, width
+):
+    """Of a chain, of which half is accepted."""
+    monkeypatch.setattr(linear, "emulates_bf16", lambda: False)
+    if not in_c:
+        monkeypatch.setattr(delta, "serves", lambda width: False)
+    model, tokens = Decoder(HYBRID).to(torch.bfloat16), torch.zeros(batch, width, dtype=torch.int64)
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)
+    cache, positions = model.new_cache(batch, width), torch.arange(width).expand(batch, -1)
+    mask = torch.ones(width, width, dtype=torch.bool).tril().expand(batch, -1, -1)
+    with Allocations() as seen:
+        _output = model(Pass(tokens, cache=cache, positions_BT=positions, tree_mask_BTT=mask))
+        cache.commit(positions[:, : width // 2], torch.full((batch,), width // 2))
+    expected = estimate_memory(model, batch, width, [width], chunk=1)["passes"]
+    assert 0.5 * expected <= seen.most <= expected
 
 
 def test_the_engine_takes_large_chunks_on_a_gpu(pretended_cuda, tiny_target):

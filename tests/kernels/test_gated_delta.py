@@ -64,11 +64,11 @@ def trees(n_nodes: int) -> torch.Tensor:
 def steps(request, monkeypatch, c_kernels):
     """All forms of the steps; Triton's in its interpreter."""
     if request.param == "PyTorch":
-        monkeypatch.setattr(delta, "serves", lambda memory: False)
+        monkeypatch.setattr(delta, "serves", lambda width: False)
     if request.param == "Triton":
         found = import_module("longdraft.kernels.triton.gated_delta")
         monkeypatch.setattr(backend, "triton_kernels", lambda *_: found)
-    assert delta.serves(drawn(1)[1]) == (request.param != "PyTorch")
+    assert delta.serves(VALUE) == (request.param != "PyTorch")
 
 
 @pytest.mark.parametrize("length", [1, 5, 64])

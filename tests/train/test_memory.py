@@ -12,7 +12,7 @@ import torch
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.launch import cli
-from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.decoder_config import DecoderConfig, DeltaConfig
 from longdraft.models.hf import build_decoder, read_target_config
 from longdraft.models.rope import RopeConfig
 from longdraft.train.batches import Batch
@@ -142,12 +142,18 @@ PASSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PASSES)
-def test_passes_allocate_what_is_estimated(case):
+HYBRID = replace(TINY, gated=True, delta=DeltaConfig((0, 1), 2, 4, key_dim=32, value_dim=32, kernel=4))
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [*((case, TINY) for case in PASSES), *((case, HYBRID) for case in ("one chunk", "several rows", "linear chain"))],
+)
+def test_passes_allocate_what_is_estimated(case, target):
     sections = PASSES[case]
     train = {"micro_batch": 1, "precision": "fp32"} | sections.get("train", {})
     config = a_config(**{**sections, "train": train | {"global_batch": train["micro_batch"]}})
-    found, expected = a_pass(config, TINY), memory(config, TINY, n_ranks=1, gpu=False).passes
+    found, expected = a_pass(config, target), memory(config, target, n_ranks=1, gpu=False).passes
     assert expected["target's pass"] == pytest.approx(found["forward"], rel=0.15)
     assert expected["draft's pass"] == pytest.approx(max(found["loss"], found["backward"]), rel=0.15)
 
