@@ -7,7 +7,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+)
 
 from longdraft.models.hf import load_target
 
@@ -28,7 +35,14 @@ GEMMA = {"sliding_window": 6, "layer_types": ["sliding_attention", "sliding_atte
 GPT_OSS = {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 6, "rope_parameters": {
     "rope_type": "default", "rope_theta": 1e4,
 }}  # fmt: skip
-OTHERS = {"experts": (Qwen3MoeConfig, EXPERTS), "gemma3": (Gemma3TextConfig, GEMMA), "gpt_oss": (GptOssConfig, GPT_OSS)}
+QWEN3_5 = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+}  # fmt: skip
+OTHERS = {
+    "experts": (Qwen3MoeConfig, EXPERTS), "gemma3": (Gemma3TextConfig, GEMMA), "gpt_oss": (GptOssConfig, GPT_OSS),
+    "qwen3_5": (Qwen3_5TextConfig, QWEN3_5),
+}  # fmt: skip
 SLACK = 4096  # bytes beside the weights: RoPE's tables
 
 
