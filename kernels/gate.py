@@ -59,12 +59,12 @@ def clamped_gate(gate_up: Tensor, slope: float, limit: float) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The sigmoid in fp32, of any shape and dtype.
+    """The sigmoid, in x's dtype.
 
     On a CPU an element's bits do not depend on its place: PyTorch computes the last elements of a run by another
     formula, so the result is rounded from fp64.
     """
-    return (x.double() if x.device.type == "cpu" else x.float()).sigmoid().float()
+    return x.double().sigmoid_().to(x.dtype) if x.device.type == "cpu" else x.sigmoid()
 
 
 def _few_rows_at_once(gate_up: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:

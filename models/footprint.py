@@ -90,7 +90,8 @@ def estimate_memory(
         passes = max(passes, c_layers_bytes(config, max(narrow, default=0), dtype))
     return {
         "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "cache": size_of([*cache_rows(config, batch * capacity, dtype), *delta_states(config, batch, dtype)]),
+        # States twice: those that are kept for later prompts too (infer/kept_prompts.py).
+        "cache": size_of([*cache_rows(config, batch * capacity, dtype), *delta_states(config, 2 * batch, dtype)]),
         "passes": passes,
         **({"recorded steps": steps} if steps else {}),
     }

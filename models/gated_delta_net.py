@@ -49,7 +49,7 @@ class GatedDeltaNet(nn.Module):
         (projected_BTX,), delta, cache = projected, self.config, context.inputs.cache
         sizes = delta.channels, delta.value_heads * delta.value_dim, delta.value_heads, delta.value_heads
         inputs_BTC, gate_BTF, beta_BTV, g_BTV = projected_BTX.split(sizes, -1)
-        beta_BTV = sigmoid(beta_BTV)
+        beta_BTV = sigmoid(beta_BTV.float())
         # In fp64 for the reason given at `sigmoid`.
         g_BTV = -self.log_rate.double().exp() * softplus(g_BTV.double() + self.decay_bias.double())
         states = None if cache is None else cache.delta
@@ -124,7 +124,7 @@ class GatedDeltaNet(nn.Module):
 
 def _silu(x: Tensor) -> Tensor:
     """silu in fp32, with `sigmoid`'s bits."""
-    return x * sigmoid(x)
+    return x.float() * sigmoid(x.float())
 
 
 def _in_piece(x_BTC: Tensor, piece_T: Tensor, start: int, back: int) -> Tensor:

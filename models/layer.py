@@ -138,7 +138,7 @@ class Experts(nn.Module):
         sum_BTD = experts(x_BTD, weights, self.config.per_token, self.config.normalised)
         if self.shared is not None and self.shared_gate is not None:
             shared_BTD = self.shared.down_proj(self.shared.gate_up_proj(x_BTD, gated=True))
-            sum_BTD += sigmoid(self.shared_gate(x_BTD)).to(x_BTD.dtype) * shared_BTD
+            sum_BTD += sigmoid(self.shared_gate(x_BTD)) * shared_BTD
         return sum_BTD if residual is None else sum_BTD.add_(residual)
 
 
@@ -176,8 +176,7 @@ class Layer(nn.Module):
 
     def _add(self, stream: Stream, heads_BTF: Tensor) -> None:
         if isinstance(self.attention, Attention) and self.attention.gate_proj is not None:
-            gate_BTF = stream.read(self.attention.gate_proj, self.attention_norm)
-            heads_BTF = heads_BTF * sigmoid(gate_BTF).to(heads_BTF.dtype)
+            heads_BTF = heads_BTF * sigmoid(stream.read(self.attention.gate_proj, self.attention_norm))
         stream.add(self.attention.o_proj, heads_BTF, self.post_attention_norm)
         self.mlp(stream, self.mlp_norm, self.post_mlp_norm)
 

@@ -118,7 +118,7 @@ class Block(_DraftModel):
             raise ValueError(f"draft: RoPE of type {config.rope_config.type} depends on the length; not served by vLLM")
         if config.rope_config.rotated < config.head_dim:
             raise ValueError(
-                "draft: RoPE rotates a part of each head of its target, which vLLM keeps in another order; not served by vLLM"
+                "draft: RoPE rotates a part of each head of its target, which vLLM orders otherwise; not served by vLLM"
             )
         if target.model_type.startswith(SCALED):
             raise ValueError(f"target: {target.model_type} scales its embeddings; not served by vLLM with LongSpec")
