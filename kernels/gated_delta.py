@@ -79,11 +79,13 @@ def tree_steps_reference(
         tokens: q and k [B, T, V, k], v [B, T, V, v], the decay itself and beta [B, T, V].
         parent_BT, depth_BT, path_BTT: as in PassPlan, which say the same three times; this reads the parents alone.
     """
-    slots, memories, reads = torch.arange(len(parent_BT), device=parent_BT.device), [memory_BVkv], []
-    for t in range(parent_BT.shape[1]):
+    (batch, n_rows), reads = parent_BT.shape, []
+    slots, after = torch.arange(batch, device=parent_BT.device), memory_BVkv.new_empty(n_rows + 1, *memory_BVkv.shape)
+    after[-1] = memory_BVkv  # where -1 points
+    for t in range(n_rows):
         token = [x[:, t] for x in tokens]
-        memories.append(_step(torch.stack(memories)[parent_BT[:, t] + 1, slots], token))
-        reads.append((memories[-1] * token[0][..., None]).sum(-2))
+        after[t] = _step(after[parent_BT[:, t], slots], token)
+        reads.append((after[t] * token[0][..., None]).sum(-2))
     return torch.stack(reads, 1)
 
 
