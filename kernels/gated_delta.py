@@ -127,7 +127,7 @@ def chain(tokens: DeltaTokens, memory_BVkv: Tensor, piece_T: Tensor | None = Non
         before_N = torch.cat([piece_NC[:1, 0], piece_NC[:-1, -1]])
         carried_NC1 = (piece_NC == before_N[:, None])[..., None]
         kept_N = carried_NC1[:, -1, 0]
-    fresh, faded, seen, since, remaining = _block(q, k, v, g, beta, mask)
+    fresh, faded, seen, since, remaining = _solved(q, k, v, g, beta, mask)
     asked = q * since.exp()[..., None]
     if carried_NC1 is not None:
         faded, asked = faded * carried_NC1, asked * carried_NC1
@@ -141,15 +141,25 @@ def chain(tokens: DeltaTokens, memory_BVkv: Tensor, piece_T: Tensor | None = Non
     return torch.cat(reads, 2)[:, :, :n_tokens].transpose(1, 2), memory_BVkv
 
 
-def _block(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The triangular system of a block's C tokens, [..., C, width] each: token i reads j where mask[..., i, j].
+class _Chunks(NamedTuple):
+    """What the tokens of chunks, [..., C, width], have of each other, whatever the memory S before their chunk is.
 
-    Returns: u without a memory, [..., C, v]; what the memory S takes from it, as factors of S, [..., C, k]; the weights
-    with which a token reads u, [..., C, C]; the logarithm of the decay since the memory, [..., C]; and what remains of
-    each token after the last one, [..., C].
+    Attributes:
+        fresh, faded: [..., C, v] and [..., C, k]; a token's u is fresh - faded S.
+        seen: [..., C, C], the weights with which a token reads the u of its chunk.
+        since: [..., C], the logarithm of the decay since S.
+        remaining: [..., C], what remains of each token after the chunk's last one.
     """
+
+    fresh: Tensor
+    faded: Tensor
+    seen: Tensor
+    since: Tensor
+    remaining: Tensor
+
+
+def _solved(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Tensor) -> _Chunks:
+    """Solve the triangular system of each chunk. mask: [..., C, C], whether token i reads token j."""
     # In fp64: sums over strong decays would leave no digits for the difference of two neighbours.
     since = (mask.double() @ g.double()[..., None])[..., 0]
     decay = (since[..., :, None] - since[..., None, :]).masked_fill(~mask, float("-inf")).float().exp()
@@ -158,4 +168,4 @@ def _block(
     right = torch.cat([v * beta[..., None], k * (beta * since.exp())[..., None]], -1)
     solved = torch.linalg.solve_triangular(overlap, right, upper=False, unitriangular=True)
     fresh, faded = solved.split([v.shape[-1], k.shape[-1]], -1)
-    return fresh, faded, q @ k.mT * decay, since, decay[..., -1, :]
+    return _Chunks(fresh, faded, q @ k.mT * decay, since, decay[..., -1, :])
