@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.cpu.layers import MOST_TOKENS, LayerTable, can_run
@@ -155,7 +156,8 @@ class Decoder(nn.Module):
         context = LayerContext(inputs, inputs.plan(), pieces, ropes)
         if self.config.delta is not None:
             if borders is not None:
-                context.piece_T = piece_ids(borders, positions_BT.device)
+                before = self.config.delta.kernel - 1
+                context.piece_S = pad(piece_ids(borders, positions_BT.device), (before, 0), value=-1)
             if context.plan is not None:
                 context.recent_BTW = context.plan.recent_rows(self.config.delta.kernel)
         return context
@@ -170,8 +172,8 @@ class Decoder(nn.Module):
                     queries.append(take_one(qkv[0], inputs.queries_at_B))
                 if layer is not layers[-1] or not inputs.needs <= _BEFORE_LAST_ATTENTION:
                     layer.finish(stream, qkv, context)
-        _, *last_kv = qkv
-        return stream.rows, torch.stack(queries) if queries else None, (last_kv[0], last_kv[1])
+        _, k_BTKd, v_BTKd = qkv  # of the last layer, which has attention
+        return stream.rows, torch.stack(queries) if queries else None, (k_BTKd, v_BTKd)
 
     def _layers_in_c(self, x_BTD: Tensor, context: LayerContext) -> _LayersOutput | None:
         """`_layers` in one C call, with the same bits; None unless C supports the pass: a cache, few tokens, a CPU."""

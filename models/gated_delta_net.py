@@ -87,15 +87,15 @@ class GatedDeltaNet(nn.Module):
         else:
             memory, before_BWC = states.memory[self.index], states.inputs[self.index]
         joined_BSC, commits_B, reads = torch.cat([before_BWC, inputs_BTC], 1), context.inputs.commits_B, []
-        piece_T = context.piece_T
         for start in range(0, n_tokens, BLOCK):
             stop, own_T = min(start + BLOCK, n_tokens), None
-            taps = (joined_BSC[:, start + tap : stop + tap] for tap in range(delta.kernel))
-            if piece_T is not None:  # one copy at a time
-                taps = (_in_piece(x_BTC, piece_T, start, delta.kernel - 1 - tap) for tap, x_BTC in enumerate(taps))
-                own_T = piece_T[start:stop]
+            shifted = [slice(start + tap, stop + tap) for tap in range(delta.kernel)]
+            taps = (joined_BSC[:, tokens] for tokens in shifted)
+            if (piece_S := context.piece_S) is not None:  # zeros where a tap reads another piece; one copy at a time
+                own_T = piece_S[shifted[-1]]
+                taps = (x_BTC * (piece_S[seen] == own_T)[:, None] for x_BTC, seen in zip(taps, shifted, strict=True))
                 if start:  # the memory is that of the last token's piece, which may end there
-                    memory = memory * (piece_T[start - 1] == piece_T[start])
+                    memory = memory * (piece_S[shifted[-2]][0] == own_T[0])
             tokens = self._tokens(taps, g_BTV[:, start:stop], beta_BTV[:, start:stop])
             if commits_B is not None:
                 tokens = tokens.only(commits_B - start)
@@ -125,10 +125,3 @@ class GatedDeltaNet(nn.Module):
 def _silu(x: Tensor) -> Tensor:
     """silu in fp32, with `sigmoid`'s bits."""
     return x.float() * sigmoid(x.float())
-
-
-def _in_piece(x_BTC: Tensor, piece_T: Tensor, start: int, back: int) -> Tensor:
-    """The inputs `back` tokens before those from `start` on, and zeros where these belong to another piece."""
-    own_T = piece_T[start : start + x_BTC.shape[1]]
-    padded_T = torch.cat([piece_T.new_full((back,), -1), piece_T])[start : start + len(own_T)]
-    return x_BTC * (own_T == padded_T)[:, None]

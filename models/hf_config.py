@@ -1,5 +1,6 @@
 """Converts a Hugging Face configuration to a DecoderConfig."""
 
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -42,8 +43,9 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
     else:
         field, activation, rope = "hidden_act", "silu", _rope_config(hf_config, head_dim)
         of_family = {"rope": rope, "max_positions": _positions(hf_config, rope)}
+    experts = _experts(hf_config)
     if model_type in LINEAR:
-        of_family |= _hybrid(hf_config)
+        of_family |= _hybrid(hf_config, experts is not None)
     if (given := getattr(hf_config, field, activation)) != activation:
         raise ValueError(f"{field} is {given!r}; only {activation!r} is supported")
     bias = bool(getattr(hf_config, "attention_bias", False))
@@ -63,7 +65,7 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
         qk_norm=model_type in ("qwen3", "qwen3_moe", "gemma3_text", *LINEAR),
         tie_embeddings=bool(hf_config.tie_word_embeddings),
         sliding_windows=_sliding_windows(hf_config),
-        experts=_experts(hf_config),
+        experts=experts,
         attention_sinks=model_type == "gpt_oss",
         joined=model_type == "phi3",
         **of_family,
@@ -106,7 +108,7 @@ def _intermediate_size(hf_config: PretrainedConfig) -> int:
     return of_experts + hf_config.shared_expert_intermediate_size
 
 
-def _hybrid(hf_config: PretrainedConfig) -> dict[str, Any]:
+def _hybrid(hf_config: PretrainedConfig, has_experts: bool) -> dict[str, Any]:
     """The fields in which Qwen3-Next and Qwen3.5 differ from Qwen3.
 
     Raises ValueError for options that transformers does not read and vLLM does, unless both compute the same.
@@ -115,9 +117,7 @@ def _hybrid(hf_config: PretrainedConfig) -> dict[str, Any]:
         raise ValueError("attn_output_gate is false; only true is supported")
     if (gate := getattr(hf_config, "output_gate_type", None)) not in (None, "silu", "swish"):
         raise ValueError(f"output_gate_type is {gate!r}; only 'silu' and 'swish' are supported")
-    if unknown := set(hf_config.layer_types) - {"linear_attention", "full_attention"}:
-        raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, not supported for {hf_config.model_type}")
-    has_experts = _experts(hf_config) is not None
+    _check_layer_types(hf_config, hf_config.layer_types, {"linear_attention", "full_attention"})
     return {
         "delta": _delta(hf_config),
         "gated": True,
@@ -195,7 +195,12 @@ def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | No
         return None
     of_all = hf_config.model_type in ("mistral", "mixtral", "qwen3_moe", "phi3")
     types = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * layers
-    if unknown := set(types) - ({"sliding_attention"} if of_all else {"sliding_attention", "full_attention"}):
-        raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, not supported for {hf_config.model_type}")
+    _check_layer_types(hf_config, types, {"sliding_attention"} if of_all else {"sliding_attention", "full_attention"})
     windows = tuple(window if layer_type == "sliding_attention" else None for layer_type in types)
     return windows if any(one is not None for one in windows) else None
+
+
+def _check_layer_types(hf_config: PretrainedConfig, types: Sequence[str], known: Set[str]) -> None:
+    """Raise ValueError for layers of other types than these."""
+    if unknown := set(types) - known:
+        raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, not supported for {hf_config.model_type}")

@@ -109,8 +109,8 @@ def canonical_tensors(
     for name, tensor in tensors:
         if name.startswith((TOKENSWIFT_HEADS, *NOT_OF_TEXT)) or NOT_READ.search(name):
             continue
-        kind = "bias" if name.endswith(".bias") else "weight"
-        module, _, last = canonical(name).removesuffix(f".{kind}").rpartition(".")
+        name, kind = canonical(name), "bias" if name.endswith(".bias") else "weight"
+        module, _, last = name.removesuffix(f".{kind}").rpartition(".")
         parts = None
         try:
             if last in ("q_proj", "conv1d", "in_proj_qkvz", "in_proj_ba"):
@@ -120,7 +120,7 @@ def canonical_tensors(
         except (RuntimeError, IndexError) as error:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, which does not fit its configuration") from error
         if parts is None:
-            yield canonical(name), tensor
+            yield name, tensor
         else:
             yield from ((f"{module}.{part}.{kind}", x) for part, x in parts.items())
 

@@ -62,8 +62,8 @@ class Attention(nn.Module):
         n_outputs = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, n_outputs, bias=config.attention_bias)
         self.o_proj = Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
-        gate = Linear(config.hidden_size, config.n_heads * config.head_dim, bias=config.attention_bias)
-        self.gate_proj = gate if config.gated else None
+        gate = config.hidden_size, config.n_heads * config.head_dim, config.attention_bias
+        self.gate_proj = Linear(*gate) if config.gated else None
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(config.n_heads)) if config.attention_sinks else None

@@ -82,6 +82,7 @@ class Pass:
         assert self.tokens_BT.numel(), "tokens_BT: at least one token a slot"
         assert self.needs <= NEEDS, f"needs: unknown {sorted(self.needs - NEEDS)}"
         assert self.chunk is None or (not cached and self.chunk > 0), "chunk: none with a cache"
+        assert self.commits_B is None or self.tree_mask_BTT is None, "commits_B: not with a tree"
         if self.borders is not None:
             assert not cached and n_sequences == 1, "borders: pieces lie end to end in one sequence without a cache"
             start, *_, end = self.borders
@@ -132,7 +133,9 @@ class LayerContext(AttentionContext):
     """What the layers of one pass share."""
 
     ropes: list[tuple[Tensor, Tensor]]  # cos and sin of the pass's tokens, for each of Decoder.ropes
-    piece_T: Tensor | None = None  # for linear attention, with borders: each token's piece, ascending ids
+    # For linear attention, with borders: each token's piece, ascending ids; before them -1, once for each token that
+    # its convolution reads before a text.
+    piece_S: Tensor | None = None
     recent_BTW: Tensor | None = None  # for linear attention, in a tree: `PassPlan.recent_rows`
 
     def of_tokens(self, tokens: slice) -> "LayerContext":

@@ -124,8 +124,9 @@ class Rope:
         cos_BTF, sin_BTF = angles_BTF.cos(), angles_BTF.sin()
         if self.scaling != 1.0:
             cos_BTF, sin_BTF = cos_BTF * self.scaling, sin_BTF * self.scaling
-        still = (self.config.head_dim - self.config.rotated) // 2
-        cos_BTF, sin_BTF = pad(cos_BTF, (0, still), value=1.0).to(dtype), pad(sin_BTF, (0, still)).to(dtype)
+        if still := (self.config.head_dim - self.config.rotated) // 2:
+            cos_BTF, sin_BTF = pad(cos_BTF, (0, still), value=1.0), pad(sin_BTF, (0, still))
+        cos_BTF, sin_BTF = cos_BTF.to(dtype), sin_BTF.to(dtype)
         return cos_BTF[:, :, None, None], torch.stack((-sin_BTF, sin_BTF), 2)[:, :, None]
 
 
