@@ -46,28 +46,29 @@ class DeltaTokens(NamedTuple):
 
 def tree(tokens: DeltaTokens, memory_BVkv: Tensor, plan: PassPlan) -> Tensor:
     """What the tokens of a pass read, [B, T, V, v]: each after its ancestors, and they after the memory."""
-    tokens = _with_decay(tokens)
+    given = _for_steps(tokens)
     if (triton := backend.triton_kernels("gated_delta", memory_BVkv.device.type)) is not None:
-        return triton.tree_steps(tokens, memory_BVkv, plan.parent_BT, plan.depth_BT, plan.path_BTT)
+        return triton.tree_steps(given, memory_BVkv, plan.parent_BT, plan.depth_BT, plan.path_BTT)
     if backend.is_host(memory_BVkv.device) and delta.serves(memory_BVkv.shape[-1]):
-        return delta.steps(tokens, memory_BVkv, parents_BT=plan.parent_BT)
-    return tree_steps_reference(tokens, memory_BVkv, plan.parent_BT, plan.depth_BT, plan.path_BTT)
+        return delta.steps(given, memory_BVkv, parents_BT=plan.parent_BT)
+    return tree_steps_reference(given, memory_BVkv, plan.parent_BT, plan.depth_BT, plan.path_BTT)
 
 
 def advance(tokens: DeltaTokens, memory_BVkv: Tensor, counts_B: Tensor) -> Tensor:
     """The memory after each slot's first `counts_B` tokens, which follow each other."""
-    tokens = _with_decay(tokens)
+    given = _for_steps(tokens)
     if (triton := backend.triton_kernels("gated_delta", memory_BVkv.device.type)) is not None:
-        return triton.advance_steps(tokens, memory_BVkv, counts_B)
+        return triton.advance_steps(given, memory_BVkv, counts_B)
     if backend.is_host(memory_BVkv.device) and delta.serves(memory_BVkv.shape[-1]):
-        return delta.steps(tokens, memory_BVkv, counts_B=counts_B)
-    return advance_steps_reference(tokens, memory_BVkv, counts_B)
+        return delta.steps(given, memory_BVkv, counts_B=counts_B)
+    return advance_steps_reference(given, memory_BVkv, counts_B)
 
 
-def _with_decay(tokens: DeltaTokens) -> DeltaTokens:
-    """The tokens with exp(g) instead of g. It is rounded from fp64, because PyTorch's in fp32 differs by where in a
-    vector a number stands."""
-    return tokens._replace(g_BTV=tokens.g_BTV.double().exp().float())
+def _for_steps(tokens: DeltaTokens) -> tuple[Tensor, ...]:
+    """q, k, v, the decay exp(g) and beta. The decay is rounded from fp64, because PyTorch's exponential in fp32 differs
+    by where in a vector a number stands."""
+    q_BTVk, k_BTVk, v_BTVv, g_BTV, beta_BTV = tokens
+    return q_BTVk, k_BTVk, v_BTVv, g_BTV.double().exp().float(), beta_BTV
 
 
 def tree_steps_reference(
