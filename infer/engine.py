@@ -81,7 +81,7 @@ class Engine:
             drafter = build_drafter(drafter, target, draft, options or {})
         elif draft is not None or options:
             raise ValueError("draft and options apply to a named drafter; a Drafter instance already has its own")
-        self.target, self.slots, self.drafter = target, slots, drafter
+        self.target, self.slots, self.drafter, self.ranks = target, slots, drafter, target.model.ranks
         self.max_length = max_length or limit
         self.runner = Runner(target.model, drafter, nodes, graphs)
         check_exact(target, self.runner.max_nodes)
@@ -117,7 +117,9 @@ class Engine:
 
     def serve(self, arrivals: Arrivals) -> Generator[Piece]:
         """Like `stream`, for requests that arrive while others run. `read_requests` makes requests; each needs its own
-        index. A request starts as soon as a slot is free. Slots are allocated for `max_length`."""
+        index. A request starts as soon as a slot is free. Slots are allocated for `max_length`.
+
+        Of several ranks the first one's arrivals and cancellations count."""
         self._cancelled.clear()
         return self._decode((), self.slots or MOST_SLOTS, self.max_length, arrivals)
 
@@ -129,7 +131,7 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> tuple[list[Request], int, int]:
         """Check the prompts. Returns the requests, the number of slots for them and the positions of each slot."""
-        requests = read_requests(self.target, prompts, params, self.max_length)
+        requests = self.ranks.from_first(read_requests(self.target, prompts, params, self.max_length))
         if self.drafter.user is not self:
             self._cancelled.clear()
         longest = max((len(one.prompt) + one.sampling.max_new_tokens for one in requests), default=0)
@@ -155,7 +157,8 @@ class Engine:
                     if idle:
                         unread.clear()  # the sequences of these steps are done, and their time would include the wait
                         runner.start()
-                    if (came := arrivals(idle)) is None:
+                    came, self._cancelled = self.ranks.from_first((arrivals(idle), self._cancelled))
+                    if came is None:
                         arrivals = None
                         continue
                     waiting.extend(map(self._sequence, came))

@@ -125,7 +125,7 @@ class SlotPool:
         if runner.graphs.recording:
             self._row_counts = sorted({count for count in (*RECORDED_ROWS, self.prefill_chunk) if count <= chunk})
         parts = memory_parts(self.model, self.drafter, batch, capacity, widths, chunk, self._row_counts, n_kinds)
-        check_memory(parts, batch, capacity, self.device)
+        check_memory(parts, batch, capacity, self.model)
         log(f"memory for {batch} x {capacity} positions: {text_of(parts)}")
         tune_for(self.model, capacity, batch, widths, log)
         # A prompt's short passes too, each over one slot: a shape's first launch fixes its tuning for the process.

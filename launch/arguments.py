@@ -104,6 +104,12 @@ def add_model(parser: ArgumentParser) -> Callable[..., Any]:
     return add
 
 
+def add_ranks(add: Callable[..., Any]) -> None:
+    """Add the option that shares the target among several GPUs."""
+    help = "GPUs of this machine, or processes on a CPU, that compute the target together (default: 1)"
+    add("--tensor-parallel", type=at_least(1), default=1, metavar="N", help=help)
+
+
 def add_drafters(add: Callable[..., Any], several: bool) -> None:
     """Add the options for drafters. `several`: whether several drafters can be given and compared."""
     number: dict[str, Any] = MANY if several else {"nargs": 1}
@@ -140,7 +146,7 @@ def given_sampling(args: argparse.Namespace, names: Iterable[str]) -> dict[str, 
 
 def generate() -> ArgumentParser:
     parser = ArgumentParser(prog="longdraft generate", description="Decode a prompt with any drafter.")
-    add_model(parser)
+    add_ranks(add_model(parser))
     group = parser.add_argument_group("prompt")
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", help="the text (default, or -: read it from standard input)")
@@ -162,6 +168,7 @@ def serve() -> ArgumentParser:
     description = f"Serve OpenAI's interface. The environment variable {API_KEY} sets a key."
     parser = ArgumentParser(prog="longdraft serve", description=description)
     add = add_model(parser)
+    add_ranks(add)
     add("--slots", type=at_least(1), default=8, help="requests decoded together (default: 8)")
     add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=False)
     add = parser.add_argument_group("server").add_argument
@@ -177,6 +184,7 @@ def bench() -> ArgumentParser:
     parser = ArgumentParser(prog="longdraft bench", description=description)
     add = parser.add_argument_group("model").add_argument
     add_loading(add, dtype=None, dtype_help="dtype of the timed decoding (default: bf16, or the --paper's)")
+    add_ranks(add)
     add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=True)
     forcing = "forced acceptance: a draft's cost at a given acceptance (not a result of the draft)"
     either = parser.add_argument_group(forcing).add_mutually_exclusive_group().add_argument

@@ -55,6 +55,7 @@ def run_bench(args: argparse.Namespace) -> dict:
         ("--only", bool(args.only), of_suite, "--suite"),
         ("--suite, --paper", of_suite, args.data is not None, "--data"),
         ("--prompts", args.prompts is not None, args.data is not None, "--data"),
+        ("--transformers", args.transformers, args.tensor_parallel == 1, "--tensor-parallel 1"),
     ):
         if given and not needed:
             raise ValueError(f"{option}: needs {other}; add that, or omit {option}")
@@ -70,20 +71,22 @@ def run_bench(args: argparse.Namespace) -> dict:
         raise ValueError(f"{forcing}: a paper's figures have no forced acceptance; omit it or --paper")
     settings = settings_of(drafting, suite)
     asked = suite_questions(drafting, suite, settings) if suite else questions_of(texts_of(drafting))
-    with recorded(args.out, asked_for(drafting, settings, asked)) as record:
+    ranks = drafting.ranks
+    with recorded(args.out if ranks.rank == 0 else None, asked_for(drafting, settings, asked)) as record:
+        record.entries, record.proof, record.machine = ranks.from_first((record.entries, record.proof, record.machine))
         target = drafting.open_target()
         builders = dict(builder_of(drafting, name) for name in drafting.names if name != "plain")
         device, path = target.model.embed_tokens.weight.device, drafting.source
         theirs = load_transformers(path, DTYPES[args.dtype]).to(device) if args.transformers else None
         with on_device(device):
             result = bench(target, builders, asked, settings, theirs, note, record)
-        if args.out is not None:
+        if record.work is not None:
             note(f"Written to {args.out}; as Spec-Bench's answers: {write_spec_bench(record, args.out)}")
         if args.paper is not None:
             paper = PAPERS[args.paper]
             compared = [name for name in builders if paper.drafter in name.split("+")]
             result["paper"] = beside(paper, record, compared, settings.temperatures)
-    if args.report is not None and args.out is not None:
+    if args.report is not None and args.out is not None and ranks.rank == 0:
         write_report([args.out], args.report, "--report")
         note(f"Written to {args.report}")
     return result
@@ -214,6 +217,7 @@ def asked_for(drafting: Drafting, settings: BenchSettings, questions: object) ->
     small = [str(value) for key, value in options.items() if key.split(".")[-1] == "small"]  # other targets
     named = dict.fromkeys(forced_names(drafting).values(), forced_rates(args) or "rates of 1")
     asked = vars(settings) | ({LABEL: named} if named else {})
+    asked |= {"ranks": drafting.ranks.size} if drafting.ranks.size > 1 else {}
     return asked | {
         "suite": args.suite,
         "questions": digest(questions),

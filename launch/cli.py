@@ -81,7 +81,13 @@ def run(command: str, argv: Sequence[str] | None = None) -> int:
 
     def work() -> int | None:
         args = PARSERS[command]().parse_intermixed_args(argv)
-        return HERE[command](args) if command in HERE else load().run(args)
+        if command in HERE:
+            return HERE[command](args)
+        if getattr(args, "tensor_parallel", 1) == 1:
+            return load().run(args)
+        from longdraft.launch.ranks import run_on_ranks
+
+        return run_on_ranks(command, sys.argv[1:] if argv is None else argv, args, lambda: load().run(args))
 
     needs_output, by_force = command not in WORK_WITHOUT_OUTPUT, command in LEAVE_NOTHING_HALF_DONE
     return run_command(f"longdraft {command}", work, needs_output=needs_output, by_force=by_force)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,15 +14,13 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED
 from longdraft.infer.engine import Engine
 from longdraft.launch.console import note
-from longdraft.models.decoder import Decoder
-from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.device import available_bytes, check_device, default_device, start
+from longdraft.models.device import check_device, default_device, start
 from longdraft.models.draft_folder import draft_method, read_info
 from longdraft.models.fingerprint import tokenizer_hash
-from longdraft.models.footprint import size, weight_count
-from longdraft.models.hf import LOADERS, build_decoder
+from longdraft.models.hf import LOADERS
 from longdraft.models.special_tokens import chat_end
 from longdraft.models.target import Target
+from longdraft.models.tensor_parallel import join
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,6 +35,7 @@ class Drafting:
         source: path or name of the target.
         loader: a key of LOADERS.
         max_positions: the limit of the target's positions; None for that of its config.json.
+        ranks: the processes that compute the target.
         template: a chat template in place of the tokenizer's own; its end token also ends texts. None without one.
     """
 
@@ -44,6 +44,9 @@ class Drafting:
         self.device = (
             check_device(args.device, "--device") if args.device else default_device("--device", "give --device cpu")
         )
+        n_ranks = getattr(args, "tensor_parallel", 1)
+        if n_ranks > 1 and self.device.type == "cuda":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         start(self.device, "--device")  # fails before anything is loaded if CUDA does not start
         self.names, self.options = drafter_names(args.drafter, args.draft, alone), read_options(args.option)
         for key in self.options:
@@ -55,31 +58,24 @@ class Drafting:
         # The section `target` of the run that trained the first draft.
         trained = (read_info(args.draft[0]).train_config.get("target") if args.draft else None) or {}
         self.loader = args.loader or trained.get("loader", "longdraft")
+        if n_ranks > 1 and self.loader != "longdraft":
+            raise ValueError(f"--tensor-parallel: not with {self.loader}'s classes; omit it, or --loader")
         self.max_positions = trained.get("max_positions")
         self.source = args.target or _source(args.draft, trained)
+        self.ranks = join(n_ranks, self.device)
 
     def open_target(self) -> Target:
         """Load the target and print a line about it. From here on, warnings are printed as one line, without location.
-        Raises ValueError, before any weight is read, if the weights do not fit into the device's free memory. The
-        engine checks the memory of caches and passes.
+        The engine checks the memory of caches and passes.
         """
-
-        def build(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-            free, weights = available_bytes(torch.device(device)), dtype.itemsize * weight_count(config)
-            if free is not None and weights > free:
-                raise ValueError(
-                    f"--device: {device} has {size(free)} free, but the weights of {self.source} take {size(weights)} "
-                    f"in {self.args.dtype}; use a larger device or a smaller target"
-                )
-            return build_decoder(config, dtype, device)
-
         warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
         most, dtype = self.max_positions, self.args.dtype
         by = "" if self.loader == "longdraft" else f" through {self.loader}"
         positions = f", with {most} positions, as in its draft's training" if most else ""
-        note(f"Loading {self.source}{by} in {dtype} on {self.device}{positions}")
-        building = {"build": build} if self.loader == "longdraft" else {}
-        target = LOADERS[self.loader](self.source, DTYPES[dtype], self.device, most, **building)
+        device = self.device if self.ranks.size == 1 else f"{self.ranks.size} ranks, the first on {self.device}"
+        note(f"Loading {self.source}{by} in {dtype} on {device}{positions}")
+        loading: dict[str, Any] = {"ranks": self.ranks} if self.loader == "longdraft" else {}
+        target = LOADERS[self.loader](self.source, DTYPES[dtype], self.device, most, **loading)
         if self.template is not None and (end := chat_end(target.tokenizer, self.template)) is not None:
             target.eos_token_ids = tuple({*target.eos_token_ids, end})
         return target

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,10 @@ def run(args: argparse.Namespace) -> int:
         if target.tokenizer is None:
             raise ValueError(f"{target.name} has no tokenizer files, so no text can be served; add them")
         loading.submit(engine.reserve).result()
+    if drafting.ranks.rank > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the first rank
+        deque(engine.serve(lambda idle: ()), maxlen=0)
+        return 0
     model = args.model_name or Path(target.name).name
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET

@@ -1,6 +1,6 @@
 """The decoder for Llama-like models, Gemma 3, gpt-oss and Qwen3.5: embedding, layers, final norm and LM head.
 
-It is frozen (no gradient needs to flow through it) and single-device. models/passes.py says what a pass takes and
+It is frozen (no gradient needs to flow through it). models/passes.py says what a pass takes and
 returns, models/layer.py what a layer computes.
 Shapes: B slots, T query tokens of a pass, R of them with logits, L layers, D hidden width, H query heads, K key/value
 heads, d head width.
@@ -23,6 +23,7 @@ from longdraft.models.layer import Attention, Layer
 from longdraft.models.passes import LayerContext, Pass, TargetOutput, take_at, take_one
 from longdraft.models.rope import Rope, piece_ids, piece_lengths
 from longdraft.models.stream import Linear, RMSNorm, Stream
+from longdraft.models.tensor_parallel import ALONE, TensorParallel, split
 
 # Known once the last layer's K and V are written: a pass that needs nothing else stops there.
 _BEFORE_LAST_ATTENTION = frozenset({"last_kv", "queries"})
@@ -47,6 +48,18 @@ class Embedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         rows = super().forward(input)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype).item()
+
+
+class LMHead(Linear):
+    """A linear layer whose rows, one for each of `n_tokens` tokens, the ranks share; each gets all logits."""
+
+    def __init__(self, width: int, n_tokens: int, ranks: TensorParallel = ALONE):
+        super().__init__(width, len(ranks.part(torch.empty(n_tokens, device="meta"), 0)), bias=False)
+        self.n_tokens, self.ranks = n_tokens, ranks
+
+    def forward(self, input: Tensor, norm: RMSNorm | None = None, **options: Any) -> Tensor:
+        part = super().forward(input, norm, **options)
+        return self.ranks.joined(part, part.dim() - 1, self.n_tokens)
 
 
 class _CLayers:
@@ -82,18 +95,24 @@ class Decoder(nn.Module):
         refreshed: how often its weights were replaced (models/hf.py).
         around_layer: context manager entered around each layer. It brings the weights in if they are kept elsewhere
             (train/sharding.py).
+        whole_config: the shape of the target. config: of what this process computes of it.
+
+    Args:
+        ranks: the processes that compute it together.
     """
 
     records = True
     refreshed = 0
+    ranks = ALONE
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, config: DecoderConfig, ranks: TensorParallel = ALONE):
         super().__init__()
-        self.config = config
+        self.ranks, self.whole_config = ranks, config
+        self.config = config = split(config, ranks.size)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.embedding_scale)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, ranks)
         self.rope = Rope(config.rope)
         self.ropes = [self.rope, *([] if config.window_rope is None else [Rope(config.window_rope)])]
         self.around_layer: Callable[[Layer], AbstractContextManager[object]] = nullcontext
@@ -110,7 +129,8 @@ class Decoder(nn.Module):
     def tie(self) -> None:
         """Share the embedding with the LM head where the configuration says so."""
         if self.config.tie_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+            table = self.embed_tokens.weight
+            self.lm_head.weight = table if self.ranks.size == 1 else nn.Parameter(self.ranks.part(table, 0), False)
 
     def __call__(self, *args, **kwargs) -> Any:
         """`forward`, with kernels launched on the weights' device even if another one is current."""
@@ -130,7 +150,7 @@ class Decoder(nn.Module):
         if inputs.shard is not None:
             tokens_BT, context = tokens_BT[:, inputs.shard.tokens], context.of_tokens(inputs.shard.tokens)
         # The stream alone holds the embeddings, and frees them after the first layer.
-        stream = Stream(self.embed_tokens(tokens_BT))
+        stream = Stream(self.embed_tokens(tokens_BT), self.ranks)
         layers_output = self._layers_in_c(stream.rows, context) or self._layers(stream, context)
         hidden_BTD, queries_LBHd, last_kv = layers_output
         output = TargetOutput(queries=queries_LBHd, last_kv=last_kv if "last_kv" in needs else None)
@@ -197,7 +217,7 @@ class Decoder(nn.Module):
         """The table of the current weights; None if the C kernels do not support them or this many tokens."""
         weight = self.embed_tokens.weight
         on_cpu = weight.device.type == "cpu" and self.weights_stay and rows.serves(weight.dtype)
-        if not on_cpu or n_tokens > MOST_TOKENS:
+        if not on_cpu or n_tokens > MOST_TOKENS or self.ranks.size > 1:
             return None
         if self._c_layers is None or not self._c_layers.is_valid():
             self._c_layers = _CLayers(cast("list[Layer]", self.layers), self.config)

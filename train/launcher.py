@@ -39,12 +39,12 @@ def settle_device(setting: str) -> str:
     return default_device("train.device", "set train.device=cpu").type
 
 
-def rank_devices(num_gpus: int | None, device: str) -> list[str]:
+def rank_devices(num_gpus: int | None, device: str, name: str = "num_gpus") -> list[str]:
     """The device of each rank of this machine, as a value of CUDA_VISIBLE_DEVICES: the number or UUID of a GPU or of a
     part of one, taken in order from that variable where it is set; on a CPU -1, which hides all GPUs.
 
     num_gpus: the number of ranks; None: one for each GPU, or a single one on a CPU. device: "cuda" or "cpu".
-    Raises ValueError if there are fewer GPUs.
+    Raises ValueError, which begins with `name`, if there are fewer GPUs.
     """
     from longdraft.models.device import n_gpus
 
@@ -54,11 +54,16 @@ def rank_devices(num_gpus: int | None, device: str) -> list[str]:
     # CUDA reads the names in order, up to the first one that does not exist.
     names = [str(i) for i in range(count)] if visible is None else [name.strip() for name in visible.split(",")][:count]
     if num_gpus is not None and num_gpus > len(names):
-        raise ValueError(f"num_gpus: {num_gpus} ranks, but there are {len(names)} GPUs ({VISIBLE}={visible})")
+        raise ValueError(f"{name}: {num_gpus} ranks, but there are {len(names)} GPUs ({VISIBLE}={visible})")
     return names[:num_gpus]
 
 
-def launch_ranks(argv: Sequence[str], devices: Sequence[str]) -> int:
+def launch_ranks(
+    argv: Sequence[str],
+    devices: Sequence[str],
+    name: str = "longdraft train",
+    remedy: str = "the same command resumes from the newest checkpoint",
+) -> int:
     """Run a Python script once for each device. Returns the exit status: 0, or that of the first rank that fails (128
     plus the signal's number if a signal killed it). The other ranks are then ended. A stop signal (STOP_SIGNALS) is
     forwarded to the ranks as SIGTERM, and they are waited for, however long they take to save.
@@ -66,6 +71,7 @@ def launch_ranks(argv: Sequence[str], devices: Sequence[str]) -> int:
     Args:
         argv: the script and its arguments. The script calls `stop_with_launcher`.
         devices: as `rank_devices` returns them.
+        name, remedy: of the message if a rank is killed.
     """
     size = str(len(devices))
     shared = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -81,6 +87,7 @@ def launch_ranks(argv: Sequence[str], devices: Sequence[str]) -> int:
             subprocess.Popen(
                 [sys.executable, "-u", *argv],
                 env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=None if rank == 0 else subprocess.DEVNULL,
                 start_new_session=True,
             )
             for rank in range(len(devices))
@@ -97,9 +104,9 @@ def launch_ranks(argv: Sequence[str], devices: Sequence[str]) -> int:
             told = told or bool(failure or received)
             time.sleep(POLL_S)
     failure = failure or _failure(statuses)
-    if failure < 0:
+    if failure < 0 and not received:
         why = f"a rank was killed by {signal.Signals(-failure).name} (often out of memory) and the others were ended"
-        print(f"longdraft train: error: {why}; the same command resumes from the newest checkpoint", file=sys.stderr)
+        print(f"{name}: error: {why}; {remedy}", file=sys.stderr)
     return failure if failure >= 0 else 128 - failure
 
 

@@ -119,6 +119,7 @@ def machine(target: Target) -> dict:
         "target": target.name,
         "device": hardware(weight.device),
         "on_gpu": weight.is_cuda,
+        "ranks": target.model.ranks.size,
         "peak_memory_mib": peak_memory_mib(weight.device),
     }
 

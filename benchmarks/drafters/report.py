@@ -30,8 +30,9 @@ def table(result: dict) -> str:
     on_gpu = result.get("on_gpu", False)
     sampling = "".join(f"{name} {value}, " for name, value in settings["sampling"].items())
     sampling += "" if settings["ignore_eos"] else "stop at end tokens, "
+    on_ranks = f"{ranks} ranks, " if (ranks := result.get("ranks", 1)) > 1 else ""
     lines = [
-        f"{result['target']}, {result['dtype']}, {result['device']}, {result['threads']} threads, batch 1: "
+        f"{result['target']}, {result['dtype']}, {result['device']}, {on_ranks}{result['threads']} threads, batch 1: "
         f"{settings['prompts']} prompts of {shortest} to {longest} tokens, {settings['new_tokens']} new tokens each, "
         f"seed {settings['seed']}, {sampling}peak memory {result['peak_memory_mib']} MiB"
     ]

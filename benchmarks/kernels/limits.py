@@ -87,6 +87,8 @@ def call(v: Variant, module: ModuleType) -> None:
         memory, path = empty(1, HEADS, v.width, v.width, dtype=torch.float32), empty(1, v.rows, v.rows, dtype=int32)
         module.tree_steps(tokens, memory, nodes, depth, path)
         module.advance_steps(tokens, memory, one)
+    elif v.file == "rank_sum":
+        module.rank_sum(empty(8, 1, v.rows, 4096))
     else:
         labels, scales, before = (empty(512, dtype=kind) for kind in (int64, torch.float32, int32))
         for objective in (None, "kl", "overlap"):
@@ -122,7 +124,7 @@ def variants() -> Iterator[Variant]:
         yield Variant("linear", "experts", arch)
     for arch in (80, 90, 120):
         yield Variant("gated_delta", "tree", arch, "fp32")
-    for file in ("choice", "rotate", "linear_loss"):
+    for file in ("choice", "rotate", "linear_loss", "rank_sum"):
         yield Variant(file)
 
 

@@ -16,7 +16,6 @@ from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import DeviceDrafter, Levels, Request, check_draft
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree, TreeShape
-from longdraft.kernels.linear import linear
 from longdraft.models.drafts.heads import Heads
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import TargetOutput
@@ -45,11 +44,11 @@ class HeadsDrafter(DeviceDrafter):
     @validated
     def __init__(self, target: Instance[Target], draft: Instance[Heads], shape: Shape | None = None):
         check_draft(target, draft, {"hidden_size": target.model.config.hidden_size})
-        self.draft, self._head_ED = draft, draft.head(target.model.lm_head.weight)
+        self.draft, self._head = draft, draft.lm_head(target.model)
         n_heads = draft.config.n_heads
         shape = shape if isinstance(shape, TreeShape) else TreeShape.cartesian(shape or (3,) * n_heads)
         # Drop ranks that a small draft vocabulary does not have.
-        self.shape = TreeShape(tuple(node for node in shape.nodes if max(node) < len(self._head_ED)))
+        self.shape = TreeShape(tuple(node for node in shape.nodes if max(node) < self._head.n_tokens))
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
         if self.max_depth > n_heads:
             raise ValueError(f"shape: {self.max_depth} levels, but this draft has {n_heads} heads, one a level")
@@ -66,7 +65,7 @@ class HeadsDrafter(DeviceDrafter):
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if len(self.hidden_BD) != cache.batch:
-            self.hidden_BD = self._head_ED.new_zeros(cache.batch, self._head_ED.shape[1])
+            self.hidden_BD = self._head.weight.new_zeros(cache.batch, self._head.in_features)
         self.hidden_BD[slot].zero_()
 
     def buffers(self) -> tuple[object, ...]:
@@ -86,7 +85,7 @@ class HeadsDrafter(DeviceDrafter):
     def ranked(self, state: SlotState, hidden_BD: Tensor, shape: TreeShape, first: int = 1) -> Tensor:
         """int64 [B, I, K]: the best tokens of levels `first`, first + 1, ..., which heads 1, 2, ... propose."""
         states_BID = torch.stack(self.draft.states(hidden_BD)[: shape.depth + 1 - first], dim=1)
-        logits_of_heads = linear(states_BID, self._head_ED).split(1, dim=1)
+        logits_of_heads = self._head(states_BID).split(1, dim=1)
         places_BIK = [
             state.best(logits_B1E, level, shape.ranks, self.draft.token_ids)[1]
             for level, logits_B1E in enumerate(logits_of_heads, first)

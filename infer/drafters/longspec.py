@@ -27,9 +27,8 @@ from longdraft.infer.tree import ROOT, TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.beam import Level, beam_level
 from longdraft.kernels.cpu import draft_block, rows
-from longdraft.kernels.linear import linear
 from longdraft.kernels.tree_attention import cross_attention
-from longdraft.models.decoder import Embedding
+from longdraft.models.decoder import Decoder, Embedding, LMHead
 from longdraft.models.drafts.longspec import WIDTHS, LongSpec, LongSpecConfig, shape_of
 from longdraft.models.footprint import Allocations
 from longdraft.models.kv_cache import KVCache
@@ -67,21 +66,21 @@ class LongSpecDrafter(DeviceDrafter):
         widths: Levels = WIDTHS,
         extended: Count | None = None,
     ):
-        check_draft(target, draft, shape_of(target.model.config))
+        check_draft(target, draft, shape_of(target.model.whole_config))
         if len(widths) > draft.config.window:
             raise ValueError(f"widths: {len(widths)} levels, more than the {draft.config.window} of the draft's window")
         if len(widths) > draft.config.noise + 1:  # the authors decode one level deeper than they train
             trained = f"the draft was trained for {draft.config.noise}"
             warnings.warn(f"widths: {len(widths)} levels, but {trained}; the others are rarely accepted", stacklevel=2)
         self.widths = widths
-        self.draft, self._embed = draft, target.model.embed_tokens
-        self._head_ED = draft.head(target.model.lm_head.weight)
+        self.draft, self._model = draft, target.model
+        self._head = draft.lm_head(target.model)
         self.max_nodes, self.max_depth = sum(self.widths), len(self.widths)
-        self.extended = extended or (EXTENDED_ON_CPU if backend.is_host(self._head_ED.device) else max(self.widths))
+        self.extended = extended or (EXTENDED_ON_CPU if backend.is_host(self._head.weight.device) else max(self.widths))
         # The last level's nodes are never queries.
         self._tree_rows = 1 + sum(min(width, self.extended) for width in self.widths[:-1])
-        self._borders = torch.tensor(SURPRISE, device=self._head_ED.device)
-        self._kind = _CPasses if _runs_in_c(draft, self._embed, self._head_ED) else _TorchPasses
+        self._borders = torch.tensor(SURPRISE, device=self._head.weight.device)
+        self._kind = _CPasses if _runs_in_c(draft, self._model, self._head) else _TorchPasses
         self._passes: DraftPasses | None = None
 
     @property
@@ -94,7 +93,7 @@ class LongSpecDrafter(DeviceDrafter):
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._passes is None or self._passes.cache is not cache:
-            self._passes = self._kind(self.draft, self._embed, self._head_ED, cache, self._tree_rows)
+            self._passes = self._kind(self.draft, self._model, self._head, cache, self._tree_rows)
         self._passes.note_prompt(len(request.prompt))
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
@@ -109,7 +108,7 @@ class LongSpecDrafter(DeviceDrafter):
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
         shape = self._kind.kept_shape(self.draft.config, batch, capacity, self._tree_rows)
-        return {"draft window": [(shape, self._head_ED.dtype)]}
+        return {"draft window": [(shape, self._head.weight.dtype)]}
 
     def plan(self, state: SlotState, budget: Budget) -> tuple[int, ...]:
         """The most tokens before a root whose keys are missing, and the widths of the levels."""
@@ -182,13 +181,14 @@ class DraftPasses:
 
     keeps_roots = False
 
-    def __init__(self, draft: LongSpec, embed: nn.Embedding, head_ED: Tensor, cache: KVCache, tree_rows: int):
-        self.draft, self.cache, self._embed, self._head_ED = draft, cache, embed, head_ED
+    def __init__(self, draft: LongSpec, model: Decoder, head: LMHead, cache: KVCache, tree_rows: int):
+        self.draft, self.cache, self._head = draft, cache, head
+        self._embed, self._ranks = model.embed_tokens, model.ranks
         self.window = min(draft.config.window, draft.config.max_positions)
         # Zeros, because masked rows are still multiplied by 0, and uninitialised memory may be NaN.
-        keys, values = head_ED.new_zeros(self.kept_shape(draft.config, cache.batch, cache.capacity, tree_rows))
+        keys, values = head.weight.new_zeros(self.kept_shape(draft.config, cache.batch, cache.capacity, tree_rows))
         self.kept, self._n_positions = (keys, values), keys.shape[1] - tree_rows
-        self._slots_B1 = torch.arange(cache.batch, device=head_ED.device)[:, None]
+        self._slots_B1 = torch.arange(cache.batch, device=keys.device)[:, None]
         self._missing = 0  # the most tokens before its root that any slot lacks keys of
         self.usual = 0  # the most tokens that the last step may have committed
         self._roots_queried = False  # whether the roots were queries in this step
@@ -255,11 +255,13 @@ class _TorchPasses(DraftPasses):
             return _attend(q_BTHd, keys[:, :end], values[:, :end], mask_BTS)
 
         def attend_cross(q_BTHd: Tensor) -> Tensor:
-            return cross_attention(q_BTHd, cache.keys[-1], cache.values[-1], cache.lengths)
+            q_BThd = self._ranks.part(q_BTHd, 2)  # of the keys and values that this rank has
+            out_BThd = cross_attention(q_BThd, cache.keys[-1], cache.values[-1], cache.lengths)
+            return self._ranks.joined(out_BThd, 2, q_BTHd.shape[2])
 
         tables = self.draft.tables(at_B[:, None].expand_as(nodes_BT), state.history.prompt_lengths)
         hidden_BTD = self.draft.block(self._embed(nodes_BT), tables, attend_self, attend_cross)
-        return linear(hidden_BTD, self._head_ED)
+        return self._head(hidden_BTD)
 
 
 def _attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask_BTS: Tensor) -> Tensor:
@@ -284,18 +286,18 @@ class _CPasses(DraftPasses):
 
     keeps_roots = True
 
-    def __init__(self, draft: LongSpec, embed: nn.Embedding, head_ED: Tensor, cache: KVCache, tree_rows: int):
-        super().__init__(draft, embed, head_ED, cache, tree_rows)
+    def __init__(self, draft: LongSpec, model: Decoder, head: LMHead, cache: KVCache, tree_rows: int):
+        super().__init__(draft, model, head, cache, tree_rows)
         config = draft.config
         cos, sin = draft.tables(torch.arange(cache.capacity + tree_rows)[None])
         self._n_missing = 0  # tokens before the roots that the next level's call catches up with
-        scale, weights = _scale_of(embed), block_weights(draft, head_ED)
+        scale, weights = _scale_of(self._embed), block_weights(draft, head.weight)
         assert scale is not None
         # A level is bound by the bytes that it reads, and int8 hardly changes its first candidates.
         in_int8 = weights.dtype == torch.bfloat16 and rows.multiplies_bf16()
         self._block = draft_block.DraftBlock(
             weights.in_bytes() if in_int8 else weights,
-            draft_block.Inputs(embed.weight.detach(), scale, cos.flatten(0, -2), sin.flatten(0, 1).flatten(1)),
+            draft_block.Inputs(self._embed.weight.detach(), scale, cos.flatten(0, -2), sin.flatten(0, 1).flatten(1)),
             config.n_heads, config.n_kv_heads, config.rms_norm_eps, self.window + 1,  # and a row's own key
             self.kept, (cache.keys[-1], cache.values[-1]),
         )  # fmt: skip
@@ -316,13 +318,15 @@ class _CPasses(DraftPasses):
         return self._block.run(nodes_BT, state.positions, level - 1, ancestors_BTN, lengths_B, tokens_BS, n_missing)
 
 
-def _runs_in_c(draft: LongSpec, embed: nn.Embedding, head_ED: Tensor) -> bool:
+def _runs_in_c(draft: LongSpec, model: Decoder, head: LMHead) -> bool:
     """Whether the C kernels compute this block here. Their RoPE is a table by position, so it must not depend on the
-    sequence's length."""
-    has_kernel = draft_block.can_run(block_weights(draft, head_ED), draft.config.head_dim)
-    same_form = (embed.weight.dtype, embed.weight.device) == (head_ED.dtype, head_ED.device)
+    sequence's length; and they read the keys of all heads."""
+    embed: nn.Embedding = model.embed_tokens
+    has_kernel = draft_block.can_run(block_weights(draft, head.weight), draft.config.head_dim)
+    same_form = (embed.weight.dtype, embed.weight.device) == (head.weight.dtype, head.weight.device)
     plain_table = _scale_of(embed) is not None and embed.weight.is_contiguous()
-    return has_kernel and same_form and plain_table and not draft.rope.length_dependent
+    has_all = model.ranks.size == 1
+    return has_kernel and same_form and plain_table and has_all and not draft.rope.length_dependent
 
 
 def _scale_of(embed: nn.Embedding) -> float | None:

@@ -87,7 +87,7 @@ class TokenRecycling(DeviceDrafter):
         self.max_nodes, self.max_depth = nodes, self.shape.depth
         self.needs, self.learns_from = SEEDING, frozenset({"logits"})
         weight = target.model.lm_head.weight
-        self.vocab_size, self._device = weight.shape[0], weight.device
+        self.vocab_size, self._device = target.model.config.vocab_size, weight.device
         shape_VK = self.vocab_size + 2, CANDIDATES
         self.candidates = torch.full(shape_VK, -1, dtype=torch.int32, device=self._device)
         self.logits = torch.full(shape_VK, -torch.inf, dtype=torch.float16, device=self._device)

@@ -81,7 +81,7 @@ class TokenSwiftDrafter(HeadsDrafter):
             refuse_unselectable(target.model.config, "draft_pass='always'")
         weights = list(target.model.parameters())
         self._expert_bytes = sum(p.nbytes for p in weights if p.dim() == 3)  # only experts have three dimensions
-        self._weight_bytes = sum(p.nbytes for p in weights) - self._expert_bytes
+        self._weight_bytes = target.model.ranks.from_first(sum(p.nbytes for p in weights) - self._expert_bytes)
         self._pass_allowed = draft_pass != "never" and can_select(target.model.config)
         # The tree of a proposal with a draft pass.
         self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)))

@@ -15,6 +15,7 @@ from longdraft.kernels.distillation import Distillation
 from longdraft.kernels.gate import gate
 from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_loss import LinearLoss, LossPart, linear_loss
+from longdraft.models.decoder import Decoder, LMHead
 from longdraft.models.layer import Linear
 from longdraft.models.stream import RMSNorm
 
@@ -91,6 +92,16 @@ class DraftModule(nn.Module):
     def head(self, lm_head_VD: Tensor) -> Tensor:
         """The rows of the target's LM head for the draft's tokens, [E, D]; if unrestricted, the LM head itself."""
         return lm_head_VD if self.token_ids is None else lm_head_VD[self.token_ids]
+
+    def lm_head(self, model: Decoder) -> LMHead:
+        """The target's LM head for the draft's tokens, which shares the target's weights where it can."""
+        ranks, rows, n_tokens = model.ranks, model.lm_head.weight, model.config.vocab_size
+        if self.token_ids is not None:
+            rows, n_tokens = ranks.part(self.head(ranks.joined(rows, 0, n_tokens)), 0).clone(), len(self.token_ids)
+        with torch.device("meta"):
+            head = LMHead(rows.shape[1], n_tokens, ranks)
+        head.weight = nn.Parameter(rows.detach(), requires_grad=False)
+        return head
 
     def tokens(self, places: Tensor) -> Tensor:
         """The target's token ids for indices among the draft's logits, of any shape."""

@@ -20,6 +20,7 @@ from longdraft.kernels.gated_delta import DeltaTokens, advance, chain
 from longdraft.kernels.gated_delta import tree as delta_tree
 from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_loss import GPU_CHUNK_BYTES, linear_loss
+from longdraft.kernels.rank_sum import rank_sum
 from longdraft.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm
 from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, rotate_append_reference
 from longdraft.kernels.segment_attention import Segment, read_keys, segment_attention
@@ -245,6 +246,12 @@ def test_linear_attention_is_the_cpus_and_a_node_has_the_bits_of_its_path(device
             row = there.at((slice(1, 2), slice(ancestor, ancestor + 1)))
             alone, state = delta_tree(row, state, plan), advance(row, state, one)
         assert torch.equal(alone[0, 0], read[1, node]), node
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_sum_over_ranks_is_in_their_order(device, trees, dtype):
+    parts = trees.draw(8, 2, 33, 700).to(dtype)
+    assert torch.equal(rank_sum(parts.to(device)).cpu(), rank_sum(parts))
 
 
 def few_roundings(found: Tensor, wanted: Tensor) -> None:

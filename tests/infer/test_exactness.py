@@ -6,9 +6,11 @@ On the CPU. In fp32, plain decoding's decisions are shown not to be close (conft
 the CPU kernels give a row the same bits in every pass.
 """
 
+import json
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.rope import RopeConfig
 from longdraft.models.target import Target
 from longdraft.models.transformers_model import TransformersModel, check_against
+from longdraft.train.launcher import launch_ranks
 
 VOCAB, POSITIONS, NIGHTLY = 61, 90, pytest.mark.nightly(of="infer")
 SAMPLINGS = {
@@ -105,7 +108,7 @@ def few_words(target):
 
 
 def block(target, **options):
-    config = LongSpecConfig.for_target(target.model.config, window=12, **options)
+    config = LongSpecConfig.for_target(target.model.whole_config, window=12, **options)
     return randomised(LongSpec(config), target)
 
 
@@ -306,6 +309,36 @@ def test_bf16_needs_no_margin(c_kernels, models, plain, name):
     engine = Engine(target, DRAFTERS[name](target, small), slots=3, nodes=None)
     want = plain("gqa", "overflow", torch.bfloat16)
     check(engine, want, "gqa", "overflow", every(("greedy", "T0.7", "T1_penalty")))
+
+
+RANKED = ("greedy", "T0.7", "T1_penalty")
+KINDS_ON_RANKS = ("gqa", "mha", "moe", "gemma3", "gpt_oss", "qwen3_5")
+ON_RANKS = [(name, KINDS_ON_RANKS[place % len(KINDS_ON_RANKS)], "fp32") for place, name in enumerate(DRAFTERS)]
+ON_RANKS += [("plain", kind, "fp32") for kind in KINDS_ON_RANKS]
+ON_RANKS += [(name, "gqa", "bf16") for name in ("plain", *DRAFTERS)]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory) -> list[dict]:
+    """What each of two ranks that share the targets (ranks.py) decodes, by case."""
+    out = tmp_path_factory.mktemp("ranks") / "found"
+    given = json.dumps({"cases": ON_RANKS, "samplings": RANKED, "out": str(out)})
+    assert launch_ranks([str(Path(__file__).with_name("ranks.py")), given], ["-1", "-1"]) == 0
+    return [json.loads(Path(f"{out}-{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", ON_RANKS, ids=" ".join)
+def test_ranks_that_share_a_target_give_plain_decodings_tokens(on_two_ranks, plain, case):
+    """Those of the whole target in fp32; in bf16 sums over the ranks are rounded, so those of the ranks themselves."""
+    (_, kind, precision), (found, others) = case, (of[" ".join(case)] for of in on_two_ranks)
+    assert found == others
+    if isinstance(found, str):
+        assert ("linear attention" if kind == "qwen3_5" else "sliding windows") in found
+    elif precision == "bf16":
+        assert found == on_two_ranks[0]["plain gqa bf16"]
+    else:
+        want = plain(kind, "overflow")
+        assert found == [want[sampling][index] for sampling, index in every(RANKED)]
 
 
 @pytest.mark.parametrize(("name", "lag"), in_turn((1, 0)))

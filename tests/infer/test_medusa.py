@@ -34,7 +34,7 @@ class Watched(HeadsDrafter):
             hidden = self._target.model(Pass(torch.tensor([text[:-1]]), needs={"post_norm"})).post_norm[:, -1]
             expected = []
             for head, state_1D in enumerate(self.draft.states(hidden)[:levels], start=1):
-                scores, params = self._head_ED @ state_1D[0], state.sampling.params[slot]
+                scores, params = self._head.weight @ state_1D[0], state.sampling.params[slot]
                 if params.temperature:
                     noise = gumbel_noise(torch.tensor([params.seed]), torch.tensor([[len(text) - 1 + head]]), VOCAB)
                     scores = scores / params.temperature + noise[0, 0]

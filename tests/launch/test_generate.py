@@ -12,15 +12,13 @@ import torch
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams, preset_for
 from longdraft.launch import generate as module
-from longdraft.launch import runtime
 from longdraft.launch.arguments import OF_ONE_TEXT, SAMPLING, given_sampling
 from longdraft.launch.arguments import generate as parser
 from longdraft.launch.console import flag
 from longdraft.launch.generate import DRAFTED, OWN, PLAIN, main
 from longdraft.launch.runtime import options_for, read_options
-from longdraft.models import hf
-from longdraft.models.footprint import weight_count
-from longdraft.models.hf import load_target, read_target_config
+from longdraft.models import hf, tensor_parallel
+from longdraft.models.hf import load_target
 
 PROMPT = "the cat sat on the log and "
 
@@ -202,12 +200,12 @@ def test_errors_name_the_field_and_the_status_is_2(arguments, field, run, tiny, 
     assert error[0].startswith("longdraft generate: error: ") and field.format(t=tmp_path) in error[0]
 
 
-def test_a_target_that_does_not_fit_is_refused_before_it_is_read(run, tiny, monkeypatch):
-    weights = 4 * weight_count(read_target_config(tiny))
+def test_a_target_that_does_not_fit_is_refused_before_it_is_read(run, target, monkeypatch):
+    weights = 4 * sum(weight.numel() for weight in target.model.parameters())
     monkeypatch.setattr(hf, "fill", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr(runtime, "available_bytes", lambda device: weights - 1)
+    monkeypatch.setattr(tensor_parallel, "available_bytes", lambda device: weights - 1)
     shown = run("--prompt", "x", status=2)
-    assert "error: --device: cpu has " in shown.err.splitlines()[-1] and shown.out == ""
+    assert "error: device: cpu has " in shown.err.splitlines()[-1] and shown.out == ""
 
 
 class Terminal(io.StringIO):

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longdraft.benchmarks.drafters.exactness import NotExact
-from longdraft.launch import arguments, bench, cli, prepare, quickstart, runtime, train
+from longdraft.launch import arguments, bench, cli, prepare, quickstart, train
 from longdraft.launch.generate import main as generate_main
-from longdraft.models import hf
+from longdraft.models import hf, tensor_parallel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,10 +158,10 @@ def test_a_draft_that_is_not_exact_ends_with_1(folder, capsys, monkeypatch):
 
 
 def test_bench_loads_nothing_that_does_not_fit(folder, capsys, monkeypatch):
-    monkeypatch.setattr(runtime, "available_bytes", lambda device: 0)
+    monkeypatch.setattr(tensor_parallel, "available_bytes", lambda device: 0)
     monkeypatch.setattr(hf, "fill", lambda *_: pytest.fail("weights were read"))
     assert bench.main((BENCH + "--prompts 1").format(f=folder).split()) == 2
-    assert "longdraft bench: error: --device: " in capsys.readouterr().err.splitlines()[-1]
+    assert "longdraft bench: error: device: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_options_of_train_may_stand_anywhere(monkeypatch, tmp_path):

@@ -11,14 +11,15 @@ import pytest
 
 from longdraft.launch import serve
 
-COMMAND = [sys.executable, "-m", "longdraft.launch.cli", "serve", "--drafter", "prompt_lookup", "--dtype", "fp32"]
+SERVE = ["serve", "--drafter", "prompt_lookup", "--dtype", "fp32", "--device", "cpu"]
+COMMAND = [sys.executable, "-m", "longdraft.launch.cli", *SERVE]
 CHAT = [{"role": "user", "content": "the cat and the dog"}]
 
 
-@pytest.fixture
-def running(tiny):
+@pytest.fixture(params=[[], ["--tensor-parallel", "2"]], ids=["alone", "on two ranks"])
+def running(tiny, request):
     """A server of the tiny checkpoint with a key: its process and a client."""
-    options = ["--target", tiny, "--port", "0", "--slots", "2", "--max-length", "1200", "--device", "cpu"]
+    options = ["--target", tiny, "--port", "0", "--slots", "2", "--max-length", "1200", *request.param]
     environment = os.environ | {"LONGDRAFT_API_KEY": "secret", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*COMMAND, *options], stderr=subprocess.PIPE, text=True, env=environment)
     lines = []

@@ -1,0 +1,54 @@
+"""Runs a decoding command on several ranks of this machine that compute one target (--tensor-parallel).
+
+The ranks are processes that all run the command. The first one alone reads its input, writes its output and reports
+errors.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from longdraft.launch import console
+from longdraft.models.files import STOP_SIGNALS
+
+GRACE_S = 20.0
+
+
+def run_on_ranks(command: str, argv: Sequence[str], args: argparse.Namespace, work: Callable[[], int | None]) -> int:
+    """Start the ranks, or run `work` if this process is one of them, started here or by `torchrun`. Returns the exit
+    status."""
+    if "RANK" in os.environ:
+        return _run_rank(work)
+    from longdraft.models.device import check_device, default_device
+    from longdraft.train.launcher import launch_ranks, rank_devices
+
+    device = check_device(args.device, "--device") if args.device else default_device("--device", "give --device cpu")
+    if device.index is not None:
+        raise ValueError(f"--device: {device} is one GPU, and --tensor-parallel needs {args.tensor_parallel}; omit it")
+    devices = rank_devices(args.tensor_parallel, device.type, "--tensor-parallel")
+    cli = Path(__file__).with_name("cli.py")
+    return launch_ranks([str(cli), command, *argv], devices, f"longdraft {command}", "start it again")
+
+
+def _run_rank(work: Callable[[], int | None]) -> int:
+    from longdraft.models.tensor_parallel import leave
+    from longdraft.train.launcher import stop_with_launcher
+
+    stop_with_launcher()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if not (is_first := os.environ["RANK"] == "0"):
+        console.silent, sys.stdout = True, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    try:
+        status = work() or 0
+        leave()
+        return status
+    except Exception as error:
+        if not (is_first and isinstance(error, ValueError)):
+            # If another rank failed, perhaps for the same reason, the launcher ends this one now.
+            time.sleep(GRACE_S)
+            console.silent = False
+        raise

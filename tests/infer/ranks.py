@@ -1,0 +1,78 @@
+"""One rank of the test of tensor parallelism in test_exactness.py: decodes with its share of each target.
+
+Its argument is JSON: `cases`, each [drafter, target, dtype], and `out`, where `out`-RANK gets their tokens by case.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from longdraft.infer.drafters import triforce
+from longdraft.infer.drafters.small_model import SmallModelDrafter
+from longdraft.infer.engine import Engine
+from longdraft.infer.sampling import SamplingParams
+from longdraft.kernels.cpu import library
+from longdraft.models.hf import build_decoder
+from longdraft.models.passes import Pass
+from longdraft.models.target import Target
+from longdraft.models.tensor_parallel import join, leave, share
+
+
+def load(file: str) -> ModuleType:
+    spec = spec_from_file_location(Path(file).stem, Path(__file__).parent / file)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def share_of(target: Target, dtype: torch.dtype) -> Target:
+    """This rank's share of a target."""
+    model, config = target.model, target.model.config
+    part, weights = build_decoder(config, torch.float32, "cpu", ranks), dict(model.named_parameters())
+    for name, parameter in part.named_parameters():
+        parameter.data.copy_(share(name, weights[name].data, parameter.shape, config, ranks))
+    return replace(target, model=part.to(dtype))
+
+
+def bits_depend_on_width(target: Target) -> bool:
+    """Whether a token's logits in a pass of one row are others than in wider passes."""
+    cache = target.model.new_cache(1, 80)
+    tokens_1T = torch.arange(1, 41)[None] % exactness.VOCAB
+    target.model(Pass(tokens_1T, cache))
+    cache.commit(None, torch.tensor([40]))
+    with library.decoding(True):
+        passes = [target.model(Pass(tokens_1T[:, :width], cache)).logits[:, 0] for width in (1, 2, 7, 16)]
+    return any(not torch.equal(logits, passes[0]) for logits in passes)
+
+
+exactness, tiny = load("test_exactness.py"), load("../tiny_target.py")
+given, found = json.loads(sys.argv[1]), {}
+ranks = join(2, torch.device("cpu"))
+SmallModelDrafter.window, triforce.STRIDE = 12, 10
+for name, kind, precision in given["cases"]:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    shape = {"vocab_size": exactness.VOCAB, "max_positions": exactness.POSITIONS}
+    whole = tiny.make_tiny_target(n_kv_heads=exactness.HEADS.get(kind, 2), **shape, **exactness.OTHERS.get(kind, {}))
+    small = tiny.make_tiny_target(n_layers=1, n_kv_heads=1, seed=5, dtype=dtype, **shape)
+    target = share_of(whole, dtype)
+    experts = target.model.config.experts  # whose C kernels need widths that are multiples of 8
+    assert (experts and experts.size % 8) or not bits_depend_on_width(target), (kind, precision)
+    try:
+        drafter = "plain" if name == "plain" else exactness.DRAFTERS[name](target, small)
+    except ValueError as error:
+        found[f"{name} {kind} {precision}"] = str(error)
+        continue
+    engine, asked = Engine(target, drafter, slots=3), exactness.prompts(kind, "overflow")
+    cases = exactness.every(given["samplings"])
+    params = [replace(exactness.SAMPLINGS[one], seed=1500 + i, max_new_tokens=exactness.NEW) for one, i in cases]
+    if ranks.rank == 1:  # the first rank's requests count
+        asked, params = asked[::-1], [SamplingParams(seed=1)] * len(params)
+    found[f"{name} {kind} {precision}"] = exactness.decoded(engine, [asked[index] for _, index in cases], params)
+Path(f"{given['out']}-{ranks.rank}").write_text(json.dumps(found))
+leave()

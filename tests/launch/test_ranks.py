@@ -1,0 +1,98 @@
+"""Commands with --tensor-parallel on two ranks: one process's text, written once; errors; a rank that dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from longdraft.launch import cli
+from longdraft.train import launcher
+
+COMMAND = [sys.executable, "-m", "longdraft.launch.cli"]
+ON_TWO = ["--tensor-parallel", "2", "--device", "cpu", "--dtype", "fp32"]
+TEXT = "the cat sat on the log and "
+
+
+def run(*arguments, text="", status=0):
+    """Run a command as a user does."""
+    given = [*COMMAND, *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(given, input=text, capture_output=True, text=True, timeout=240, env=environment)
+    assert ended.returncode == status, ended.stderr
+    return ended
+
+
+def test_two_ranks_generate_what_one_process_does(tiny, capsys):
+    asked = ["generate", "--target", tiny, "--max-new-tokens", "24", "--temperature", "0.8", "--json"]
+    drafters = ["--drafter", "plain", "token_recycling+prompt_lookup", "triforce"]
+    ended = run(*asked, *drafters, "--seed", "3", *ON_TWO, text=TEXT)
+    assert "Traceback" not in ended.stderr and ended.stderr.count("Loading") == 1
+    found = json.loads(ended.stdout)
+    alone = [*map(str, asked), "--seed", "3", "--dtype", "fp32", "--device", "cpu", "--prompt", TEXT]
+    assert cli.main(alone) == 0
+    assert found["same_tokens"] and found["generations"][0]["tokens"] == json.loads(capsys.readouterr().out)["tokens"]
+
+
+def test_a_bench_is_measured_and_written_by_the_first_rank(tiny, tmp_path):
+    (tmp_path / "text").write_text(TEXT * 9)
+    asked = ["bench", "--target", tiny, "--drafter", "prompt_lookup", "--text-file", tmp_path / "text"]
+    asked += ["--prompt-tokens", "20", "--new-tokens", "12", "--contexts", "20", "--out", tmp_path / "out"]
+    first = run(*asked, *ON_TWO, "--report", tmp_path / "page.html")
+    result = json.loads(first.stdout.splitlines()[-1])
+    assert "exact: yes" in first.stdout and result["ranks"] == 2 and "2 ranks" in first.stdout
+    assert (tmp_path / "page.html").exists() and list((tmp_path / "out" / "spec_bench").iterdir())
+    again = run(*asked, *ON_TWO)  # resumes: nothing is asked again
+    assert json.loads(again.stdout.splitlines()[-1])["runs"] == result["runs"]
+    assert "ranks" in run(*asked, "--dtype", "fp32", "--device", "cpu", status=2).stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["generate", "--prompt", "x", "--tensor-parallel", "3"], "tensor_parallel: 3 ranks cannot share"),
+        (["generate", "--prompt-file", "/nowhere"], "--prompt-file: "),
+        (["serve", "--port", "99999"], "--host, --port: "),
+    ],
+)
+def test_an_error_is_one_line_of_the_first_rank(tiny, arguments, field):
+    name, *others = arguments
+    ended = run(name, "--target", tiny, *ON_TWO, *others, status=2)
+    errors = [line for line in ended.stderr.splitlines() if not line.startswith(("Loading", "memory"))]
+    assert len(errors) == 1 and errors[0].startswith(f"longdraft {name}: error: {field}"), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (["--device", "cpu:0"], "--device: "),
+        (["--device", "cuda"], "--device: "),
+        (["--tensor-parallel", "0"], "0; give"),
+    ],
+)
+def test_what_no_ranks_can_have_is_refused_before_they_start(tiny, capsys, monkeypatch, options, field):
+    monkeypatch.setattr(launcher, "launch_ranks", lambda *_: pytest.fail("ranks were started"))
+    with suppress(SystemExit):
+        assert cli.main(["generate", "--target", str(tiny), "--prompt", "x", *ON_TWO, *options]) == 2
+    assert field in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_when_a_rank_dies_the_others_end(tiny):
+    asked = ["generate", "--target", tiny, "--prompt", TEXT, "--max-new-tokens", "900", "--ignore-eos"]
+    given, environment = [*COMMAND, *map(str, asked), *ON_TWO], os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)  # the text has begun
+        children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        last = next(pid for pid in children if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        os.kill(last, signal.SIGKILL)
+        began = time.monotonic()
+        _, shown = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL and time.monotonic() - began < 45
+    assert "longdraft generate: error: a rank was killed by SIGKILL" in shown.splitlines()[-1]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
