@@ -43,9 +43,12 @@ def _run_rank(work: Callable[[], int | None]) -> int:
     if not (is_first := os.environ["RANK"] == "0"):
         console.silent, sys.stdout = True, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
-        status = work() or 0
+        try:
+            status = work()
+        except SystemExit as end:  # of a server that was told to stop
+            status = end.code
         leave()
-        return status
+        return int(status or 0)
     except Exception as error:
         if not (is_first and isinstance(error, ValueError)):
             # If another rank failed, perhaps for the same reason, the launcher ends this one now.

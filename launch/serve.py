@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from longdraft.infer.engine import Engine
 from longdraft.infer.server.app import Server, Service
 from longdraft.launch import cli
 from longdraft.launch.arguments import API_KEY
 from longdraft.launch.console import note
 from longdraft.launch.runtime import Drafting
+from longdraft.models.files import signals_noted
 
 ENGINE_FAILED = 1  # exit status that makes a supervisor restart the process
 main = partial(cli.run, "serve")
@@ -32,9 +34,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{target.name} has no tokenizer files, so no text can be served; add them")
         loading.submit(engine.reserve).result()
     if drafting.ranks.rank > 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the first rank
-        deque(engine.serve(lambda idle: ()), maxlen=0)
-        return 0
+        return _follow(engine)
     model = args.model_name or Path(target.name).name
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
@@ -48,6 +48,17 @@ def run(args: argparse.Namespace) -> int:
     note(f"Serving {model} on {place} with {args.slots} slots of {engine.max_length} positions{key}")
     Server(service).run([listening])
     return ENGINE_FAILED if service.thread.failed else 0
+
+
+def _follow(engine: Engine) -> int:
+    """Serve what the first rank serves, until it has ended."""
+    with signals_noted() as told:
+        try:
+            deque(engine.serve(lambda idle: ()), maxlen=0)
+        except RuntimeError:
+            if not told:
+                raise
+    return 0
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ def test_a_bench_is_measured_and_written_by_the_first_rank(tiny, tmp_path):
     ("arguments", "field"),
     [
         (["generate", "--prompt", "x", "--tensor-parallel", "3"], "tensor_parallel: 3 ranks cannot share"),
-        (["generate", "--prompt-file", "/nowhere"], "--prompt-file: "),
         (["serve", "--port", "99999"], "--host, --port: "),
     ],
 )
