@@ -226,14 +226,9 @@ class Runner:
             return state.run(("roots",), (), lambda state: TokenTree.roots(state.roots))
         working = [slot for slot, tokens in enumerate(state.committed) if tokens]
         tree = self.drafter.propose(state, self.policy.budget(self.max_nodes, working))
-        if self.model.ranks.size > 1 and not tree.on_host:  # a GPU's draft need not give the same bits on every rank
-            tree = state.run(("first rank's tree",), (), self._tree_of_first, tree)
         assert tree.width <= self.max_nodes + 1, f"the drafter proposed {tree.width - 1} nodes of {self.max_nodes}"
         assert self.lag or torch.equal(tree.tokens[:, 0], state.roots), "node 0 of the drafter's tree is not the root"
         return tree
-
-    def _tree_of_first(self, _: SlotState, tree: TokenTree) -> TokenTree:
-        return TokenTree(*self.model.ranks.of_first(torch.stack(tree.unread)).unbind(0))
 
     def read(self, step: Step, present: Sequence[bool] = ()) -> Step:
         """Wait for a step's results, let the policy learn from them, and return the step with them.

@@ -140,6 +140,7 @@ class SlotPool:
             sampling=SlotSampling([IDLE] * batch, self.device),
             committed=[[] for _ in range(batch)],
             graphs=runner.graphs,
+            ranks=self.model.ranks,
         )
         if self._keeps and capacity > self.prefill_chunk:
             self._kept = KeptPrompts(self.model, cache, self.prefill_chunk, widths[-1])

@@ -14,6 +14,7 @@ from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.graphs import Graphs
 from longdraft.infer.history import History
 from longdraft.kernels.backend import is_host
+from longdraft.models.tensor_parallel import ALONE, TensorParallel
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ class SlotState:
         committed: for each slot the prompt and all new tokens, on the host; on a GPU it may lag by one step.
         graphs: records the work that `run` queues.
         logprobs: whether a slot's request asks for log-probabilities.
+        ranks: the processes that compute the target together, each with such a state of its own.
     """
 
     roots: Tensor
@@ -42,6 +44,7 @@ class SlotState:
     committed: list[Sequence[int]]
     graphs: Graphs = field(default_factory=Graphs)
     logprobs: bool = False
+    ranks: TensorParallel = ALONE
 
     def of_slots(self, slots: slice) -> "SlotState":
         """The state of these slots alone."""

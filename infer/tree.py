@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longdraft.kernels import backend
 from longdraft.kernels.transfer import from_host
+from longdraft.models.tensor_parallel import TensorParallel
 
 ROOT, PAD = -1, -2
 
@@ -208,10 +209,14 @@ class TokenTree:
 
     def to(self, device: torch.device) -> "TokenTree":
         """The same tries on a device, without cached properties. A tree on the host goes there in one copy."""
-        if self.tokens.device == device:
-            return self
-        rows = torch.stack([x for x in (self.tokens, self.parents, self.classes) if x is not None])
-        return TokenTree(*from_host(rows, device).unbind(0))
+        return self if self.tokens.device == device else TokenTree(*from_host(self._rows(), device).unbind(0))
+
+    def of_first_rank(self, ranks: TensorParallel) -> "TokenTree":
+        """The first rank's tree of this shape, without cached properties."""
+        return self if ranks.size == 1 else TokenTree(*ranks.of_first(self._rows()).unbind(0))
+
+    def _rows(self) -> Tensor:
+        return torch.stack([x for x in (self.tokens, self.parents, self.classes) if x is not None])
 
     def pad_to(self, width: int) -> "TokenTree":
         """The same tries, padded to `width` nodes."""

@@ -159,9 +159,12 @@ class DeviceDrafter(Drafter):
     @torch.no_grad()
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         plan, owners = self.plan(state, budget), (self, *self.buffers())
-        return state.run(
-            ("propose", plan), owners, lambda state: self.grow(state, budget, plan), widest=self.num_query_tokens
-        )
+
+        def work(state: SlotState) -> TokenTree:
+            # A GPU need not give the same bits on every rank, and all must verify the same tree.
+            return self.grow(state, budget, plan).of_first_rank(state.ranks)
+
+        return state.run(("propose", plan), owners, work, widest=self.num_query_tokens)
 
     def plan(self, state: SlotState, budget: Budget) -> Hashable:
         """Decide on the host everything that `grow` depends on; `grow` is recorded for each plan separately."""
