@@ -73,8 +73,10 @@ def estimate_memory(
     dtype = weight.dtype
     verification = pass_bytes(config, batch * width, dtype) + exact_bytes(model, batch, min(width, MOST_ROWS), capacity)
     verification = max(verification, commit_bytes(config, batch, weight.device))
-    # Of several ranks each has all ranks' logits twice, as they come and joined.
-    verification += batch * width * config.vocab_size * dtype.itemsize * min(2, model.ranks.size)
+    joined = config.vocab_size
+    if (n_ranks := model.ranks.size) > 1:  # all logits as they come and joined, and the parts of a sum
+        joined = 2 * config.vocab_size + n_ranks * config.hidden_size
+    verification += batch * width * joined * dtype.itemsize
     verification += pending_bytes(config, batch * width, dtype, weight.device)
     last = min(chunk, MOST_ROWS)  # a prompt's last pass may be narrow
     short = pass_bytes(config, last, dtype) + exact_bytes(model, 1, last, capacity)
