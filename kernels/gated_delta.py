@@ -46,22 +46,20 @@ class DeltaTokens(NamedTuple):
 
 def tree(tokens: DeltaTokens, memory_BVkv: Tensor, plan: PassPlan) -> Tensor:
     """What the tokens of a pass read, [B, T, V, v]: each after its ancestors, and they after the memory."""
-    given = _for_steps(tokens)
     if (triton := backend.triton_kernels("gated_delta", memory_BVkv.device.type)) is not None:
-        return triton.tree_steps(given, memory_BVkv, plan.parent_BT, plan.depth_BT, plan.path_BTT)
+        return triton.tree_steps(tokens, memory_BVkv, plan.parent_BT, plan.depth_BT, plan.path_BTT)
     if backend.is_host(memory_BVkv.device) and delta.serves(memory_BVkv.shape[-1]):
-        return delta.steps(given, memory_BVkv, parents_BT=plan.parent_BT)
-    return tree_steps_reference(given, memory_BVkv, plan.parent_BT, plan.depth_BT, plan.path_BTT)
+        return delta.steps(_for_steps(tokens), memory_BVkv, parents_BT=plan.parent_BT)
+    return tree_steps_reference(tokens, memory_BVkv, plan.parent_BT, plan.depth_BT, plan.path_BTT)
 
 
 def advance(tokens: DeltaTokens, memory_BVkv: Tensor, counts_B: Tensor) -> Tensor:
     """The memory after each slot's first `counts_B` tokens, which follow each other."""
-    given = _for_steps(tokens)
     if (triton := backend.triton_kernels("gated_delta", memory_BVkv.device.type)) is not None:
-        return triton.advance_steps(given, memory_BVkv, counts_B)
+        return triton.advance_steps(tokens, memory_BVkv, counts_B)
     if backend.is_host(memory_BVkv.device) and delta.serves(memory_BVkv.shape[-1]):
-        return delta.steps(given, memory_BVkv, counts_B=counts_B)
-    return advance_steps_reference(given, memory_BVkv, counts_B)
+        return delta.steps(_for_steps(tokens), memory_BVkv, counts_B=counts_B)
+    return advance_steps_reference(tokens, memory_BVkv, counts_B)
 
 
 def _for_steps(tokens: DeltaTokens) -> tuple[Tensor, ...]:
@@ -72,28 +70,27 @@ def _for_steps(tokens: DeltaTokens) -> tuple[Tensor, ...]:
 
 
 def tree_steps_reference(
-    tokens: Sequence[Tensor], memory_BVkv: Tensor, parent_BT: Tensor, depth_BT: Tensor, path_BTT: Tensor | None
+    tokens: DeltaTokens, memory_BVkv: Tensor, parent_BT: Tensor, depth_BT: Tensor, path_BTT: Tensor | None
 ) -> Tensor:
     """What each node reads, [B, T, V, v], by the definition.
 
-    Args:
-        tokens: q and k [B, T, V, k], v [B, T, V, v], the decay itself and beta [B, T, V].
-        parent_BT, depth_BT, path_BTT: as in PassPlan, which say the same three times; this reads the parents alone.
+    parent_BT, depth_BT, path_BTT: as in PassPlan, which say the same three times; this reads the parents alone.
     """
-    (batch, n_rows), reads = parent_BT.shape, []
+    (batch, n_rows), reads, given = parent_BT.shape, [], _for_steps(tokens)
     slots, after = torch.arange(batch, device=parent_BT.device), memory_BVkv.new_empty(n_rows + 1, *memory_BVkv.shape)
     after[-1] = memory_BVkv  # where -1 points
     for t in range(n_rows):
-        token = [x[:, t] for x in tokens]
+        token = [x[:, t] for x in given]
         after[t] = _step(after[parent_BT[:, t], slots], token)
         reads.append((after[t] * token[0][..., None]).sum(-2))
     return torch.stack(reads, 1)
 
 
-def advance_steps_reference(tokens: Sequence[Tensor], memory_BVkv: Tensor, counts_B: Tensor) -> Tensor:
-    """The memory after the first `counts_B` (int64) tokens of each slot, by the definition; tokens as above."""
-    for t in range(tokens[0].shape[1]):
-        after = _step(memory_BVkv, [x[:, t] for x in tokens])
+def advance_steps_reference(tokens: DeltaTokens, memory_BVkv: Tensor, counts_B: Tensor) -> Tensor:
+    """The memory after the first `counts_B` (int64) tokens of each slot, by the definition."""
+    given = _for_steps(tokens)
+    for t in range(given[0].shape[1]):
+        after = _step(memory_BVkv, [x[:, t] for x in given])
         memory_BVkv = torch.where((t < counts_B)[:, None, None, None], after, memory_BVkv)
     return memory_BVkv
 

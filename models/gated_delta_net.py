@@ -1,18 +1,16 @@
 """Gated DeltaNet (arXiv 2412.06464), the linear attention of Qwen3-Next and Qwen3.5: a sub-layer in place of attention.
 
-kernels/gated_delta.py computes its rule, models/delta_states.py keeps its state between passes. Shapes: B slots, T
-tokens, D hidden width, V heads of the values, k key width, v value width, C channels of the convolution, W its width,
-S = W - 1 + T tokens of a pass and before it.
+kernels/gated_delta.py computes its rule and kernels/delta_layer.py what is around it; models/delta_states.py keeps its
+state between passes. Shapes: B slots, T tokens, V heads of the values, k key width, v value width, C channels of the
+convolution, F = V v, W the convolution's width, X all outputs of the projection, S = W - 1 + T tokens of a pass and
+before it.
 """
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 
-from longdraft.kernels.gate import sigmoid
-from longdraft.kernels.gated_delta import DeltaTokens, chain, tree
+from longdraft.kernels.delta_layer import DeltaWeights, convolved, gated_norm, gates, node_tokens
+from longdraft.kernels.gated_delta import chain, tree
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.delta_states import DeltaStates, last_inputs
 from longdraft.models.passes import LayerContext
@@ -46,41 +44,28 @@ class GatedDeltaNet(nn.Module):
     def attend(self, projected: tuple[Tensor, ...], context: LayerContext) -> Tensor:
         """The heads' outputs of all tokens of the pass, [B, T, V v]. With a cache, its state advances by the tokens of
         `Pass.commits_B`, or they become pending."""
-        (projected_BTX,), delta, cache = projected, self.config, context.inputs.cache
-        sizes = delta.channels, delta.value_heads * delta.value_dim, delta.value_heads, delta.value_heads
-        inputs_BTC, gate_BTF, beta_BTV, g_BTV = projected_BTX.split(sizes, -1)
-        beta_BTV = sigmoid(beta_BTV.float())
-        # In fp64 for the reason given at `sigmoid`.
-        g_BTV = -self.log_rate.double().exp() * softplus(g_BTV.double() + self.decay_bias.double())
+        (projected_BTX,), cache, weights = projected, context.inputs.cache, self._weights()
         states = None if cache is None else cache.delta
         if states is None or context.inputs.commits_B is not None:
-            read_BTVv = self._read_text(inputs_BTC, g_BTV.float(), beta_BTV, context, states)
+            read_BTVv = self._read_text(projected_BTX, weights, context, states)
         else:
-            read_BTVv = self._read_tree(inputs_BTC, g_BTV.float(), beta_BTV, context, states)
-        normed_BTVv = self.norm(read_BTVv)
-        return (normed_BTVv.flatten(2) * _silu(gate_BTF)).to(projected_BTX.dtype)
+            assert context.plan is not None
+            before_BWC, memory_BVkv = states.inputs[self.index], states.memory[self.index]
+            tokens = node_tokens(projected_BTX, before_BWC, context.recent_BTW, weights)
+            states.pending.append((projected_BTX[..., : self.config.channels], tokens))
+            read_BTVv = tree(tokens, memory_BVkv, context.plan)
+        gate_BTF = projected_BTX.split(weights.sizes, -1)[1]
+        return gated_norm(read_BTVv, gate_BTF, self.norm.weight, self.norm.eps)
 
-    def _read_tree(
-        self, inputs_BTC: Tensor, g_BTV: Tensor, beta_BTV: Tensor, context: LayerContext, states: DeltaStates
-    ) -> Tensor:
-        """What the nodes of a tree read, [B, T, V, v]; they become pending."""
-        plan, width = context.plan, self.config.kernel
-        assert plan is not None
-        joined_BSC = torch.cat([states.inputs[self.index], inputs_BTC], 1)
-        if context.recent_BTW is None:
-            taps = [joined_BSC[:, tap : tap + inputs_BTC.shape[1]] for tap in range(width)]
-        else:
-            slots_B1 = torch.arange(len(joined_BSC), device=joined_BSC.device)[:, None]
-            taps = [joined_BSC[slots_B1, places_BT + width - 1] for places_BT in context.recent_BTW.unbind(2)]
-        tokens = self._tokens(taps, g_BTV, beta_BTV)
-        states.pending.append((inputs_BTC, tokens))
-        return tree(tokens, states.memory[self.index], plan).to(inputs_BTC.dtype)
+    def _weights(self) -> DeltaWeights:
+        return DeltaWeights(self.conv, self.log_rate, self.decay_bias, self.config.key_heads, self.config.key_dim)
 
     def _read_text(
-        self, inputs_BTC: Tensor, g_BTV: Tensor, beta_BTV: Tensor, context: LayerContext, states: DeltaStates | None
+        self, projected_BTX: Tensor, weights: DeltaWeights, context: LayerContext, states: DeltaStates | None
     ) -> Tensor:
         """What the tokens of texts read, [B, T, V, v]: of a prompt, whose states advance, or without a cache."""
-        delta, (batch, n_tokens, _) = self.config, inputs_BTC.shape
+        delta, (batch, n_tokens, _) = self.config, projected_BTX.shape
+        inputs_BTC, (g_BTV, beta_BTV) = projected_BTX[..., : delta.channels], gates(projected_BTX, weights)
         if states is None:
             memory = g_BTV.new_zeros(batch, delta.value_heads, delta.key_dim, delta.value_dim)
             before_BWC = inputs_BTC.new_zeros(batch, delta.kernel - 1, delta.channels)
@@ -96,7 +81,7 @@ class GatedDeltaNet(nn.Module):
                 taps = (x_BTC * (piece_S[seen] == own_T)[:, None] for x_BTC, seen in zip(taps, shifted, strict=True))
                 if start:  # the memory is that of the last token's piece, which may end there
                     memory = memory * (piece_S[shifted[-2]][0] == own_T[0])
-            tokens = self._tokens(taps, g_BTV[:, start:stop], beta_BTV[:, start:stop])
+            tokens = convolved(taps, g_BTV[:, start:stop], beta_BTV[:, start:stop], weights)
             if commits_B is not None:
                 tokens = tokens.only(commits_B - start)
             read, memory = chain(tokens, memory, own_T)
@@ -105,23 +90,3 @@ class GatedDeltaNet(nn.Module):
             states.memory[self.index].copy_(memory)
             states.inputs[self.index].copy_(last_inputs(before_BWC, inputs_BTC, commits_B))
         return torch.cat(reads, 1)
-
-    def _tokens(self, taps: Iterable[Tensor], g_BTV: Tensor, beta_BTV: Tensor) -> DeltaTokens:
-        """The convolution's outputs as queries, keys and values. taps: its inputs from the earliest on, [B, T, C]."""
-        delta, taps, (first_C, *others) = self.config, iter(taps), self.conv.T.float()
-        mixed_BTC = next(taps) * first_C
-        for x_BTC, weight_C in zip(taps, others, strict=True):
-            mixed_BTC = mixed_BTC + x_BTC * weight_C
-        mixed_BTC = _silu(mixed_BTC).to(self.conv.dtype).float()
-        keys = delta.key_heads * delta.key_dim
-        q, k, v = mixed_BTC.split([keys, keys, delta.value_heads * delta.value_dim], -1)
-        q, k = (x.unflatten(-1, (delta.key_heads, -1)) for x in (q, k))
-        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-        repeats = delta.value_heads // delta.key_heads
-        q, k = (x.repeat_interleave(repeats, 2) for x in (q * delta.key_dim**-0.5, k))
-        return DeltaTokens(q, k, v.unflatten(-1, (delta.value_heads, -1)), g_BTV, beta_BTV)
-
-
-def _silu(x: Tensor) -> Tensor:
-    """silu in fp32, with `sigmoid`'s bits."""
-    return x.float() * sigmoid(x.float())

@@ -87,6 +87,14 @@ def call(v: Variant, module: ModuleType) -> None:
         memory, path = empty(1, HEADS, v.width, v.width, dtype=torch.float32), empty(1, v.rows, v.rows, dtype=int32)
         module.tree_steps(tokens, memory, nodes, depth, path)
         module.advance_steps(tokens, memory, one)
+    elif v.file == "delta_layer":
+        channels, heads = 4 * HEADS * v.width, 2 * HEADS  # of the values
+        weights = module.DeltaWeights(empty(channels, 4), empty(heads), empty(heads), HEADS, v.width)
+        projected = empty(1, v.rows, channels + 2 * HEADS * v.width + 2 * heads)
+        for recent in (None, empty(1, v.rows, 4, dtype=int64)):
+            module.node_tokens(projected, empty(1, 3, channels), recent, weights)
+        read, gate = empty(1, v.rows, heads, v.width, dtype=torch.float32), projected[..., channels : -2 * heads]
+        module.gated_norm(read, gate, empty(v.width), 1e-6)
     elif v.file == "rank_sum":
         module.rank_sum(empty(8, 1, v.rows, 4096))
     else:
@@ -124,6 +132,7 @@ def variants() -> Iterator[Variant]:
         yield Variant("linear", "experts", arch)
     for arch in (80, 90, 120):
         yield Variant("gated_delta", "tree", arch, "fp32")
+        yield Variant("delta_layer", "tree", arch)
     for file in ("choice", "rotate", "linear_loss", "rank_sum"):
         yield Variant(file)
 

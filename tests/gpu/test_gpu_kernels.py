@@ -15,6 +15,7 @@ from torch.nn.functional import normalize, pad
 
 from longdraft.kernels import backend
 from longdraft.kernels.choice import choose, gumbel_noise, top_p_border
+from longdraft.kernels.delta_layer import DeltaWeights, gated_norm, node_tokens
 from longdraft.kernels.gate import gate, gate_reference
 from longdraft.kernels.gated_delta import DeltaTokens, advance, chain
 from longdraft.kernels.gated_delta import tree as delta_tree
@@ -249,8 +250,34 @@ def test_linear_attention_is_the_cpus_and_a_node_has_the_bits_of_its_path(device
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("n_rows", [1, 13, 64])
+def test_what_is_around_linear_attention_is_the_cpus(device, trees, n_rows, dtype):
+    """Convolution, norms and gates of a chain's and of a tree's nodes."""
+    key_heads, heads, keys, values, taps = 2, 4, 128, 96, 4
+    channels = 2 * key_heads * keys + heads * values
+    projected = trees.draw(2, n_rows, channels + heads * values + 2 * heads, seed=1).to(dtype)
+    before, conv = trees.draw(2, taps - 1, channels, seed=2).to(dtype), trees.draw(channels, taps, seed=3).to(dtype)
+    rates = [trees.draw(heads, seed=seed).to(dtype) for seed in (4, 5)]
+    read, weight = trees.draw(2, n_rows, heads, values, seed=6), trees.draw(values, seed=7).to(dtype)
+    mask = torch.stack([trees.random_tree(n_rows, seed=seed) for seed in (8, 9)])
+
+    def both(recent, to):
+        weights = DeltaWeights(*(x.to(to) for x in (conv, *rates)), key_heads, keys)
+        given = projected.to(to)
+        gate = given[..., channels : -2 * heads]
+        tokens = node_tokens(given, before.to(to), None if recent is None else recent.to(to), weights)
+        return *tokens, gated_norm(read.to(to), gate, weight.to(to), 1e-6)
+
+    with torch.no_grad():
+        for recent in (None, PassPlan(torch.zeros(2, dtype=torch.int64), n_rows, mask).recent_rows(taps)):
+            for found, wanted in zip(both(recent, device), both(recent, "cpu"), strict=True):
+                assert found.dtype == wanted.dtype
+                few_roundings(found.to(dtype), wanted.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_sum_over_ranks_is_in_their_order(device, trees, dtype):
-    parts = trees.draw(8, 2, 33, 700).to(dtype)
+    parts = trees.draw(8, 2, 33, 700, seed=1).to(dtype)
     assert torch.equal(rank_sum(parts.to(device)).cpu(), rank_sum(parts))
 
 

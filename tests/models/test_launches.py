@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
+from longdraft.models.decoder_config import DeltaConfig
 from longdraft.models.passes import Pass
 
 # Views and uninitialised memory launch nothing.
@@ -14,6 +15,10 @@ FREE = {
 }  # fmt: skip
 # Triton functions that launch more than one kernel: runs of the keys, and their merge.
 SEVERAL = {"triton: tree_attention": 2}
+LINEAR = {
+    "mm": 4, "triton: add_rms_norm": 2, "triton: gate": 1, "triton: node_tokens": 1, "triton: tree_steps": 1,
+    "triton: gated_norm": 1,
+}  # fmt: skip
 LAYER = {
     "mm": 4, "triton: add_rms_norm": 2, "triton: gate": 1, "triton: rotate_append": 1, "triton: tree_attention": 2,
 }  # fmt: skip
@@ -45,3 +50,15 @@ def test_a_layer_is_ten_launches(tiny_target, pretended_cuda, n_rows, tree, batc
     )
     assert {name: (more[name] - few[name]) / 3 for name in more if more[name] != few[name]} == LAYER
     assert sum(LAYER.values()) == 10
+
+
+@pytest.mark.parametrize(("n_rows", "tree"), [(1, False), (7, True)])
+def test_a_layer_of_linear_attention_is_ten_launches(tiny_target, pretended_cuda, n_rows, tree):
+    heads = {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 8, "kernel": 4}
+    few, more = (
+        launches(pretended_cuda, tiny_target(n_layers=1 + n, dtype=torch.bfloat16, delta=delta).model, n_rows, tree, 1)
+        for n in (1, 4)
+        for delta in [DeltaConfig(layers=tuple(range(n)), **heads)]
+    )
+    assert {name: (more[name] - few[name]) / 3 for name in more if more[name] != few[name]} == LINEAR
+    assert sum(LINEAR.values()) == 10
