@@ -47,10 +47,11 @@ def _run_rank(work: Callable[[], int | None]) -> int:
             status = work()
         except SystemExit as end:  # of a server that was told to stop
             status = end.code
-        leave()
+        if not status:  # else the others may wait for this one, and the launcher ends them
+            leave()
         return int(status or 0)
     except Exception as error:
-        if not (is_first and isinstance(error, ValueError)):
+        if not is_first or isinstance(error, RuntimeError):
             # If another rank failed, perhaps for the same reason, the launcher ends this one now.
             time.sleep(GRACE_S)
             console.silent = False

@@ -2,8 +2,9 @@
 
 Each rank has its share of every layer: of the heads, with their rows of the cache, and of the feed-forward's width.
 What a sub-layer adds to the residual stream is summed over the ranks, so the stream is the same on all of them, bit for
-bit. Embedding, norms, LM head and drafts are whole on each. All ranks run the same program on the same requests; what
-only one of them can know, such as a measured time, comes from the first.
+bit. They share the LM head's rows too, and each gets all logits. Embedding, norms and drafts are whole on each. All
+ranks run the same program on the same requests; what only one of them can know, such as a measured time, comes from the
+first.
 """
 
 import os

@@ -1,5 +1,6 @@
 """Commands with --tensor-parallel on two ranks: one process's text, written once; errors; a rank that dies."""
 
+import argparse
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.launch import cli
+from longdraft.launch import cli, ranks
+from longdraft.models import tensor_parallel
 from longdraft.train import launcher
 
 COMMAND = [sys.executable, "-m", "longdraft.launch.cli"]
@@ -95,3 +97,24 @@ def test_when_a_rank_dies_the_others_end(tiny):
     assert process.returncode == 128 + signal.SIGKILL and time.monotonic() - began < 45
     assert "longdraft generate: error: a rank was killed by SIGKILL" in shown.splitlines()[-1]
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+@pytest.fixture
+def first_rank(monkeypatch):
+    """Makes this process the first rank, which must not wait for others."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(ranks.time, "sleep", lambda seconds: pytest.fail(f"it waits for {seconds} s"))
+    monkeypatch.setattr(tensor_parallel, "leave", lambda: pytest.fail("it waits for the others to leave"))
+
+
+def test_a_first_rank_that_fails_does_not_wait_for_ranks_that_wait_for_it(first_rank):
+    """As a server whose engine has failed: the others are in the middle of a step."""
+    assert ranks.run_on_ranks("serve", [], argparse.Namespace(), lambda: 1) == 1
+
+
+def test_a_closed_pipe_ends_the_first_rank_at_once(first_rank):
+    def write():
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        ranks.run_on_ranks("generate", [], argparse.Namespace(), write)
