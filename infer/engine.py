@@ -6,7 +6,7 @@ the same loop with a drafter that proposes only roots.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -150,22 +150,26 @@ class Engine:
         with self.drafter.used_by(self):
             runner, pool, unread = self.runner, self.pool, deque[tuple[list[ActiveSequence | None], Step]]()
             waiting = deque(self._sequence(request) for request in requests)
+            serves = arrivals is not None
             pool.start(slots, longest, [one.sampling for one in requests] or SERVED, self._log)
             while True:
-                idle = not (waiting or any(pool.sequences))
+                idle, came = not (waiting or any(pool.sequences)), ()
                 if arrivals is not None:
                     if idle:
                         unread.clear()  # the sequences of these steps are done, and their time would include the wait
                         runner.start()
-                    came, self._cancelled = self.ranks.from_first((arrivals(idle), self._cancelled))
-                    if came is None:
-                        arrivals = None
-                        continue
-                    waiting.extend(map(self._sequence, came))
+                    came = arrivals(idle)
                 elif idle:
                     return
-                if self._cancelled:
-                    yield from self._drop(waiting)
+                # The reader of a piece, or another thread, may cancel more; the next turn handles those.
+                cancelled, self._cancelled = self._cancelled, set()
+                if serves:
+                    came, cancelled = self.ranks.from_first((came, cancelled))
+                if came is None:
+                    arrivals, came = None, ()
+                waiting.extend(map(self._sequence, came))
+                if cancelled:
+                    yield from self._drop(waiting, cancelled)
                 pool.admit(waiting, one_pass=arrivals is not None)  # requests may arrive or be cancelled between passes
                 if any(decoding := pool.decoding):
                     unread.append((decoding, runner.step()))
@@ -175,10 +179,8 @@ class Engine:
     def _sequence(self, request: Request) -> ActiveSequence:
         return ActiveSequence(request, self.target, self.max_length)
 
-    def _drop(self, waiting: deque[ActiveSequence]) -> Iterator[Piece]:
+    def _drop(self, waiting: deque[ActiveSequence], cancelled: Set[int]) -> Iterator[Piece]:
         """End the cancelled requests: those on a slot, in a prefill or still waiting."""
-        # The reader of a piece may cancel another prompt; the next call handles that one.
-        cancelled, self._cancelled = self._cancelled, set()
         ended = [sequence for sequence in waiting if sequence.request.index in cancelled]
         for sequence in ended:
             waiting.remove(sequence)

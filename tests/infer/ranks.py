@@ -16,6 +16,7 @@ import torch
 from longdraft.infer.drafters import triforce
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.engine import Engine
+from longdraft.infer.requests import read_requests
 from longdraft.infer.sampling import SamplingParams
 from longdraft.kernels.cpu import library
 from longdraft.models.hf import build_decoder
@@ -39,6 +40,18 @@ def share_of(target: Target, dtype: torch.dtype) -> Target:
     for name, parameter in part.named_parameters():
         parameter.data.copy_(share(name, weights[name].data, parameter.shape, config, ranks))
     return replace(target, model=part.to(dtype))
+
+
+def served(engine: Engine) -> dict[int, list[int]]:
+    """The tokens of two requests of the first rank, whose reader cancels one after the last arrivals."""
+    params, asked = SamplingParams(max_new_tokens=exactness.NEW), exactness.prompts("gqa", "overflow")[:2]
+    arrivals, ended = iter([read_requests(engine.target, asked, params, engine.max_length), None]), {}
+    for piece in engine.serve(lambda idle: next(arrivals) if ranks.rank == 0 else ()):
+        if ranks.rank == 0 and piece.index == 1:
+            engine.cancel(1)
+        if piece.generation:
+            ended[piece.index] = piece.generation.tokens
+    return ended
 
 
 def bits_depend_on_width(target: Target) -> bool:
@@ -80,5 +93,7 @@ for name, kind, precision in given["cases"]:
     if ranks.rank == 1:  # the first rank's requests count
         asked, params = asked[::-1], [SamplingParams(seed=1)] * len(params)
     found[f"{name} {kind} {precision}"] = exactness.decoded(engine, [asked[index] for _, index in cases], params)
+whole = tiny.make_tiny_target(vocab_size=exactness.VOCAB, max_positions=exactness.POSITIONS)
+found["served"] = served(Engine(share_of(whole, torch.float32), slots=2))
 Path(f"{given['out']}-{ranks.rank}").write_text(json.dumps(found))
 leave()

@@ -343,6 +343,14 @@ def test_ranks_that_share_a_target_give_plain_decodings_tokens(on_two_ranks, pla
         assert found == [want[sampling][index] for sampling, index in every(RANKED)]
 
 
+def test_what_the_first_rank_serves_and_cancels_counts(on_two_ranks, plain):
+    """Also after its last arrivals."""
+    served, others = (of["served"] for of in on_two_ranks)
+    want = plain("gqa", "overflow")["greedy"]
+    assert served == others
+    assert served["0"] == want[0] and 0 < len(served["1"]) < NEW and served["1"] == want[1][: len(served["1"])]
+
+
 @pytest.mark.parametrize(("name", "lag"), in_turn((1, 0)))
 def test_an_engine_is_used_again(models, plain, name, lag):
     """With another batch size, other slots, longer prompts, and after a stream that nobody read to its end."""
