@@ -96,14 +96,10 @@ def show(text: str) -> None:
         raise ValueError(message) from error
 
 
-silent = False  # whether another process writes the notes
-
-
 def note(line: str = "") -> None:
     """Write a line to standard error, above any progress bar."""
-    if not silent:
-        tqdm.write(line, file=sys.stderr)
-        sys.stderr.flush()
+    tqdm.write(line, file=sys.stderr)
+    sys.stderr.flush()
 
 
 class _IgnoringErrors(FileIO):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from longdraft.launch import console
+from longdraft.launch.console import INTERRUPTED, note
 from longdraft.models.files import STOP_SIGNALS
 
 GRACE_S = 20.0
@@ -31,7 +31,10 @@ def run_on_ranks(command: str, argv: Sequence[str], args: argparse.Namespace, wo
         raise ValueError(f"--device: {device} is one GPU, and --tensor-parallel needs {args.tensor_parallel}; omit it")
     devices = rank_devices(args.tensor_parallel, device.type, "--tensor-parallel")
     cli = Path(__file__).with_name("cli.py")
-    return launch_ranks([str(cli), command, *argv], devices, f"longdraft {command}", "start it again")
+    status = launch_ranks([str(cli), command, *argv], devices, f"longdraft {command}", "start it again")
+    if status == INTERRUPTED:
+        note(f"longdraft {command}: interrupted")
+    return status
 
 
 def _run_rank(work: Callable[[], int | None]) -> int:
@@ -41,7 +44,7 @@ def _run_rank(work: Callable[[], int | None]) -> int:
     stop_with_launcher()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if not (is_first := os.environ["RANK"] == "0"):
-        console.silent, sys.stdout = True, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        sys.stdout = sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         try:
             status = work()
@@ -54,5 +57,5 @@ def _run_rank(work: Callable[[], int | None]) -> int:
         if not is_first or isinstance(error, RuntimeError):
             # If another rank failed, perhaps for the same reason, the launcher ends this one now.
             time.sleep(GRACE_S)
-            console.silent = False
+            sys.stderr = sys.__stderr__
         raise

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add_fields(add, NUMBERS, max_new_tokens=1024, seed=0)
     help = "drop a conversation whose answer gets longer (default), or keep the answer so far, without an end token "
     add("--unfinished", choices=("drop", "keep"), help=help + "to learn (default for texts)")
+    parser.set_defaults(tensor_parallel=1)
     add_model(parser)("--batch", type=at_least(1), default=8, metavar="N", help="conversations decoded together")
     add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=False)
     add = parser.add_argument_group("servers, instead of decoding on this machine").add_argument

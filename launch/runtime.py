@@ -44,9 +44,9 @@ class Drafting:
         self.device = (
             check_device(args.device, "--device") if args.device else default_device("--device", "give --device cpu")
         )
-        n_ranks = getattr(args, "tensor_parallel", 1)
-        if n_ranks > 1 and self.device.type == "cuda":
+        if args.tensor_parallel > 1 and self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
         start(self.device, "--device")  # fails before anything is loaded if CUDA does not start
         self.names, self.options = drafter_names(args.drafter, args.draft, alone), read_options(args.option)
         for key in self.options:
@@ -58,11 +58,11 @@ class Drafting:
         # The section `target` of the run that trained the first draft.
         trained = (read_info(args.draft[0]).train_config.get("target") if args.draft else None) or {}
         self.loader = args.loader or trained.get("loader", "longdraft")
-        if n_ranks > 1 and self.loader != "longdraft":
+        if args.tensor_parallel > 1 and self.loader != "longdraft":
             raise ValueError(f"--tensor-parallel: not with {self.loader}'s classes; omit it, or --loader")
         self.max_positions = trained.get("max_positions")
         self.source = args.target or _source(args.draft, trained)
-        self.ranks = join(n_ranks, self.device)
+        self.ranks = join(args.tensor_parallel, self.device)
 
     def open_target(self) -> Target:
         """Load the target and print a line about it. From here on, warnings are printed as one line, without location.

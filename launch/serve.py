@@ -56,7 +56,7 @@ def _follow(engine: Engine) -> int:
         try:
             deque(engine.serve(lambda idle: ()), maxlen=0)
         except RuntimeError:
-            if not told:
+            if not told:  # else the first rank has ended without a word, as it may when it is told twice
                 raise
     return 0
 

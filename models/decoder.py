@@ -54,7 +54,7 @@ class LMHead(Linear):
     """A linear layer whose rows, one for each of `n_tokens` tokens, the ranks share; each gets all logits."""
 
     def __init__(self, width: int, n_tokens: int, ranks: TensorParallel = ALONE):
-        super().__init__(width, len(ranks.part(torch.empty(n_tokens, device="meta"), 0)), bias=False)
+        super().__init__(width, ranks.place(n_tokens)[1], bias=False)
         self.n_tokens, self.ranks = n_tokens, ranks
 
     def forward(self, input: Tensor, norm: RMSNorm | None = None, **options: Any) -> Tensor:

@@ -69,17 +69,16 @@ def estimate_memory(
         prompt_rows: query tokens of each prompt pass that is recorded, once per slot.
         kinds: how often each width is recorded.
     """
-    config, weight, width = model.config, model.embed_tokens.weight, max(widths)
-    dtype = weight.dtype
+    config, weight, width, n_ranks = model.config, model.embed_tokens.weight, max(widths), model.ranks.size
+    dtype, shared = weight.dtype, model.lm_head.weight.nbytes if config.tie_embeddings and n_ranks > 1 else 0
     verification = pass_bytes(config, batch * width, dtype) + exact_bytes(model, batch, min(width, MOST_ROWS), capacity)
     verification = max(verification, commit_bytes(config, batch, weight.device))
-    joined = config.vocab_size
-    if (n_ranks := model.ranks.size) > 1:  # all logits as they come and joined, and the parts of a sum
-        joined = 2 * config.vocab_size + n_ranks * config.hidden_size
-    verification += batch * width * joined * dtype.itemsize
+    summed = n_ranks * config.hidden_size if n_ranks > 1 else 0
+    # Of several ranks: all logits as they come and joined, and the parts of a sum.
+    verification += batch * width * (min(2, n_ranks) * config.vocab_size + summed) * dtype.itemsize
     verification += pending_bytes(config, batch * width, dtype, weight.device)
     last = min(chunk, MOST_ROWS)  # a prompt's last pass may be narrow
-    short = pass_bytes(config, last, dtype) + exact_bytes(model, 1, last, capacity)
+    short = pass_bytes(config, last, dtype) + exact_bytes(model, 1, last, capacity) + last * summed * dtype.itemsize
     passes, steps = max(pass_bytes(config, chunk, dtype), short, verification), 0
     if recorded is not None:  # a pool of memory for the passes, and the outputs of each width
         outputs = {"logits": config.vocab_size, "pre_norm": config.hidden_size, "post_norm": config.hidden_size}
@@ -91,7 +90,7 @@ def estimate_memory(
         narrow = [batch * n_rows for n_rows in widths if batch * n_rows <= MOST_TOKENS]
         passes = max(passes, c_layers_bytes(config, max(narrow, default=0), dtype))
     return {
-        "weights": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "weights": sum(p.nbytes for p in model.parameters()) - shared,
         # States twice: those that are kept for later prompts too (infer/kept_prompts.py).
         "cache": size_of([*cache_rows(config, batch * capacity, dtype), *delta_states(config, 2 * batch, dtype)]),
         "passes": passes,

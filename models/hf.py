@@ -49,16 +49,19 @@ def build_decoder(
     if they do not fit into its free memory."""
     with torch.device("meta"):
         decoder = Decoder(config, ranks)
+    if config.tie_embeddings:
+        decoder.lm_head.register_parameter("weight", None)  # until the embedding is allocated
     free = ranks.free_bytes(torch.device(device))
     needed = dtype.itemsize * sum(weight.numel() for weight in decoder.parameters())
     if free is not None and needed > free:
         raise ValueError(
-            f"device: {device} has {size(free)} free, but the target's weights take {size(needed)} in {dtype}; use a "
-            "larger device, several (tensor_parallel), or a smaller target"
+            f"device: {device} has {size(free)} free, but the target's weights take {size(needed)} in "
+            f"{str(dtype).removeprefix('torch.')}; use a larger device or a smaller target, or decode on several GPUs "
+            "(--tensor-parallel)"
         )
     # `to_empty` does the same, but imports a part of PyTorch that takes half a second.
     decoder._apply(lambda unset: torch.empty(unset.shape, dtype=dtype, device=device))
-    decoder.tie()  # _apply has untied the weights
+    decoder.tie()
     return decoder.requires_grad_(False).eval()
 
 
@@ -69,7 +72,7 @@ def load_target(
     max_positions: int | None = None,
     *,
     build: Callable[[DecoderConfig, torch.dtype, torch.device | str], Decoder] | None = None,
-    whole: Callable[[nn.Parameter], AbstractContextManager[object]] = nullcontext,
+    whole: Callable[[nn.Parameter], AbstractContextManager[Tensor]] = nullcontext,
     ranks: TensorParallel = ALONE,
 ) -> Target:
     """Load a frozen target.
@@ -81,15 +84,16 @@ def load_target(
         dtype, device: of the weights.
         max_positions: how many positions the target takes, if not the number in its configuration.
         build: makes the decoder with unset weights; None: `build_decoder`.
-        whole: context manager entered while a parameter is written. `build` and `whole` are for callers that keep the
-            weights elsewhere (train/sharding.py).
-        ranks: from `tensor_parallel.join`; each then loads its share of the target.
+        whole: context manager that returns all rows of a parameter, which are written inside. `build` and `whole` are
+            for callers that keep the weights elsewhere (train/sharding.py).
+        ranks: from `tensor_parallel.join`; each then loads its share of the target. Not with `build`.
     Raises: ValueError for an unknown path or device, an unsupported architecture or option, weights that do not fit
         their configuration or the free memory, and heads or widths that the ranks cannot share.
     """
     device = check_device(device)
     name, location = _locate(path)
     hf_config, tensors = _open(location)
+    assert build is None or ranks.size == 1
     config = decoder_config(hf_config, max_positions)
     model = build_decoder(config, dtype, device, ranks) if build is None else build(config, dtype, device)
     if ranks.size == 1:

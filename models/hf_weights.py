@@ -267,13 +267,12 @@ def fill(
     decoder: Decoder,
     tensors: Iterable[tuple[str, Tensor]],
     source: str,
-    whole: Callable[[nn.Parameter], AbstractContextManager[object]] = nullcontext,
+    whole: Callable[[nn.Parameter], AbstractContextManager[Tensor]] = nullcontext,
     loaded: bool = False,
 ) -> None:
     """Copy a checkpoint's tensors, by Hugging Face name, into the decoder, cast to its dtype.
 
-    A parameter is written once all of its tensors have been read, inside `whole`, which makes all its rows available:
-    the parameter's own, or those of the tensor that it returns.
+    A parameter is written once all of its tensors have been read, inside `whole`, which returns all its rows.
     The LM head of a tied checkpoint is not read. loaded: as in `places`.
 
     Raises ValueError that names `source` and every missing, unexpected or mis-shaped tensor.
@@ -294,8 +293,7 @@ def fill(
         parts = waiting.setdefault(parameter, {})
         parts[name] = tensor
         if len(parts) == n_parts[parameter]:
-            with whole(parameters[parameter]) as given:
-                rows = given if isinstance(given, Tensor) else parameters[parameter]
+            with whole(parameters[parameter]) as rows:
                 for part, value in waiting.pop(parameter).items():
                     problems += _copy(value, part, table[part], rows)
     problems += [f"missing {name}" for name in table if name in missing]

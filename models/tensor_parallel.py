@@ -45,10 +45,14 @@ class TensorParallel:
             return x_BTD
         return rank_sum(self._gathered(x_BTD))
 
+    def place(self, total: int) -> tuple[int, int]:
+        """Start and length of this rank's part of `total`; the last one's is shorter where they do not divide it."""
+        most = -(-total // self.size)
+        return min(most * self.rank, total), min(most, max(0, total - most * self.rank))
+
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a dimension: a view. The last rank's is smaller where they do not divide it."""
-        first, last = (min(-(-x.shape[dim] // self.size) * rank, x.shape[dim]) for rank in (self.rank, self.rank + 1))
-        return x.narrow(dim, first, last - first)
+        """This rank's part of a dimension: a view."""
+        return x.narrow(dim, *self.place(x.shape[dim]))
 
     def joined(self, part: Tensor, dim: int, total: int) -> Tensor:
         """The ranks' parts of a dimension together, which then has the size `total`."""
@@ -104,7 +108,8 @@ def join(size: int, device: torch.device) -> TensorParallel:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     ranks = TensorParallel(dist.get_rank(), size)
-    ranks.sum(torch.zeros(1, 1, 1, device=device))  # NCCL connects at its first collective
+    for n_tokens in (1, MOST_ROWS + 1):  # NCCL connects, and takes memory, at its first collectives
+        ranks.sum(torch.zeros(1, n_tokens, 1, device=device))
     return ranks
 
 

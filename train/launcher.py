@@ -65,8 +65,8 @@ def launch_ranks(
     remedy: str = "the same command resumes from the newest checkpoint",
 ) -> int:
     """Run a Python script once for each device. Returns the exit status: 0, or that of the first rank that fails (128
-    plus the signal's number if a signal killed it). The other ranks are then ended. A stop signal (STOP_SIGNALS) is
-    forwarded to the ranks as SIGTERM, and they are waited for, however long they take to save.
+    plus the number of the signal that killed it, or that was forwarded). The other ranks are then ended. A stop signal
+    (STOP_SIGNALS) is forwarded to the ranks as SIGTERM, and they are waited for, however long they take to save.
 
     Args:
         argv: the script and its arguments. The script calls `stop_with_launcher`.
@@ -107,7 +107,7 @@ def launch_ranks(
     if failure < 0 and not received:
         why = f"a rank was killed by {signal.Signals(-failure).name} (often out of memory) and the others were ended"
         print(f"{name}: error: {why}; {remedy}", file=sys.stderr)
-    return failure if failure >= 0 else 128 - failure
+    return failure if failure >= 0 else 128 + (received[0] if received else -failure)
 
 
 def _failure(statuses: Sequence[int | None]) -> int:

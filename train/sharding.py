@@ -7,13 +7,12 @@ each over its own tokens.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from longdraft.models.decoder import Decoder
@@ -32,7 +31,12 @@ def load_sharded_target(path: str | Path, dtype: torch.dtype, ranks: Ranks, max_
     and get the first rank's weights. Beside its share, a device never holds more than one whole layer, and in a pass
     also the next one, which is prefetched.
     """
-    whole = partial(deepspeed.zero.GatheredParameters, modifier_rank=0)
+
+    @contextmanager
+    def whole(parameter: nn.Parameter) -> Iterator[Tensor]:
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
+            yield parameter
+
     return load_target(path, dtype, ranks.device, max_positions, build=build_sharded_decoder, whole=whole)
 
 

@@ -97,7 +97,8 @@ class DraftModule(nn.Module):
         """The target's LM head for the draft's tokens, which shares the target's weights where it can."""
         ranks, rows, n_tokens = model.ranks, model.lm_head.weight, model.config.vocab_size
         if self.token_ids is not None:
-            rows, n_tokens = ranks.part(self.head(ranks.joined(rows, 0, n_tokens)), 0).clone(), len(self.token_ids)
+            rows, n_tokens = self.head(ranks.joined(rows, 0, n_tokens)), len(self.token_ids)
+            rows = rows if ranks.size == 1 else ranks.part(rows, 0).clone()
         with torch.device("meta"):
             head = LMHead(rows.shape[1], n_tokens, ranks)
         head.weight = nn.Parameter(rows.detach(), requires_grad=False)

@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from longdraft.infer.drafters import triforce
+from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.requests import read_requests
@@ -82,7 +83,8 @@ for name, kind, precision in given["cases"]:
     experts = target.model.config.experts  # whose C kernels need widths that are multiples of 8
     assert (experts and experts.size % 8) or not bits_depend_on_width(target), (kind, precision)
     try:
-        drafter = "plain" if name == "plain" else exactness.DRAFTERS[name](target, small)
+        parts = [exactness.DRAFTERS[part](target, small) for part in name.split("+") if part != "plain"]
+        drafter = Combined(parts) if len(parts) > 1 else [*parts, "plain"][0]
     except ValueError as error:
         found[f"{name} {kind} {precision}"] = str(error)
         continue

@@ -315,7 +315,7 @@ RANKED = ("greedy", "T0.7", "T1_penalty")
 KINDS_ON_RANKS = ("gqa", "mha", "moe", "gemma3", "gpt_oss", "qwen3_5")
 ON_RANKS = [(name, KINDS_ON_RANKS[place % len(KINDS_ON_RANKS)], "fp32") for place, name in enumerate(DRAFTERS)]
 ON_RANKS += [("plain", kind, "fp32") for kind in KINDS_ON_RANKS]
-HALF_ON_RANKS = ("plain", "tokenswift_draft_pass", "longspec", "triforce", "token_recycling")
+HALF_ON_RANKS = ("plain", "tokenswift_draft_pass", "longspec", "triforce", "medusa+token_recycling")
 ON_RANKS += [(name, "gqa", "bf16") for name in HALF_ON_RANKS]
 
 

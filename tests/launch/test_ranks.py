@@ -33,10 +33,10 @@ def run(*arguments, text="", status=0):
 def test_two_ranks_generate_what_one_process_does(tiny, capsys):
     asked = ["generate", "--target", tiny, "--max-new-tokens", "24", "--temperature", "0.8", "--json"]
     drafters = ["--drafter", "plain", "token_recycling+prompt_lookup", "triforce"]
-    ended = run(*asked, *drafters, "--seed", "3", *ON_TWO, text=TEXT)
+    ended = run(*asked, *drafters, "--seed", "3", *ON_TWO, text=TEXT * 30)  # more tokens than are added in order
     assert "Traceback" not in ended.stderr and ended.stderr.count("Loading") == 1
     found = json.loads(ended.stdout)
-    alone = [*map(str, asked), "--seed", "3", "--dtype", "fp32", "--device", "cpu", "--prompt", TEXT]
+    alone = [*map(str, asked), "--seed", "3", "--dtype", "fp32", "--device", "cpu", "--prompt", TEXT * 30]
     assert cli.main(alone) == 0
     assert found["same_tokens"] and found["generations"][0]["tokens"] == json.loads(capsys.readouterr().out)["tokens"]
 
