@@ -257,8 +257,7 @@ class Runner:
             if expected is not None:
                 self.policy.decide(expected)
             per_slot = sum(len(step.tokens[slot]) for slot in taking_part) / max(len(taking_part), 1)
-            seconds = self.model.ranks.of_first(torch.tensor([work, draft_begin.seconds_to(draft_end)]).double())
-            work, draft_seconds = seconds.tolist()
+            work, draft_seconds = self.model.ranks.numbers_of_first(work, draft_begin.seconds_to(draft_end))
             self.policy.record(step.num_query_tokens, work, draft_seconds, per_slot, step.stages, typical)
         if logprobs:
             of_slots = zip(step.tokens, *logprobs, strict=True)

@@ -74,6 +74,10 @@ class TensorParallel:
             dist.broadcast(x, 0)
         return x
 
+    def numbers_of_first(self, *numbers: float) -> tuple[float, ...]:
+        """The first rank's numbers: `from_first` in less time."""
+        return numbers if self.size == 1 else tuple(self.of_first(torch.tensor(numbers, dtype=torch.float64)).tolist())
+
     def from_first(self, value: T) -> T:
         """The first rank's value, which may be any object, on the host."""
         values = [value]
