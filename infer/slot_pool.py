@@ -172,6 +172,8 @@ class SlotPool:
                 with runner.graphs.rehearsal(), torch.no_grad():
                     self._forward(slot, [], n_rows, self._needs())
         except RuntimeError as error:
+            if self.model.ranks.size > 1:  # the others would record on
+                raise
             log(f"prefill passes are not recorded: {error}")
             self._row_counts = ()
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from longdraft.launch.console import INTERRUPTED, note
+from longdraft.launch.console import INTERRUPTED
 from longdraft.models.files import STOP_SIGNALS
 
 GRACE_S = 20.0
@@ -33,7 +33,7 @@ def run_on_ranks(command: str, argv: Sequence[str], args: argparse.Namespace, wo
     cli = Path(__file__).with_name("cli.py")
     status = launch_ranks([str(cli), command, *argv], devices, f"longdraft {command}", "start it again")
     if status == INTERRUPTED:
-        note(f"longdraft {command}: interrupted")
+        raise KeyboardInterrupt
     return status
 
 

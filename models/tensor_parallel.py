@@ -7,6 +7,7 @@ ranks run the same program on the same requests; what only one of them can know,
 first.
 """
 
+import gc
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -120,6 +121,7 @@ def join(size: int, device: torch.device) -> TensorParallel:
 def leave() -> None:
     """Leave the other ranks, if there are any, as the last action."""
     if dist.is_initialized():
+        gc.collect()  # engines, because NCCL's groups do not end before all CUDA graphs with their work are freed
         dist.barrier()
         dist.destroy_process_group()
 

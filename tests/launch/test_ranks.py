@@ -83,6 +83,12 @@ def test_what_no_ranks_can_have_is_refused_before_they_start(tiny, capsys, monke
     assert field in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_ctrl_c_is_reported_by_the_launcher(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(launcher, "launch_ranks", lambda *_: 128 + signal.SIGINT)
+    assert cli.main(["generate", "--target", str(tiny), "--prompt", "x", *ON_TWO]) == 130
+    assert capsys.readouterr().err == "longdraft generate: interrupted\n"
+
+
 def test_when_a_rank_dies_the_others_end(tiny):
     asked = ["generate", "--target", tiny, "--prompt", TEXT, "--max-new-tokens", "900", "--ignore-eos"]
     given, environment = [*COMMAND, *map(str, asked), *ON_TWO], os.environ | {"OMP_NUM_THREADS": "1"}

@@ -2,8 +2,11 @@
 tests/infer/test_exactness.py and tests/launch/test_ranks.py.
 """
 
+import weakref
+
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -21,7 +24,7 @@ from longdraft.models.footprint import estimate_memory
 from longdraft.models.hf import load_target
 from longdraft.models.passes import Pass
 from longdraft.models.stream import Stream
-from longdraft.models.tensor_parallel import TensorParallel, join
+from longdraft.models.tensor_parallel import TensorParallel, join, leave
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
@@ -123,3 +126,18 @@ def test_ranks_must_be_as_many_as_were_started(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(ValueError, match="tensor_parallel: 2, but WORLD_SIZE is None"):
         join(2, torch.device("cpu"))
+
+
+def test_recorded_work_is_freed_before_the_group_ends(monkeypatch):
+    """Engines have cycles, and NCCL would wait for their graphs."""
+
+    class Engine:
+        def __init__(self):
+            self.runner = self
+
+    alive, ended = weakref.ref(Engine()), []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(alive()))
+    leave()
+    assert ended == [None]

@@ -150,6 +150,7 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(tmp_path, number, when):
 
 @pytest.mark.parametrize(("code", "status", "said"), [
     ("os.kill(os.getpid(), 9)", 137, "a rank was killed by SIGKILL"), ("sys.exit(3)", 3, ""), ("pass", 0, ""),
+    ("os.kill(os.getppid(), 2); signal.pthread_sigmask(signal.SIG_UNBLOCK, [15]); time.sleep(50)", 130, ""),
 ])  # fmt: skip
 def test_where_a_rank_ends_the_others_are_ended(tmp_path, monkeypatch, capfd, code, status, said):
     """The second one waits for SIGTERM, and the third for more; where the first ends well, they are waited for."""
