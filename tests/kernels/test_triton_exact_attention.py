@@ -13,11 +13,16 @@ from longdraft.kernels import backend
 from longdraft.kernels.tree import PassPlan
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 from longdraft.kernels.triton import exact_attention as module
-from longdraft.models.decoder_config import ExpertsConfig
+from longdraft.models.decoder_config import DeltaConfig, ExpertsConfig
 from longdraft.models.footprint import estimate_memory
 from longdraft.models.passes import Pass
 
-EXACT = {"linear", "exact_attention"}
+EXACT = {"linear", "exact_attention", "gated_delta", "delta_layer"}
+LINEAR = DeltaConfig(layers=(0,), key_heads=2, value_heads=4, key_dim=16, value_dim=8, kernel=4)
+HYBRID = {  # as Qwen3-Next: linear attention, gated attention, a shared expert
+    "n_layers": 2, "delta": LINEAR, "gated": True, "qk_norm": True, "experts": ExpertsConfig(4, 2, 24, True),
+    "shared_expert_size": 16,
+}  # fmt: skip
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 # The interpreter reads bf16 as integers.
@@ -138,12 +143,14 @@ def test_so_are_the_products_of_a_linear_layers_splits(monkeypatch, exact_on_any
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, {"experts": ExpertsConfig(4, 2, 24, True)}], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"experts": ExpertsConfig(4, 2, 24, True)}, HYBRID], ids=["dense", "experts", "linear attention"]
+)
 def test_a_models_logits_have_plain_decodings_bits(monkeypatch, exact_on_any_device, trees, tiny_target, fields):
     """Through linear layers, attention and LM head: 8 rows of a chain and of a tree, and each path token by token."""
     monkeypatch.setattr("longdraft.kernels.tree.pack_tree", None)  # nobody reads the bits of ancestors
     monkeypatch.setattr("torch.nn.functional.grouped_mm", None)  # nor is PyTorch's product used
-    model = tiny_target(vocab_size=61, n_layers=1, dtype=DTYPE, **fields).model.to(DEVICE)
+    model = tiny_target(vocab_size=61, dtype=DTYPE, **{"n_layers": 1} | fields).model.to(DEVICE)
     mask = trees.random_tree(9, 3)[:8, :8]
     tokens = torch.randint(61, (1, 26), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
