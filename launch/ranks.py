@@ -15,6 +15,7 @@ from pathlib import Path
 from longdraft.launch.console import INTERRUPTED
 from longdraft.models.files import STOP_SIGNALS
 
+# How long a rank that has failed waits to be ended before it reports its error itself.
 GRACE_S = 20.0
 
 
