@@ -96,9 +96,8 @@ def gated_norm(read_BTVv: Tensor, gate_BTF: Tensor, weight_v: Tensor, eps: float
     gate_BTF: its rows may lie apart. weight_v, eps: of the norm.
     """
     triton = backend.triton_kernels("delta_layer", gate_BTF.device.type)
-    if triton is None or torch.is_grad_enabled():
-        return gated_norm_reference(read_BTVv, gate_BTF, weight_v, eps)
-    return triton.gated_norm(read_BTVv, gate_BTF, weight_v, eps)
+    found = gated_norm_reference if triton is None else triton.gated_norm
+    return found(read_BTVv, gate_BTF, weight_v, eps)
 
 
 def gated_norm_reference(read_BTVv: Tensor, gate_BTF: Tensor, weight_v: Tensor, eps: float) -> Tensor:
