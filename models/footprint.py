@@ -147,7 +147,8 @@ def pending_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype, device
     inputs = (delta.channels + heads * width + 2 * heads) * dtype.itemsize
     pending = len(delta.layers) * (inputs + 4 * (2 * heads * delta.key_dim + delta.channels + 2 * heads))
     in_torch = backend.is_host(device) and not cpu_delta.serves(width)
-    memories = 2 * 4 * heads * delta.key_dim * width if in_torch else 0  # temporaries of a token in each slot too
+    # fp32, and half as much again for temporaries of a token in each slot.
+    memories = 6 * heads * delta.key_dim * width if in_torch else 0
     return n_rows * (pending + memories)
 
 

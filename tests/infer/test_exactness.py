@@ -329,7 +329,7 @@ def on_two_ranks(tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize("case", ON_RANKS, ids=" ".join)
-def test_ranks_that_share_a_target_give_plain_decodings_tokens(on_two_ranks, plain, case):
+def test_ranks_that_share_a_target_give_plain_decodings_tokens(on_two_ranks, plain, case, request):
     """Those of the whole target in fp32. In bf16 sums over the ranks are rounded, so those of the ranks themselves; and
     the ranks' drafts differ, as a GPU's may."""
     (_, kind, precision), (found, others) = case, (of[" ".join(case)] for of in on_two_ranks)
@@ -337,6 +337,7 @@ def test_ranks_that_share_a_target_give_plain_decodings_tokens(on_two_ranks, pla
     if isinstance(found, str):
         assert ("linear attention" if kind == "qwen3_5" else "sliding windows") in found
     elif precision == "bf16":
+        request.getfixturevalue("c_kernels")
         assert found == on_two_ranks[0]["plain gqa bf16"]
     else:
         want = plain(kind, "overflow")

@@ -339,9 +339,9 @@ def test_a_shared_parameter_is_gathered_once(tmp_path):
     gathered: list[nn.Parameter] = []
 
     @contextmanager
-    def whole(parameter: nn.Parameter) -> Iterator[None]:
+    def whole(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
         gathered.append(parameter)
-        yield
+        yield parameter
 
     ours = load_target(folder, dtype=torch.float32, whole=whole).model
     assert len(gathered) == len(list(ours.parameters())) < len(places(ours.config))
