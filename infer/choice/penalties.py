@@ -46,7 +46,7 @@ class Penalties:
         self.biases = biases if any(biases) else None
         self.held_back = held_back if any(held_back) else None
         self._least = column([p.min_new_tokens for p in params], 0, torch.int64, device) if self.held_back else None
-        self._tables: dict[tuple[bool, int], Tensor] = {}
+        self._tables: dict[tuple[str, int], Tensor] = {}
         self._widths: dict[int, tuple[Tensor, int]] = {}
         self._counts = self._presence is not None or self._frequency is not None
         self._reads_all = self._repetition is not None or self._counts
@@ -112,10 +112,10 @@ class Penalties:
                 generated_BMC = seen_BMC & (places_BC >= history.prompt_lengths[:, None])[:, None]
                 logits_BMV = self._subtract(logits_BMV, tokens_B1C, generated_BMC)
         if self.biases is not None:
-            logits_BMV = logits_BMV + self._table(False, logits_BMV.shape[-1])
+            logits_BMV = logits_BMV + self._table("biases", logits_BMV.shape[-1])
         if self.held_back is not None and self._least is not None:
             early_BM = positions_BM + 1 - history.prompt_lengths[:, None] < self._least
-            table_B1V = self._table(True, logits_BMV.shape[-1])
+            table_B1V = self._table("held_back", logits_BMV.shape[-1])
             logits_BMV = logits_BMV + torch.where(early_BM[:, :, None], table_B1V, NOTHING)
         return logits_BMV if ids_R is None else logits_BMV[..., ids_R]
 
@@ -149,15 +149,15 @@ class Penalties:
             self._widths[id(ids_R)] = ids_R, int(ids_R.max()) + 2
         return self._widths[id(ids_R)][1]
 
-    def _table(self, held_back: bool, width: int) -> Tensor:
-        """What held_back, else biases, adds to each slot's logits: fp32 [B, 1, V]; cached."""
-        key = held_back, width
+    def _table(self, name: str, width: int) -> Tensor:
+        """What the attribute of this name, biases or held_back, adds to each slot's logits: fp32 [B, 1, V]; cached."""
+        key = name, width
         if key not in self._tables:
             self._tables[key] = from_host(self._host_table(*key), self._device)
         return self._tables[key]
 
-    def _host_table(self, held_back: bool, width: int) -> Tensor:
-        of_slots: Sequence[Biases] = (self.held_back if held_back else self.biases) or ()
+    def _host_table(self, name: str, width: int) -> Tensor:
+        of_slots: Sequence[Biases] = getattr(self, name) or ()
         table_BV = torch.full((len(of_slots), width), NOTHING)
         for row_V, pairs in zip(table_BV, of_slots, strict=True):
             for token, bias in pairs:
