@@ -317,6 +317,8 @@ ON_RANKS = [(name, KINDS_ON_RANKS[place % len(KINDS_ON_RANKS)], "fp32") for plac
 ON_RANKS += [("plain", kind, "fp32") for kind in KINDS_ON_RANKS]
 HALF_ON_RANKS = ("plain", "tokenswift_draft_pass", "longspec", "triforce", "medusa+token_recycling")
 ON_RANKS += [(name, "gqa", "bf16") for name in HALF_ON_RANKS]
+RECORDED_ON_RANKS = ("longspec", "triforce", "tokenswift_draft_pass", "medusa+token_recycling")  # on a pretended GPU
+ON_RANKS += [(name, "gqa", "recorded") for name in RECORDED_ON_RANKS]
 
 
 @pytest.fixture(scope="module")
