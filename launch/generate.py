@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
     """Decode with each drafter."""
     # Everything that can be checked without the model is checked before it is loaded.
     drafting, params = Drafting(args), SamplingParams(**given_sampling(args, (*OF_ONE_TEXT, *SAMPLING)))
-    params = drafting.ranks.from_first(replace(params, seed=draw_seed()) if params.seed is None else params)
+    params = replace(params, seed=draw_seed()) if params.seed is None else params
     given = drafting.ranks.from_first(_prompt(args, drafting.source) if drafting.ranks.rank == 0 else "")
     chat = args.chat or args.system is not None
     if given == "" and not chat and not load_tokenizer(drafting.source)("").input_ids:

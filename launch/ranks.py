@@ -24,10 +24,10 @@ def run_on_ranks(command: str, argv: Sequence[str], args: argparse.Namespace, wo
     status."""
     if "RANK" in os.environ:
         return _run_rank(work)
-    from longdraft.models.device import check_device, default_device
+    from longdraft.models.device import option_device
     from longdraft.train.launcher import launch_ranks, rank_devices
 
-    device = check_device(args.device, "--device") if args.device else default_device("--device", "give --device cpu")
+    device = option_device(args.device)
     if device.index is not None:
         raise ValueError(f"--device: {device} is one GPU, and --tensor-parallel needs {args.tensor_parallel}; omit it")
     devices = rank_devices(args.tensor_parallel, device.type, "--tensor-parallel")

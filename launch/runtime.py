@@ -14,7 +14,7 @@ from longdraft.data_prep.shards import ShardSet
 from longdraft.infer.drafters.build import DRAFTERS, TRAINED
 from longdraft.infer.engine import Engine
 from longdraft.launch.console import note
-from longdraft.models.device import check_device, default_device, start
+from longdraft.models.device import option_device, start
 from longdraft.models.draft_folder import draft_method, read_info
 from longdraft.models.fingerprint import tokenizer_hash
 from longdraft.models.hf import LOADERS
@@ -41,9 +41,7 @@ class Drafting:
 
     def __init__(self, args: argparse.Namespace, template: str | None = None, alone: Sequence[str] = ()):
         self.args, self.template = args, template
-        self.device = (
-            check_device(args.device, "--device") if args.device else default_device("--device", "give --device cpu")
-        )
+        self.device = option_device(args.device)
         if args.tensor_parallel > 1 and self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(self.device)

@@ -42,6 +42,11 @@ def default_device(name: str, otherwise: str) -> torch.device:
     return torch.device("cpu")
 
 
+def option_device(given: str | None) -> torch.device:
+    """The device of a command's option --device: the given one, else `default_device`."""
+    return check_device(given, "--device") if given else default_device("--device", "give --device cpu")
+
+
 def n_gpus() -> int:
     """How many GPUs PyTorch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
