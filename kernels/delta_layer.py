@@ -1,10 +1,9 @@
 """What a layer of linear attention does around its rule (kernels/gated_delta.py): before it the convolution, norms of
 queries and keys, and gates; after it the norm and the output's gate.
 
-Each is one launch in Triton for a pass over a cache, and some twenty small operations in PyTorch. Shapes: B slots, T
-tokens, V heads of the values, k key width, v value width, C channels of the convolution (queries, keys, values), W its
-width, F = V v, X = C + F + 2 V: what one product gives of a token: channels, the output's gate, and for each head beta
-and decay.
+Each is one launch in Triton, and some twenty small operations in PyTorch. Shapes: B slots, T tokens, V heads of the
+values, k key width, v value width, C channels of the convolution (queries, keys, values), W its width, F = V v,
+X = C + F + 2 V: what one product gives of a token: channels, the output's gate, and for each head beta and decay.
 """
 
 from collections.abc import Iterable
@@ -36,45 +35,57 @@ class DeltaWeights(NamedTuple):
         return channels, channels - 2 * self.key_heads * self.key_dim, heads, heads
 
 
-def node_tokens(
-    projected_BTX: Tensor, before_BWC: Tensor, recent_BTW: Tensor | None, weights: DeltaWeights
+def delta_tokens(
+    projected_BTX: Tensor,
+    before_BWC: Tensor,
+    recent_BTW: Tensor | None,
+    weights: DeltaWeights,
+    tokens: slice = slice(None),
 ) -> DeltaTokens:
-    """The tokens of a pass over a cache.
+    """Some tokens of a pass, by default all.
 
     Args:
-        projected_BTX: contiguous. before_BWC: the channels of the W - 1 tokens before the pass.
-        recent_BTW: `PassPlan.recent_rows`.
+        projected_BTX: of all tokens, contiguous. before_BWC: the channels of the W - 1 tokens before the pass.
+        recent_BTW: which tokens each one's convolution reads: `PassPlan.recent_rows` or `recent_in_pieces`. None: the
+            last ones.
     """
     triton = backend.triton_kernels("delta_layer", projected_BTX.device.type)
-    found = node_tokens_reference if triton is None else triton.node_tokens
-    return found(projected_BTX, before_BWC, recent_BTW, weights)
+    found = delta_tokens_reference if triton is None else triton.delta_tokens
+    return found(projected_BTX, before_BWC, recent_BTW, weights, tokens)
 
 
-def node_tokens_reference(
-    projected_BTX: Tensor, before_BWC: Tensor, recent_BTW: Tensor | None, weights: DeltaWeights
+def delta_tokens_reference(
+    projected_BTX: Tensor, before_BWC: Tensor, recent_BTW: Tensor | None, weights: DeltaWeights, tokens: slice
 ) -> DeltaTokens:
-    """`node_tokens` in plain PyTorch."""
-    width, n_tokens = weights.conv_CW.shape[1], projected_BTX.shape[1]
-    joined_BSC = torch.cat([before_BWC, projected_BTX[..., : weights.sizes[0]]], 1)
+    """`delta_tokens` in plain PyTorch."""
+    (start, stop, _), inputs_BTC = tokens.indices(projected_BTX.shape[1]), projected_BTX[..., : weights.sizes[0]]
     if recent_BTW is None:
-        taps = [joined_BSC[:, tap : tap + n_tokens] for tap in range(width)]
+        joined_BSC = torch.cat([before_BWC, inputs_BTC[:, :stop]], 1)
+        taps = (joined_BSC[:, start + tap : stop + tap] for tap in range(weights.conv_CW.shape[1]))
     else:
-        slots_B1 = torch.arange(len(joined_BSC), device=joined_BSC.device)[:, None]
-        taps = [joined_BSC[slots_B1, places_BT + width - 1] for places_BT in recent_BTW.unbind(2)]
-    return convolved(taps, *gates(projected_BTX, weights), weights)
+        slots_B1 = torch.arange(len(inputs_BTC), device=inputs_BTC.device)[:, None]
+        taps = (
+            torch.where(
+                (row_BT < 0)[..., None],
+                before_BWC[slots_B1, row_BT.clamp(max=-1)],
+                inputs_BTC[slots_B1, row_BT.clamp(min=0)],
+            )
+            for row_BT in recent_BTW[:, start:stop].unbind(2)
+        )
+    return _convolved(taps, projected_BTX[:, start:stop], weights)
 
 
-def gates(projected_BTX: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """The decay's logarithm and beta of each head, fp32 [B, T, V]."""
-    *_, beta_BTV, g_BTV = projected_BTX.split(weights.sizes, -1)
-    beta_BTV = sigmoid(beta_BTV.float())
-    # In fp64 for the reason given at `sigmoid`.
-    g_BTV = -weights.log_rate_V.double().exp() * softplus(g_BTV.double() + weights.decay_bias_V.double())
-    return g_BTV.float(), beta_BTV
+def recent_in_pieces(piece_T: Tensor, count: int) -> Tensor:
+    """As `PassPlan.recent_rows`, of a packed sequence with zeros before it: tokens of other pieces are -1."""
+    row_T = torch.arange(len(piece_T), device=piece_T.device)
+    recent_TW = row_T[:, None] + torch.arange(1 - count, 1, device=piece_T.device)
+    own_TW = (recent_TW >= 0) & (piece_T[recent_TW.clamp(min=0)] == piece_T[:, None])
+    return torch.where(own_TW, recent_TW, -1)[None]
 
 
-def convolved(taps: Iterable[Tensor], g_BTV: Tensor, beta_BTV: Tensor, weights: DeltaWeights) -> DeltaTokens:
-    """The convolution's outputs as queries, keys and values. taps: its inputs from the earliest on, [B, T, C]."""
+def _convolved(taps: Iterable[Tensor], projected_BTX: Tensor, weights: DeltaWeights) -> DeltaTokens:
+    """The convolution's outputs as queries, keys and values, and the gates. taps: the convolution's inputs from the
+    earliest on, [B, T, C]."""
     taps, (first_C, *others) = iter(taps), weights.conv_CW.T.float()
     mixed_BTC = next(taps) * first_C
     for x_BTC, weight_C in zip(taps, others, strict=True):
@@ -87,7 +98,10 @@ def convolved(taps: Iterable[Tensor], g_BTV: Tensor, beta_BTV: Tensor, weights: 
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     repeats = heads // weights.key_heads
     q, k = (x.repeat_interleave(repeats, 2) for x in (q * weights.key_dim**-0.5, k))
-    return DeltaTokens(q, k, v.unflatten(-1, (heads, -1)), g_BTV, beta_BTV)
+    *_, beta_BTV, g_BTV = projected_BTX.split(weights.sizes, -1)
+    # In fp64 for the reason given at `sigmoid`.
+    g_BTV = -weights.log_rate_V.double().exp() * softplus(g_BTV.double() + weights.decay_bias_V.double())
+    return DeltaTokens(q, k, v.unflatten(-1, (heads, -1)), g_BTV.float(), sigmoid(beta_BTV.float()))
 
 
 def gated_norm(read_BTVv: Tensor, gate_BTF: Tensor, weight_v: Tensor, eps: float) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.cpu.layers import MOST_TOKENS, LayerTable, can_run
+from longdraft.kernels.delta_layer import recent_in_pieces
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.device import on_device
 from longdraft.models.kv_cache import KVCache
@@ -176,8 +177,9 @@ class Decoder(nn.Module):
         context = LayerContext(inputs, inputs.plan(), pieces, ropes)
         if self.config.delta is not None:
             if borders is not None:
-                before = self.config.delta.kernel - 1
-                context.piece_S = pad(piece_ids(borders, positions_BT.device), (before, 0), value=-1)
+                piece_T = piece_ids(borders, positions_BT.device)
+                context.piece_S = pad(piece_T, (1, 0), value=-1)
+                context.recent_BTW = recent_in_pieces(piece_T, self.config.delta.kernel)
             if context.plan is not None:
                 context.recent_BTW = context.plan.recent_rows(self.config.delta.kernel)
         return context

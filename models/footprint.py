@@ -13,7 +13,7 @@ from longdraft.kernels import backend
 from longdraft.kernels.cpu import delta as cpu_delta
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.cpu.layers import MOST_TOKENS
-from longdraft.kernels.gated_delta import CHUNK
+from longdraft.kernels.delta_chunks import CHUNK
 from longdraft.kernels.tree import MOST_ROWS
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig
@@ -70,23 +70,25 @@ def estimate_memory(
         kinds: how often each width is recorded.
     """
     config, weight, width, n_ranks = model.config, model.embed_tokens.weight, max(widths), model.ranks.size
-    dtype, shared = weight.dtype, model.lm_head.weight.nbytes if config.tie_embeddings and n_ranks > 1 else 0
-    verification = pass_bytes(config, batch * width, dtype) + exact_bytes(model, batch, min(width, MOST_ROWS), capacity)
-    verification = max(verification, commit_bytes(config, batch, weight.device))
+    dtype, device, last = weight.dtype, weight.device, min(chunk, MOST_ROWS)  # a prompt's last pass may be narrow
+    shared = model.lm_head.weight.nbytes if config.tie_embeddings and n_ranks > 1 else 0
+    verification = pass_bytes(config, batch * width, dtype, device)
+    verification += exact_bytes(model, batch, min(width, MOST_ROWS), capacity)
+    verification = max(verification, commit_bytes(config, batch, device))
     summed = n_ranks * config.hidden_size if n_ranks > 1 else 0
     # Of several ranks: all logits as they come and joined, and the parts of a sum.
     verification += batch * width * (min(2, n_ranks) * config.vocab_size + summed) * dtype.itemsize
-    verification += pending_bytes(config, batch * width, dtype, weight.device)
-    last = min(chunk, MOST_ROWS)  # a prompt's last pass may be narrow
-    short = pass_bytes(config, last, dtype) + exact_bytes(model, 1, last, capacity) + last * summed * dtype.itemsize
-    passes, steps = max(pass_bytes(config, chunk, dtype), short, verification), 0
+    verification += pending_bytes(config, batch * width, dtype, device)
+    short = pass_bytes(config, last, dtype, device) + exact_bytes(model, 1, last, capacity)
+    short += last * summed * dtype.itemsize
+    passes, steps = max(pass_bytes(config, chunk, dtype, device), short, verification), 0
     if recorded is not None:  # a pool of memory for the passes, and the outputs of each width
         outputs = {"logits": config.vocab_size, "pre_norm": config.hidden_size, "post_norm": config.hidden_size}
         kept = sum(outputs.get(name, 0) for name in recorded)
         of_prompts = sum(outputs.get(name, 0) for name in recorded if name != "logits")
         numbers = batch * (kinds * sum(widths) * kept + sum(prompt_rows) * of_prompts)
         steps = passes + numbers * dtype.itemsize
-    elif weight.device.type == "cpu" and dtype in rows.SUFFIXES:  # all layers of a narrow pass are one C call
+    elif device.type == "cpu" and dtype in rows.SUFFIXES:  # all layers of a narrow pass are one C call
         narrow = [batch * n_rows for n_rows in widths if batch * n_rows <= MOST_TOKENS]
         passes = max(passes, c_layers_bytes(config, max(narrow, default=0), dtype))
     return {
@@ -98,7 +100,7 @@ def estimate_memory(
     }
 
 
-def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
+def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype, device: torch.device) -> int:
     """The most bytes that a pass allocates for `n_rows` tokens, counted over all slots, without its logits.
 
     The peak is in a layer's feed-forward, or in its projection or attention where the feed-forward is narrow. No mask
@@ -115,26 +117,28 @@ def pass_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype) -> int:
     tables = (2 if config.window_rope is None else 4) * config.head_dim
     of_attention = n_rows * (qkv + qk + max(stages)) * dtype.itemsize
     stream = n_rows * (config.hidden_size + tables) * dtype.itemsize
-    return stream + max(of_attention, delta_bytes(config, n_rows, dtype.itemsize))
+    in_triton = backend.triton_kernels("delta_chunks", device.type) is not None
+    return stream + max(of_attention, delta_bytes(config, n_rows, dtype.itemsize, in_triton))
 
 
-def delta_bytes(config: DecoderConfig, n_rows: int, size: int) -> int:
+def delta_bytes(config: DecoderConfig, n_rows: int, size: int, in_triton: bool) -> int:
     """The most bytes that linear attention (models/gated_delta_net.py) allocates for `n_rows` tokens, beside the
-    stream, in a dtype of `size` bytes. 0 without it."""
+    stream, in a dtype of `size` bytes; in_triton: by Triton's kernels. 0 without it."""
     if (delta := config.delta) is None:
         return 0
     heads, block = delta.value_heads, min(n_rows, BLOCK)
     values, keys = heads * delta.value_dim, heads * delta.key_dim
-    projected = delta.channels + values + 2 * heads
+    projected, others = delta.channels + values + 2 * heads, n_rows - block
+    # Of the tokens before the last block: what they read, a block's in fp32 too, and the memory after them.
+    of_others = others * values * size + 4 * (min(others, BLOCK) * values + keys * delta.value_dim * bool(others))
+    if in_triton:  # of a block, fp32: its tokens, what they have of each other, what they read; and the memory after it
+        of_block = 4 * block * (3 * keys + 3 * values + heads * (CHUNK + 4)) + 4 * keys * delta.value_dim
+        return n_rows * projected * size + of_block + of_others
     # Of a block's tokens, fp32: q and k, and the convolution's outputs, whose part is v; all three in chunks; the
     # system's sides and its solution; copies of q and k for their product; three squares, and a few numbers a head.
-    of_block = 4 * (8 * keys + 3 * values + delta.channels + heads * (3 * CHUNK + 8))
-    # Of the tokens before the last block: what they read, a block's in fp32 too, and the memory after them.
-    others = n_rows - block
-    of_others = others * (values * size + 16 * heads) + 4 * min(others, BLOCK) * values
-    of_others += 4 * keys * delta.value_dim if others else 0
+    of_block = 4 * block * (8 * keys + 3 * values + delta.channels + heads * (3 * CHUNK + 8))
     at_end = values * (2 * size + 12)  # read, normed; the gate, its silu and the product in fp32
-    in_blocks = n_rows * (projected + delta.channels) * size + block * of_block + of_others
+    in_blocks = n_rows * projected * size + of_block + of_others
     return max(in_blocks, n_rows * (projected * size + at_end))
 
 

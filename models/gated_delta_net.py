@@ -2,15 +2,15 @@
 
 kernels/gated_delta.py computes its rule and kernels/delta_layer.py what is around it; models/delta_states.py keeps its
 state between passes. Shapes: B slots, T tokens, V heads of the values, k key width, v value width, C channels of the
-convolution, F = V v, W the convolution's width, X all outputs of the projection, S = W - 1 + T tokens of a pass and
-before it.
+convolution, F = V v, W the convolution's width, X all outputs of the projection.
 """
 
 import torch
 from torch import Tensor, nn
 
-from longdraft.kernels.delta_layer import DeltaWeights, convolved, gated_norm, gates, node_tokens
-from longdraft.kernels.gated_delta import chain, tree
+from longdraft.kernels.delta_chunks import chain
+from longdraft.kernels.delta_layer import DeltaWeights, delta_tokens, gated_norm
+from longdraft.kernels.gated_delta import tree
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.delta_states import DeltaStates, last_inputs
 from longdraft.models.passes import LayerContext
@@ -51,7 +51,7 @@ class GatedDeltaNet(nn.Module):
         else:
             assert context.plan is not None
             before_BWC, memory_BVkv = states.inputs[self.index], states.memory[self.index]
-            tokens = node_tokens(projected_BTX, before_BWC, context.recent_BTW, weights)
+            tokens = delta_tokens(projected_BTX, before_BWC, context.recent_BTW, weights)
             states.pending.append((projected_BTX[..., : self.config.channels], tokens))
             read_BTVv = tree(tokens, memory_BVkv, context.plan)
         gate_BTF = projected_BTX.split(weights.sizes, -1)[1]
@@ -65,28 +65,22 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """What the tokens of texts read, [B, T, V, v]: of a prompt, whose states advance, or without a cache."""
         delta, (batch, n_tokens, _) = self.config, projected_BTX.shape
-        inputs_BTC, (g_BTV, beta_BTV) = projected_BTX[..., : delta.channels], gates(projected_BTX, weights)
         if states is None:
-            memory = g_BTV.new_zeros(batch, delta.value_heads, delta.key_dim, delta.value_dim)
-            before_BWC = inputs_BTC.new_zeros(batch, delta.kernel - 1, delta.channels)
+            shape = batch, delta.value_heads, delta.key_dim, delta.value_dim
+            memory = projected_BTX.new_zeros(shape, dtype=torch.float32)
+            before_BWC = projected_BTX.new_zeros(batch, delta.kernel - 1, delta.channels)
         else:
             memory, before_BWC = states.memory[self.index], states.inputs[self.index]
-        joined_BSC, commits_B, reads = torch.cat([before_BWC, inputs_BTC], 1), context.inputs.commits_B, []
+        commits_B, piece_S, reads = context.inputs.commits_B, context.piece_S, []
         for start in range(0, n_tokens, BLOCK):
-            stop, own_T = min(start + BLOCK, n_tokens), None
-            shifted = [slice(start + tap, stop + tap) for tap in range(delta.kernel)]
-            taps = (joined_BSC[:, tokens] for tokens in shifted)
-            if (piece_S := context.piece_S) is not None:  # zeros where a tap reads another piece; one copy at a time
-                own_T = piece_S[shifted[-1]]
-                taps = (x_BTC * (piece_S[seen] == own_T)[:, None] for x_BTC, seen in zip(taps, shifted, strict=True))
-                if start:  # the memory is that of the last token's piece, which may end there
-                    memory = memory * (piece_S[shifted[-2]][0] == own_T[0])
-            tokens = convolved(taps, g_BTV[:, start:stop], beta_BTV[:, start:stop], weights)
+            stop = min(start + BLOCK, n_tokens)
+            tokens = delta_tokens(projected_BTX, before_BWC, context.recent_BTW, weights, slice(start, stop))
             if commits_B is not None:
                 tokens = tokens.only(commits_B - start)
-            read, memory = chain(tokens, memory, own_T)
-            reads.append(read.to(inputs_BTC.dtype))
+            read, memory = chain(tokens, memory, None if piece_S is None else piece_S[start : stop + 1])
+            reads.append(read.to(projected_BTX.dtype))
         if states is not None and commits_B is not None:
             states.memory[self.index].copy_(memory)
+            inputs_BTC = projected_BTX[..., : delta.channels]
             states.inputs[self.index].copy_(last_inputs(before_BWC, inputs_BTC, commits_B))
         return torch.cat(reads, 1)

@@ -133,10 +133,10 @@ class LayerContext(AttentionContext):
     """What the layers of one pass share."""
 
     ropes: list[tuple[Tensor, Tensor]]  # cos and sin of the pass's tokens, for each of Decoder.ropes
-    # For linear attention, with borders: each token's piece, ascending ids; before them -1, once for each token that
-    # its convolution reads before a text.
+    # For linear attention. With borders: -1, then each token's piece, ascending ids. With borders or a tree: which
+    # tokens each one's convolution reads (kernels/delta_layer.py).
     piece_S: Tensor | None = None
-    recent_BTW: Tensor | None = None  # for linear attention, in a tree: `PassPlan.recent_rows`
+    recent_BTW: Tensor | None = None
 
     def of_tokens(self, tokens: slice) -> "LayerContext":
         """The context of these tokens of the pass."""

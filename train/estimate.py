@@ -22,7 +22,7 @@ import torch
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.kernels.chain_attention import BLOCK
-from longdraft.kernels.gated_delta import CHUNK
+from longdraft.kernels.delta_chunks import CHUNK
 from longdraft.kernels.linear_loss import rows_per_block, rows_per_chunk
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, DeltaConfig
@@ -89,7 +89,7 @@ def memory(config: Config, target: DecoderConfig, n_ranks: int, gpu: bool) -> Me
     n, whole, *layers = (sum(p.numel() for p in one.parameters()) for one in (draft, model, *model.layers))
     own_tokens = -(-train.pass_rows * config.data.seq_len // train.sequence_parallel)
     passes = {
-        "target's pass": target_pass(target, own_tokens, size),
+        "target's pass": target_pass(target, own_tokens, size, gpu),
         "draft's pass": draft_pass(config.draft, config.data, train, target, gpu),
     }
     if config.target.zero_stage == 3:  # a pass gathers a layer and the next one
@@ -111,14 +111,14 @@ def zero_bytes(n: int, train: TrainSection, optimizer: str, n_ranks: int) -> dic
     }
 
 
-def target_pass(target: DecoderConfig, n: int, size: int) -> int:
+def target_pass(target: DecoderConfig, n: int, size: int, gpu: bool) -> int:
     """Peak bytes of the target's pass over n tokens, in a layer's projections or in its feed-forward of a chunk."""
     heads, kv = target.n_heads * target.head_dim, target.n_kv_heads * target.head_dim
     qkv, qk = heads + 2 * kv, heads + kv
     chunk = min(n, ROW_CHUNK)
     feed_forward = heads * (n + chunk * target.gated) + feed_forward_numbers(target) * chunk
     of_attention = size * ((qkv + qk) * n + max((qkv + 2 * qk) * n, feed_forward))
-    return size * target.hidden_size * n + max(of_attention, delta_bytes(target, n, size))
+    return size * target.hidden_size * n + max(of_attention, delta_bytes(target, n, size, gpu))
 
 
 def draft_pass(draft: DraftSection, data: DataSection, train: TrainSection, target: DecoderConfig, gpu: bool) -> int:

@@ -87,12 +87,18 @@ def call(v: Variant, module: ModuleType) -> None:
         memory, path = empty(1, HEADS, v.width, v.width, dtype=torch.float32), empty(1, v.rows, v.rows, dtype=int32)
         module.tree_steps(tokens, memory, nodes, depth, path)
         module.advance_steps(tokens, memory, one)
+    elif v.file == "delta_chunks":
+        heads = [empty(1, 1024, HEADS, v.width, dtype=torch.float32) for _ in "qkv"]
+        tokens = module.DeltaTokens(*heads, *(empty(1, 1024, HEADS, dtype=torch.float32) for _ in range(2)))
+        memory = empty(1, HEADS, v.width, v.width, dtype=torch.float32)
+        for pieces in (None, empty(1025, dtype=int64)):
+            module.chain(tokens, memory, pieces)
     elif v.file == "delta_layer":
         channels, heads = 4 * HEADS * v.width, 2 * HEADS  # of the values
         weights = module.DeltaWeights(empty(channels, 4), empty(heads), empty(heads), HEADS, v.width)
         projected = empty(1, v.rows, channels + 2 * HEADS * v.width + 2 * heads)
         for recent in (None, empty(1, v.rows, 4, dtype=int64)):
-            module.node_tokens(projected, empty(1, 3, channels), recent, weights)
+            module.delta_tokens(projected, empty(1, 3, channels), recent, weights, slice(None))
         read, gate = empty(1, v.rows, heads, v.width, dtype=torch.float32), projected[..., channels : -2 * heads]
         module.gated_norm(read, gate, empty(v.width), 1e-6)
     elif v.file == "rank_sum":
@@ -132,6 +138,7 @@ def variants() -> Iterator[Variant]:
         yield Variant("linear", "experts", arch)
     for arch in (80, 90, 120):
         yield Variant("gated_delta", "tree", arch, "fp32")
+        yield Variant("delta_chunks", "text", arch, "fp32")
         yield Variant("delta_layer", "tree", arch)
     for file in ("choice", "rotate", "linear_loss", "rank_sum"):
         yield Variant(file)

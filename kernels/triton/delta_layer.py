@@ -33,14 +33,14 @@ def _convolved(
     return (b_sum * tl.sigmoid(b_sum)).to(p_conv.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=("n_rows",))
-def _node_tokens(
-    p_x, p_before, p_recent, p_conv, p_log_rate, p_bias, p_q, p_k, p_v, p_g, p_beta, n_rows, x_t,
+@triton.jit(do_not_specialize=("n_rows", "start", "n_tokens"))
+def _delta_tokens(
+    p_x, p_before, p_recent, p_conv, p_log_rate, p_bias, p_q, p_k, p_v, p_g, p_beta, n_rows, start, n_tokens, x_t,
     CHAIN: tl.constexpr, KEY_HEADS: tl.constexpr, REPEATS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     TAPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     i_node, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i_b, i_t = i_node // n_rows, i_node % n_rows
+    i_b, i_t = i_node // n_tokens, start + i_node % n_tokens
     HEADS: tl.constexpr = KEY_HEADS * REPEATS
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEYS + HEADS * VALUES
     o_k, o_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -59,7 +59,7 @@ def _node_tokens(
         tl.store(p_q + i_out * KEYS + o_k, b_q, mask=m_k)
         tl.store(p_k + i_out * KEYS + o_k, b_k, mask=m_k)
         tl.store(p_v + i_out * VALUES + o_v, b_v, mask=m_v)
-        p_gates = p_x + i_node * x_t + CHANNELS + HEADS * VALUES + i_value
+        p_gates = p_x + (i_b * n_rows + i_t) * x_t + CHANNELS + HEADS * VALUES + i_value
         tl.store(p_beta + i_out, tl.sigmoid(tl.load(p_gates).to(tl.float32)))
         decay = tl.load(p_gates + HEADS).to(tl.float32) + tl.load(p_bias + i_value).to(tl.float32)
         # softplus; log(1 + e), where 1 + e loses the digits of a small e
@@ -84,29 +84,29 @@ def _gated_norm(p_read, p_gate, p_weight, p_out, n_heads, gate_t, eps, VALUES: t
     tl.store(p_out + i_head * VALUES + o_v, b_gated, mask=m_v)
 
 
-def node_tokens(
-    projected_BTX: Tensor, before_BWC: Tensor, recent_BTW: Tensor | None, weights: DeltaWeights
+def delta_tokens(
+    projected_BTX: Tensor, before_BWC: Tensor, recent_BTW: Tensor | None, weights: DeltaWeights, tokens: slice
 ) -> DeltaTokens:
-    """See `longdraft.kernels.delta_layer.node_tokens`."""
+    """See `longdraft.kernels.delta_layer.delta_tokens`."""
     (batch, n_rows, x_t), (_, values, heads, _) = projected_BTX.shape, weights.sizes
-    keys, width = weights.key_dim, values // heads
+    keys, width, (start, stop, _) = weights.key_dim, values // heads, tokens.indices(n_rows)
 
     def empty(*shape: int) -> Tensor:
-        return projected_BTX.new_empty(batch, n_rows, heads, *shape, dtype=torch.float32)
+        return projected_BTX.new_empty(batch, stop - start, heads, *shape, dtype=torch.float32)
 
-    tokens = DeltaTokens(empty(keys), empty(keys), empty(width), empty(), empty())
+    found = DeltaTokens(empty(keys), empty(keys), empty(width), empty(), empty())
     before_BWC = before_BWC.contiguous()
     recent = before_BWC if recent_BTW is None else recent_BTW.contiguous()  # a chain's is not read
-    kernel: Any = _node_tokens[(batch * n_rows, weights.key_heads)]
+    kernel: Any = _delta_tokens[(batch * (stop - start), weights.key_heads)]
     kernel(
-        projected_BTX, before_BWC, recent, weights.conv_CW, weights.log_rate_V, weights.decay_bias_V, *tokens,
-        n_rows, x_t,
+        projected_BTX, before_BWC, recent, weights.conv_CW, weights.log_rate_V, weights.decay_bias_V, *found,
+        n_rows, start, stop - start, x_t,
         CHAIN=recent_BTW is None, KEY_HEADS=weights.key_heads, REPEATS=heads // weights.key_heads, KEYS=keys,
         VALUES=width, TAPS=weights.conv_CW.shape[1], BLOCK_K=triton.next_power_of_2(keys),
         BLOCK_V=triton.next_power_of_2(width),
         num_warps=1,
     )  # fmt: skip
-    return tokens
+    return found
 
 
 def gated_norm(read_BTVv: Tensor, gate_BTF: Tensor, weight_v: Tensor, eps: float) -> Tensor:

@@ -15,9 +15,10 @@ from torch.nn.functional import normalize, pad
 
 from longdraft.kernels import backend
 from longdraft.kernels.choice import choose, gumbel_noise, top_p_border
-from longdraft.kernels.delta_layer import DeltaWeights, gated_norm, node_tokens
+from longdraft.kernels.delta_chunks import chain
+from longdraft.kernels.delta_layer import DeltaWeights, delta_tokens, gated_norm
 from longdraft.kernels.gate import gate, gate_reference
-from longdraft.kernels.gated_delta import DeltaTokens, advance, chain
+from longdraft.kernels.gated_delta import DeltaTokens, advance
 from longdraft.kernels.gated_delta import tree as delta_tree
 from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_loss import GPU_CHUNK_BYTES, linear_loss
@@ -223,7 +224,7 @@ def test_linear_and_rotation_are_the_cpus(device, trees):
 
 @pytest.mark.parametrize("n_rows", [1, 13, 64])
 def test_linear_attention_is_the_cpus_and_a_node_has_the_bits_of_its_path(device, trees, n_rows):
-    """What a tree's nodes read, and the memory after some rows, as recorded work computes them; texts in chunks."""
+    """What a tree's nodes read, and the memory after some rows, as recorded work computes them."""
     heads, keys, values = 4, 128, 96
     q, k = (normalize(trees.draw(2, n_rows, heads, keys, seed=seed), dim=-1) for seed in (1, 2))
     rest = trees.draw(2, n_rows, heads, 2, seed=3).sigmoid()
@@ -237,7 +238,6 @@ def test_linear_attention_is_the_cpus_and_a_node_has_the_bits_of_its_path(device
     read = delta_tree(there, memory_there, PassPlan(lengths.to(device), n_rows, mask.to(device)))
     pairs = [(read, delta_tree(tokens, memory, PassPlan(lengths, n_rows, mask)))]
     pairs += [(advance(there, memory_there, counts.to(device)), advance(tokens, memory, counts))]
-    pairs += zip(chain(there, memory_there), chain(tokens, memory), strict=True)
     for found, wanted in pairs:
         assert (found.cpu() - wanted).abs().max() < 1e-5 * wanted.abs().max()
     one, plan = torch.ones(1, dtype=torch.int64, device=device), PassPlan(lengths[:1].to(device), 1)
@@ -247,6 +247,25 @@ def test_linear_attention_is_the_cpus_and_a_node_has_the_bits_of_its_path(device
             row = there.at((slice(1, 2), slice(ancestor, ancestor + 1)))
             alone, state = delta_tree(row, state, plan), advance(row, state, one)
         assert torch.equal(alone[0, 0], read[1, node]), node
+
+
+@pytest.mark.parametrize("sizes", [None, (150, 3, 47, 100)], ids=["one text", "pieces"])
+@pytest.mark.parametrize("strongest", [0.1, 40])
+def test_texts_of_linear_attention_are_the_cpus(device, trees, sizes, strongest):
+    n_tokens, heads, keys, values = 300, 4, 128, 96
+    q, k = (normalize(trees.draw(2, n_tokens, heads, keys, seed=seed), dim=-1) for seed in (1, 2))
+    rest = trees.draw(2, n_tokens, heads, 2, seed=3).sigmoid()
+    v, memory = trees.draw(2, n_tokens, heads, values, seed=4), trees.draw(2, heads, keys, values, seed=5)
+    tokens, pieces = DeltaTokens(q, k, v, -strongest * rest[..., 0] ** 4, rest[..., 1]), None
+    if sizes is not None:
+        pieces = torch.arange(len(sizes)).repeat_interleave(torch.tensor([1 + sizes[0], *sizes[1:]]))
+    there = (
+        DeltaTokens(*(x.to(device) for x in tokens)),
+        memory.to(device),
+        None if pieces is None else pieces.to(device),
+    )
+    for found, wanted in zip(chain(*there), chain(tokens, memory, pieces), strict=True):
+        assert (found.cpu() - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -265,7 +284,7 @@ def test_what_is_around_linear_attention_is_the_cpus(device, trees, n_rows, dtyp
         weights = DeltaWeights(*(x.to(to) for x in (conv, *rates)), key_heads, keys)
         given = projected.to(to)
         gate = given[..., channels : -2 * heads]
-        tokens = node_tokens(given, before.to(to), None if recent is None else recent.to(to), weights)
+        tokens = delta_tokens(given, before.to(to), None if recent is None else recent.to(to), weights)
         return *tokens, gated_norm(read.to(to), gate, weight.to(to), 1e-6)
 
     for recent in (None, PassPlan(torch.zeros(2, dtype=torch.int64), n_rows, mask).recent_rows(taps)):

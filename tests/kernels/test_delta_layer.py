@@ -7,12 +7,13 @@ from importlib import import_module
 import pytest
 import torch
 
-from longdraft.kernels.delta_layer import DeltaWeights, gated_norm_reference, node_tokens_reference
+from longdraft.kernels.delta_layer import DeltaWeights, delta_tokens_reference, gated_norm_reference, recent_in_pieces
 from longdraft.kernels.tree import PassPlan
 
 BATCH, KEY_HEADS, HEADS, KEY, VALUE, TAPS = 2, 2, 6, 24, 40, 4
 CHANNELS = 2 * KEY_HEADS * KEY + HEADS * VALUE
 # One rounding: the interpreter rounds bf16 down.
+ALL = slice(None)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
@@ -49,19 +50,33 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) ->
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("n_rows", "tree"), [(1, False), (7, False), (9, True)])
-def test_tokens_are_those_of_the_definition(triton, dtype, n_rows, tree):
+@pytest.mark.parametrize("some", [ALL, slice(1, 3), slice(4, 7)], ids=["all", "from the second on", "later"])
+@pytest.mark.parametrize(("n_rows", "tree"), [(7, False), (9, True)])
+def test_tokens_are_those_of_the_definition(triton, dtype, n_rows, tree, some):
     projected, before, weights = drawn(dtype, n_rows)
     plan = PassPlan(torch.zeros(BATCH, dtype=torch.int64), n_rows, paths(n_rows) if tree else None)
     recent = plan.recent_rows(TAPS)
-    found = triton.node_tokens(projected, before, recent, weights)
-    wanted = node_tokens_reference(projected, before, recent, weights)
+    found = triton.delta_tokens(projected, before, recent, weights, some)
+    every = delta_tokens_reference(projected, before, recent, weights, ALL)
+    wanted = delta_tokens_reference(projected, before, recent, weights, some)
+    assert all(torch.equal(x[:, some], y) for x, y in zip(every, wanted, strict=True))
     for ours, other in zip(found, wanted, strict=True):
         assert ours.dtype == torch.float32
         assert_close(ours, other, TOLERANCE[dtype])
     # Decays close to 1 are held to their own size: their sum over a long text counts.
     torch.testing.assert_close(found.g_BTV, wanted.g_BTV, rtol=1e-5, atol=0.0)
-    assert float(wanted.g_BTV.abs().min()) < 1e-5
+    assert float(every.g_BTV.abs().min()) < 1e-5
+
+
+def test_a_pieces_tokens_are_those_of_it_alone(triton):
+    projected, before, weights = drawn(torch.float32, 9)
+    projected, before = projected[:1], torch.zeros_like(before[:1])
+    recent = recent_in_pieces(torch.tensor([4, 4, 5, 5, 5, 5, 5, 7, 7]), TAPS)
+    for form in (triton.delta_tokens, delta_tokens_reference):
+        packed = form(projected, before, recent, weights, ALL)
+        for piece in (slice(2), slice(2, 7), slice(7, 9)):
+            alone = form(projected[:, piece].contiguous(), before, None, weights, ALL)
+            assert all(torch.equal(x[:, piece], y) for x, y in zip(packed, alone, strict=True))
 
 
 def test_a_nodes_tokens_depend_on_its_path_alone(triton):
@@ -69,10 +84,10 @@ def test_a_nodes_tokens_depend_on_its_path_alone(triton):
     projected, before, weights = drawn(torch.float32, n_rows)
     mask = paths(n_rows)
     recent = PassPlan(torch.zeros(BATCH, dtype=torch.int64), n_rows, mask).recent_rows(TAPS)
-    found = triton.node_tokens(projected, before, recent, weights)
+    found = triton.delta_tokens(projected, before, recent, weights, ALL)
     for node in range(n_rows):
         path = mask[1, node].nonzero()[:, 0]
-        alone = triton.node_tokens(projected[1:, path].contiguous(), before[1:], None, weights)
+        alone = triton.delta_tokens(projected[1:, path].contiguous(), before[1:], None, weights, ALL)
         assert all(torch.equal(x[0, -1], y[1, node]) for x, y in zip(alone, found, strict=True)), node
 
 

@@ -4,6 +4,7 @@ Tolerance: 1e-5 of the largest magnitude.
 """
 
 from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_g
 
 from longdraft.kernels import backend
 from longdraft.kernels.cpu import delta
-from longdraft.kernels.gated_delta import DeltaTokens, advance, chain, tree
+from longdraft.kernels.delta_chunks import chain
+from longdraft.kernels.gated_delta import DeltaTokens, advance, tree
 from longdraft.kernels.tree import PassPlan
 
 BATCH, HEADS, KEY, VALUE = 2, 3, 16, 40
@@ -60,14 +62,17 @@ def trees(n_nodes: int) -> torch.Tensor:
     return mask
 
 
+def in_triton(name: str, device_type: str) -> ModuleType:
+    return import_module(f"longdraft.kernels.triton.{name}")
+
+
 @pytest.fixture(params=["C", "PyTorch", "Triton"])
 def steps(request, monkeypatch, c_kernels):
     """All forms of the steps; Triton's in its interpreter."""
     if request.param == "PyTorch":
         monkeypatch.setattr(delta, "serves", lambda width: False)
     if request.param == "Triton":
-        found = import_module("longdraft.kernels.triton.gated_delta")
-        monkeypatch.setattr(backend, "triton_kernels", lambda *_: found)
+        monkeypatch.setattr(backend, "triton_kernels", in_triton)
     assert delta.serves(VALUE) == (request.param != "PyTorch")
 
 
@@ -82,9 +87,16 @@ def test_steps_are_transformers_recurrence(steps, length):
     assert close(advance(tokens, memory, torch.tensor([length] * BATCH)), after)
 
 
+@pytest.fixture(params=["PyTorch", "Triton"])
+def chunks(request, monkeypatch):
+    """Both forms of `chain`; Triton's in its interpreter."""
+    if request.param == "Triton":
+        monkeypatch.setattr(backend, "triton_kernels", in_triton)
+
+
 @pytest.mark.parametrize("strongest", [0.01, 2.0, 40.0])
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
-def test_chunks_read_what_steps_read(length, strongest):
+def test_chunks_read_what_steps_read(chunks, length, strongest):
     """Decays of e^-40 a token too: their sum leaves no digits of fp32 for the neighbours that still see each other."""
     tokens, memory = drawn(length, strongest)
     tokens.g_BTV[:, 1::2] *= 0.01
@@ -95,9 +107,9 @@ def test_chunks_read_what_steps_read(length, strongest):
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3, 61), (64, 64), (30, 3, 70, 47), (1, 1, 1, 62, 2, 64, 5)])
-def test_pieces_do_not_read_each_other(sizes):
+def test_pieces_do_not_read_each_other(chunks, sizes):
     tokens, memory = drawn(sum(sizes))
-    pieces = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    pieces = torch.arange(len(sizes)).repeat_interleave(torch.tensor((1 + sizes[0], *sizes[1:])))
     ours, ours_after = chain(tokens, memory, pieces)
     start, state = 0, memory
     for size in sizes:

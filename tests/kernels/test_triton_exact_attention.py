@@ -17,7 +17,7 @@ from longdraft.models.decoder_config import DeltaConfig, ExpertsConfig
 from longdraft.models.footprint import estimate_memory
 from longdraft.models.passes import Pass
 
-EXACT = {"linear", "exact_attention", "gated_delta", "delta_layer"}
+EXACT = {"linear", "exact_attention", "gated_delta", "delta_chunks", "delta_layer"}
 LINEAR = DeltaConfig(layers=(0,), key_heads=2, value_heads=4, key_dim=16, value_dim=8, kernel=4)
 HYBRID = {  # as Qwen3-Next: linear attention, gated attention, a shared expert
     "n_layers": 2, "delta": LINEAR, "gated": True, "qk_norm": True, "experts": ExpertsConfig(4, 2, 24, True),
