@@ -22,7 +22,7 @@ from longdraft.models.device import on_device
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.layer import Attention, Layer
 from longdraft.models.passes import LayerContext, Pass, TargetOutput, take_at, take_one
-from longdraft.models.rope import Rope, piece_ids, piece_lengths
+from longdraft.models.rope import Rope, piece_ids, piece_lengths, query_factors
 from longdraft.models.stream import Linear, RMSNorm, Stream
 from longdraft.models.tensor_parallel import ALONE, TensorParallel, split
 
@@ -174,7 +174,8 @@ class Decoder(nn.Module):
         ropes = [rope(positions_BT, lengths, self.embed_tokens.weight.dtype) for rope in self.ropes]
         if cache is not None and cache.delta is not None:
             cache.delta.pending.clear()  # of a pass that was not committed
-        context = LayerContext(inputs, inputs.plan(), pieces, ropes)
+        factors = query_factors(self.config.rope, positions_BT, self.embed_tokens.weight.dtype)
+        context = LayerContext(inputs, inputs.plan(), pieces, ropes, factors)
         if self.config.delta is not None:
             if borders is not None:
                 piece_T = piece_ids(borders, positions_BT.device)

@@ -9,13 +9,20 @@ from transformers import PretrainedConfig
 from longdraft.models.decoder_config import DecoderConfig, DeltaConfig, ExpertsConfig
 from longdraft.models.rope import RopeConfig
 
+# Those that read images, whose text model is a part: Gemma 3; Qwen2.5-VL, Qwen3-VL and Qwen3.5; Mistral Small 3.1 and
+# 3.2, Ministral 3 and Devstral Small 2.
+WITH_IMAGES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mistral3")
+# Texts have the same position in all three parts of Qwen's RoPE. Ministral 3's queries grow with their position
+# (models/rope.py).
+LAYERS_OF = {
+    "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "ministral3": "mistral",
+}  # fmt: skip
 # By model_type: Llama 2 and 3, Vicuna, LongChat, YaRN-Llama and SmolLM2; Mistral; Qwen2, 2.5 and QwQ; Qwen3; Qwen3-MoE;
-# Mixtral; Gemma 3 and Qwen3.5, text only; gpt-oss; Seed-OSS; Code World Model; Phi 3, 3.5, 4 and 4-mini; Qwen3-Next.
+# Mixtral; Gemma 3 and Qwen3.5; gpt-oss; Seed-OSS; Code World Model; Phi 3, 3.5, 4 and 4-mini; Qwen3-Next.
 SUPPORTED = (
-    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "gemma3", "gpt_oss", "seed_oss",
-    "cwm", "phi3", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next",
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "gpt_oss", "seed_oss", "cwm", "phi3",
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", *LAYERS_OF, *WITH_IMAGES,
 )  # fmt: skip
-WITH_IMAGES = ("gemma3", "qwen3_5", "qwen3_5_moe")  # their text model is a part
 LINEAR = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # with layers of linear attention
 
 
@@ -34,8 +41,11 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
             "transformers (in training target.loader=transformers, in generate and serve --loader transformers)"
         )
     if model_type in WITH_IMAGES:
-        config = decoder_config(hf_config.get_text_config(), max_positions)
-        return replace(config, tie_embeddings=bool(hf_config.tie_word_embeddings))  # the whole model's says
+        text = hf_config.get_text_config()
+        # Transformers reads the whole model's, which is true for all of Mistral's and stands in no checkpoint.
+        tied = bool((text if model_type == "mistral3" else hf_config).tie_word_embeddings)
+        return replace(decoder_config(text, max_positions), tie_embeddings=tied)
+    model_type = _family(hf_config)
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     if model_type == "gemma3_text":
@@ -71,6 +81,11 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
         **of_family,
     )
     return config if max_positions is None else replace(config, max_positions=max_positions)
+
+
+def _family(hf_config: PretrainedConfig) -> str:
+    """The model_type whose layers these are."""
+    return LAYERS_OF.get(hf_config.model_type, hf_config.model_type)
 
 
 def _gemma(hf_config: PretrainedConfig, head_dim: int) -> dict[str, Any]:
@@ -139,7 +154,7 @@ def _delta(hf_config: PretrainedConfig) -> DeltaConfig | None:
 
 def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
     """The experts, read from the configuration as transformers' own model classes do; None for a dense model."""
-    model_type = hf_config.model_type
+    model_type = _family(hf_config)
     if model_type in ("mixtral", "gpt_oss"):
         shape = hf_config.num_local_experts, hf_config.num_experts_per_tok, hf_config.intermediate_size
         gate = (hf_config.swiglu_alpha, hf_config.swiglu_limit) if model_type == "gpt_oss" else None
@@ -149,9 +164,10 @@ def _experts(hf_config: PretrainedConfig) -> ExpertsConfig | None:
     shape = hf_config.num_experts, hf_config.num_experts_per_tok, hf_config.moe_intermediate_size
     if model_type == "qwen3_5_moe_text":  # experts in all layers, and no option
         return ExpertsConfig(*shape, normalised=True)
+    normalised = bool(getattr(hf_config, "norm_topk_prob", True))  # Qwen3-VL's has no such field
     step, mlp_only = hf_config.decoder_sparse_step, hf_config.mlp_only_layers
     dense = tuple(i for i in range(hf_config.num_hidden_layers) if i in mlp_only or (i + 1) % step)
-    return ExpertsConfig(*shape, normalised=bool(hf_config.norm_topk_prob), dense_layers=dense)
+    return ExpertsConfig(*shape, normalised=normalised, dense_layers=dense)
 
 
 def _rope_config(hf_config: PretrainedConfig, head_dim: int) -> RopeConfig:
@@ -191,9 +207,9 @@ def _positions(hf_config: PretrainedConfig, rope: RopeConfig) -> int:
 def _sliding_windows(hf_config: PretrainedConfig) -> tuple[int | None, ...] | None:
     """The window of each layer, read as transformers' own model classes do; None when no layer has one."""
     window, layers = getattr(hf_config, "sliding_window", None), hf_config.num_hidden_layers
-    if window is None or hf_config.model_type in ("llama", *LINEAR):
+    if window is None or _family(hf_config) in ("llama", *LINEAR):
         return None
-    of_all = hf_config.model_type in ("mistral", "mixtral", "qwen3_moe", "phi3")
+    of_all = _family(hf_config) in ("mistral", "mixtral", "qwen3_moe", "phi3")
     types = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * layers
     _check_layer_types(hf_config, types, {"sliding_attention"} if of_all else {"sliding_attention", "full_attention"})
     windows = tuple(window if layer_type == "sliding_attention" else None for layer_type in types)

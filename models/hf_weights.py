@@ -116,7 +116,7 @@ def canonical_tensors(
             if last in ("q_proj", "conv1d", "in_proj_qkvz", "in_proj_ba"):
                 parts = _cut(config, last, tensor)
             elif module.endswith(".mlp.experts") and config.experts is not None and not (config.experts.bias or loaded):
-                parts = _of_experts(last, tensor)
+                parts = _of_experts(config.experts, last, tensor)
         except (RuntimeError, IndexError) as error:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, which does not fit its configuration") from error
         if parts is None:
@@ -144,8 +144,11 @@ def _cut(config: DecoderConfig, last: str, tensor: Tensor) -> dict[str, Tensor] 
     return {"in_proj_qkv": torch.cat([x.flatten(0, 1) for x in qkv]), "in_proj_z": z.flatten(0, 1)}
 
 
-def _of_experts(last: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors of each expert, of one that holds all experts' (Qwen3.5)."""
+def _of_experts(config: ExpertsConfig, last: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors of each expert, of one that holds all experts' (Qwen3.5; transposed Qwen3-VL)."""
+    dimension, width = (1, 2 * config.size) if last == "gate_up_proj" else (2, config.size)
+    if tensor.shape[dimension] != width:
+        tensor = tensor.mT
     parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
     of_parts = [(part, x) for part, x in zip(parts, tensor.chunk(len(parts), 1), strict=True)]
     return {f"{i}.{part}": x for part, of_all in of_parts for i, x in enumerate(of_all)}

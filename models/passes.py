@@ -133,6 +133,7 @@ class LayerContext(AttentionContext):
     """What the layers of one pass share."""
 
     ropes: list[tuple[Tensor, Tensor]]  # cos and sin of the pass's tokens, for each of Decoder.ropes
+    query_factors: Tensor | None = None  # `query_factors` of models/rope.py
     # For linear attention. With borders: -1, then each token's piece, ascending ids. With borders or a tree: which
     # tokens each one's convolution reads (kernels/delta_layer.py).
     piece_S: Tensor | None = None
@@ -141,7 +142,8 @@ class LayerContext(AttentionContext):
     def of_tokens(self, tokens: slice) -> "LayerContext":
         """The context of these tokens of the pass."""
         ropes = [(cos[:, tokens].contiguous(), sin[:, tokens].contiguous()) for cos, sin in self.ropes]
-        return replace(self, ropes=ropes)
+        factors = None if self.query_factors is None else self.query_factors[:, tokens]
+        return replace(self, ropes=ropes, query_factors=factors)
 
     def chunks(self) -> list[slice]:
         """The tokens of the pass in runs of at most `Pass.chunk`."""

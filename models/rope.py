@@ -47,6 +47,12 @@ class RopeConfig:
         return self.parameters["rope_type"]
 
     @property
+    def query_growth(self) -> tuple[float, int] | None:
+        """Llama 4's and Ministral 3's: (b, n) multiplies the queries at position p by 1 + b log(1 + floor(p / n))."""
+        growth = self.parameters.get("llama_4_scaling_beta")
+        return (growth, self.parameters["original_max_position_embeddings"]) if growth else None
+
+    @property
     def rotated(self) -> int:
         """How many of a head's numbers are rotated. The others have frequency 0: where they are fewer than all, our
         heads have the first half of the rotated ones in their first half (models/hf_weights.py)."""
@@ -128,6 +134,15 @@ class Rope:
             cos_BTF, sin_BTF = pad(cos_BTF, (0, still), value=1.0), pad(sin_BTF, (0, still))
         cos_BTF, sin_BTF = cos_BTF.to(dtype), sin_BTF.to(dtype)
         return cos_BTF[:, :, None, None], torch.stack((-sin_BTF, sin_BTF), 2)[:, :, None]
+
+
+def query_factors(config: RopeConfig, positions_BT: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """What `RopeConfig.query_growth` multiplies each token's queries by, [B, T, 1, 1]; None for 1."""
+    if config.query_growth is None:
+        return None
+    growth, length = config.query_growth
+    factors_BT = 1 + growth * (1 + positions_BT.div(length, rounding_mode="floor").float()).log()
+    return factors_BT.to(dtype)[..., None, None]
 
 
 def piece_ids(borders: Sequence[int], device: torch.device) -> Tensor:

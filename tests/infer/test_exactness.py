@@ -73,13 +73,22 @@ QWEN3_5 = {  # of the target "qwen3_5": two layers of linear attention, and RoPE
     "gated": True, "qk_norm": True,
     "rope": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
-OTHERS = {"moe": {"experts": EXPERTS}, "gemma3": GEMMA, "gpt_oss": GPT_OSS, "qwen3_5": QWEN3_5}
+MINISTRAL = {  # of the target "ministral3", whose queries grow with their position
+    "rope": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.5,
+    },
+}  # fmt: skip
+OTHERS = {
+    "moe": {"experts": EXPERTS}, "gemma3": GEMMA, "gpt_oss": GPT_OSS, "qwen3_5": QWEN3_5, "ministral3": MINISTRAL,
+}  # fmt: skip
 SEEDS = {("gqa", "short"): 12, ("gqa", "overflow"): 12, ("mha", "short"): 11, ("mha", "overflow"): 14} | {
     ("moe", "overflow"): 14,
     ("olmo2", "overflow"): 3,
     ("gemma3", "overflow"): 10,
     ("gpt_oss", "overflow"): 4,
     ("qwen3_5", "overflow"): 17,
+    ("ministral3", "overflow"): 1,
 }
 
 
@@ -277,7 +286,7 @@ def test_a_drafter_gives_plain_decodings_tokens_in_every_way(models, plain, row,
     check_in_turn(models, plain, row, SAMPLINGS, batch, nodes, each=1)
 
 
-@pytest.mark.parametrize(("name", "kind"), in_turn(("moe", "gemma3", "olmo2", "gpt_oss", "qwen3_5")))
+@pytest.mark.parametrize(("name", "kind"), in_turn(("moe", "gemma3", "olmo2", "gpt_oss", "qwen3_5", "ministral3")))
 def test_a_drafter_gives_the_tokens_of_another_family_or_refuses_its_layers(c_kernels, models, plain, name, kind):
     target, small = models(kind)
     selects = name in ("tokenswift_silu", "few_words") or "triforce" in name or "draft_pass" in name

@@ -22,15 +22,24 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
+    Ministral3Config,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MixtralConfig,
     Phi3Config,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SeedOssConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -66,6 +75,8 @@ ROPES = {
         "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0],
     },
 }  # fmt: skip
+# Ministral 3's as published, except for the lengths and twice the growth.
+GROWING = ROPES["yarn"] | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.2}
 GEMMA_ROPES = {"full_attention": ROPES["linear"], "sliding_attention": ROPES["default"]}
 GPT_OSS = SHAPE | {"sliding_window": 7, "rope_parameters": {  # as published, except for the lengths
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 16,
@@ -102,6 +113,7 @@ FAMILIES = {
 FAMILIES |= {
     "qwen3-yarn": Qwen3Config(**SHAPE, head_dim=8, rope_parameters=dict(ROPES["yarn"])),
     "qwen2-dynamic": Qwen2Config(**SHAPE, rope_parameters=dict(ROPES["dynamic"])),
+    "ministral3": Ministral3Config(**SHAPE, head_dim=16, rope_parameters=GROWING),
     "seed-oss": SeedOssConfig(**SHAPE, head_dim=16),
     "seed-oss-all-biases": SeedOssConfig(**SHAPE, head_dim=8, attention_out_bias=True, mlp_bias=True),
     "cwm": CwmConfig(**SHAPE, head_dim=8, sliding_window=7, rope_parameters=dict(ROPES["llama3"])),
@@ -285,23 +297,61 @@ def test_rope_types_are_those_of_transformers():
             RopeConfig(8, 64, {"rope_type": name, "rope_theta": 10000.0})
 
 
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+OF_PARTS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1, 1]}
+# Those that read images: the class, its configuration, its text model's; and whether the LM head is tied.
+READERS = {
+    "gemma3": (
+        Gemma3ForConditionalGeneration, Gemma3Config,
+        FAMILIES["gemma3"].to_dict() | {"model_type": "gemma3_text"}, VISION | {"image_size": 28}, True,
+    ),
+    "mistral-small": (
+        Mistral3ForConditionalGeneration, Mistral3Config, FAMILIES["mistral"].to_dict(),
+        VISION | {"model_type": "pixtral", "head_dim": 8}, False,
+    ),
+    "ministral3-tied": (
+        Mistral3ForConditionalGeneration, Mistral3Config,
+        FAMILIES["ministral3"].to_dict() | {"tie_word_embeddings": True},
+        VISION | {"model_type": "pixtral", "head_dim": 8}, True,
+    ),
+    "qwen2.5-vl": (
+        Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, SHAPE | {"rope_parameters": OF_PARTS}, QWEN_VISION, False,
+    ),
+    "qwen3-vl-tied": (
+        Qwen3VLForConditionalGeneration, Qwen3VLConfig, SHAPE | {"head_dim": 8, "rope_parameters": OF_PARTS},
+        QWEN_VISION | {"deepstack_visual_indexes": [0]}, True,
+    ),
+    "qwen3-vl-moe": (
+        Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig,
+        SHAPE | EXPERTS | {"head_dim": 8, "rope_parameters": OF_PARTS},
+        QWEN_VISION | {"deepstack_visual_indexes": [0]}, False,
+    ),
+}  # fmt: skip
+
+
 @torch.no_grad()
-def test_gemma_that_reads_images_too_is_its_text(tmp_path, error):
-    """As published (`language_model.model.layers...`), as transformers 5 saves it, and as it is in memory."""
-    text = FAMILIES["gemma3"].to_dict() | {"model_type": "gemma3_text"}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28}, tie_word_embeddings=True)
-    theirs = Gemma3ForConditionalGeneration(config).eval()
-    folder, ids = saved(theirs, tmp_path / "new"), tokens(2, 20)
+@pytest.mark.parametrize("name", READERS)
+def test_a_model_that_reads_images_too_is_its_text(tmp_path, error, name):
+    """As transformers saves it, by the names of its modules, by those of old checkpoints, and as it is in memory."""
+    network, config_of, text, vision, tied = READERS[name]
+    torch.manual_seed(0)
+    # Mistral's whole configuration says true for every model.
+    whole_tied = tied or config_of is Mistral3Config
+    theirs = network(config_of(text_config=text, vision_config=vision, tie_word_embeddings=tied)).eval()
+    theirs.config.tie_word_embeddings = whole_tied
+    folder, ids = saved(theirs, tmp_path / "saved"), tokens(2, 20)
     expected = theirs(ids).logits
-    published = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        name = name.replace("model.language_model.", "language_model.model.")
-        published[name.removeprefix("model.")] = tensor
-    assert "language_model.model.norm.weight" in published and any("vision_tower" in name for name in published)
-    shutil.copytree(folder, tmp_path / "old")
-    save_file(published, tmp_path / "old" / "model.safetensors", {"format": "pt"})
-    targets = [load_target(tmp_path / name, dtype=torch.float32) for name in ("new", "old")]
+    modules = {key: x.clone() for key, x in theirs.state_dict().items() if not (tied and key == "lm_head.weight")}
+    assert "model.language_model.norm.weight" in modules and any("vis" in key for key in modules)
+    old = {
+        key.replace("model.language_model.", "language_model.model.").removeprefix("model."): x
+        for key, x in modules.items()
+    }
+    for kind, tensors in (("modules", modules), ("old", old)):
+        shutil.copytree(folder, tmp_path / kind)
+        save_file(tensors, tmp_path / kind / "model.safetensors", {"format": "pt"})
+    targets = [load_target(tmp_path / kind, dtype=torch.float32) for kind in ("saved", "modules", "old")]
     target = target_from_transformers(theirs)
     for parameter in theirs.model.language_model.parameters():
         parameter.add_(0.01)
@@ -309,7 +359,8 @@ def test_gemma_that_reads_images_too_is_its_text(tmp_path, error):
     assert error(target.model(Pass(ids)).logits, theirs(ids).logits) < 1e-5
     for loaded in targets:
         assert error(loaded.model(Pass(ids)).logits, expected) < 1e-5
-    assert weights_hash(targets[0].model) == weights_hash(targets[1].model)
+        assert weights_hash(loaded.model) == weights_hash(targets[0].model)
+        assert loaded.model.config.tie_embeddings == tied
 
 
 @pytest.mark.parametrize(

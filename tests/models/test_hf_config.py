@@ -1,6 +1,9 @@
 """What our configuration takes from a Hugging Face one, and what is refused."""
 
+import json
+
 import pytest
+import torch
 from transformers import (
     GPT2Config,
     LlamaConfig,
@@ -13,7 +16,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from longdraft.models.decoder import Decoder
 from longdraft.models.fingerprint import shape_hash
+from longdraft.models.hf import read_target_config
 from longdraft.models.hf_config import decoder_config
 
 
@@ -127,3 +132,35 @@ def test_fields_that_a_familys_class_does_not_read_change_nothing():
 def test_the_whole_models_configuration_says_whether_embeddings_are_tied(tied):
     config = Qwen3_5Config(text_config={"tie_word_embeddings": not tied}, tie_word_embeddings=tied)
     assert decoder_config(config).tie_embeddings == tied
+
+
+# Fields of the text models in the published configurations; of all other fields transformers' defaults stand there.
+DENSE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072}
+WIDE = DENSE | {"hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40}
+YARN = {
+    "rope_type": "yarn", "type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+TO_256K = YARN | {"rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
+TO_384K = YARN | {"rope_theta": 1e8, "factor": 48.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(("fields", "positions", "billions", "growth"), [
+    (WIDE | {"model_type": "mistral", "max_position_embeddings": 131072, "rope_theta": 1e9, "sliding_window": None},
+     131072, 23.57, None),  # Mistral-Small-3.2-24B-Instruct-2506
+    (WIDE | {"model_type": "ministral3", "max_position_embeddings": 393216, "rope_parameters": TO_384K},
+     393216, 23.57, (0.1, 8192)),  # Devstral-Small-2-24B-Instruct-2512
+    (DENSE | {"model_type": "ministral3", "hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 26,
+              "max_position_embeddings": 262144, "tie_word_embeddings": True, "rope_parameters": TO_256K},
+     262144, 3.43, (0.1, 16384)),  # Ministral-3-3B-Instruct-2512
+], ids=["mistral-small-3.2", "devstral-small-2", "ministral-3-3b"])  # fmt: skip
+def test_mistrals_that_read_images_are_read_as_published(tmp_path, fields, positions, billions, growth):
+    """The parameters that the model cards count, without the encoder of images."""
+    whole = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": fields}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = read_target_config(tmp_path)
+    assert config.max_positions == positions and config.rope.query_growth == growth
+    assert config.tie_embeddings == fields.get("tie_word_embeddings", False)
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in Decoder(config).parameters())
+    assert count / 1e9 == pytest.approx(billions, abs=0.005)
