@@ -32,7 +32,7 @@ from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.drafters.token_recycling import CANDIDATES, TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.models.device import check_device, on_device
+from longdraft.models.device import on_device, option_device
 from longdraft.models.drafts.heads import TokenSwift, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.hf import build_decoder
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write prefill.txt and steps.txt, two profiles")
     args = parser.parse_args(argv)
     try:
-        device = check_device(args.device, "--device")
+        device = option_device(args.device)
     except ValueError as error:
         parser.error(str(error))
     logging.getLogger("transformers").setLevel(logging.ERROR)

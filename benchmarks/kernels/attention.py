@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from longdraft.benchmarks.kernels.race import OURS, PROFILES, Bench, Build, Profile, Run, Work, race
 from longdraft.kernels import backend
 from longdraft.kernels import tree_attention as ours
-from longdraft.kernels.tree import PassPlan
+from longdraft.kernels.tree import PassPlan, attended_rows
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 
 SPARE = 23  # rows of capacity after the pass
@@ -61,12 +61,6 @@ def heads_first(*rows: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in rows]
 
 
-def full_mask(tree_1NN: Tensor, length: int) -> Tensor:
-    """Bool [N, S + N]: all committed rows, and the tree."""
-    own_NN = tree_1NN[0]
-    return torch.cat((own_NN.new_ones(len(own_NN), length), own_NN), 1)
-
-
 def random_tree(n_nodes: int) -> Tensor:
     """Bool [N, N]: each node's ancestors and itself, in a tree where any earlier node may be the parent."""
     generator = torch.Generator().manual_seed(0)
@@ -90,9 +84,11 @@ def make_case(bench: Bench, profile: str, context: int, nodes: int) -> Case:
     """Random rows with NaN in the capacity after them."""
     q, keys, values = random_rows(bench, PROFILES[profile], context, nodes, float("nan"))
     tree, stop = random_tree(nodes).to(bench.device)[None], context + nodes
-    exact = reference(q.float(), keys, values, torch.tensor([context], device=bench.device), tree)[0]
+    lengths = torch.tensor([context], device=bench.device)
+    exact = reference(q.float(), keys, values, lengths, tree)[0]
     rows = heads_first(q, keys[:, :stop], values[:, :stop])
-    plain = scaled_dot_product_attention(*rows, attn_mask=full_mask(tree, context), enable_gqa=True)
+    mask = attended_rows(lengths, nodes, stop, tree, None)
+    plain = scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)
     return Case(q, keys, values, context, tree, exact, plain.transpose(1, 2))
 
 
@@ -138,9 +134,10 @@ def _rows(case: Case) -> tuple[Tensor, Tensor]:
 
 def _sdpa(case: Case) -> Run:
     k, v = _rows(case)
-    mask = full_mask(case.tree_1NN, case.length)
+    n_rows = case.q_1NHd.shape[1]
+    mask = attended_rows(case.lengths_1, n_rows, k.shape[2], case.tree_1NN, None)[0]
     # A single row attends to everything, and a call without a mask is faster.
-    bias = None if len(mask) == 1 else _additive(mask, k.dtype).repeat(case.groups, 1)
+    bias = None if n_rows == 1 else _additive(mask, k.dtype).repeat(case.groups, 1)
     return lambda: case.unfolded(scaled_dot_product_attention(case.folded(), k, v, attn_mask=bias))
 
 

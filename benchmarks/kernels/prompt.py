@@ -17,8 +17,8 @@ from longdraft.kernels import backend
 from longdraft.kernels.chain_attention import by_flash, chain_attention
 from longdraft.kernels.tree import PassPlan, attended_rows
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
+from longdraft.models.passes import prompt_rows
 
-CHUNKS = {"cuda": 2048, "cpu": 512}  # query tokens of a prefill pass, as in the engine
 CHECKED = 32  # only the last rows of an output are compared
 
 
@@ -71,7 +71,7 @@ IMPLEMENTATIONS: dict[str, Build] = {
 @torch.no_grad()
 def measure(bench: Bench, profile: str, context: int) -> list[dict]:
     """Return one row for every implementation; on a CPU only for ours."""
-    n_rows, on_gpu = CHUNKS[bench.device.type], bench.device.type == "cuda"
+    n_rows, on_gpu = prompt_rows(bench.device.type), bench.device.type == "cuda"
     work = attention_work(PROFILES[profile], context, n_rows, bench.dtype.itemsize, n_rows * (n_rows + 1) // 2)
     shape = {"benchmark": "prompt", "profile": profile, "context": context, "nodes": n_rows}
     builds = IMPLEMENTATIONS if on_gpu else {OURS: _ours}

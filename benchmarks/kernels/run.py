@@ -18,7 +18,7 @@ from longdraft.benchmarks.drafters.provenance import hardware, provenance
 from longdraft.benchmarks.kernels import attention, loss, product, prompt
 from longdraft.benchmarks.kernels.race import DTYPES, OURS, PROFILES, Bench
 from longdraft.kernels.linear import emulates_bf16
-from longdraft.models.device import check_device, default_device, on_device
+from longdraft.models.device import on_device, option_device
 
 TITLES = {
     "attention": "Tree attention of one layer, one sequence",
@@ -62,8 +62,7 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, metavar="FILE.json", help="also write the result there, and the table as .txt beside it")
     args = parser.parse_args(argv)
     try:
-        given, name = args.device, "--device"
-        device = check_device(given, name) if given else default_device(name, "give --device cpu")
+        device = option_device(args.device)
     except ValueError as error:
         parser.error(str(error))
     args.device = str(device)
