@@ -10,7 +10,7 @@ from typing import Any
 from longdraft.benchmarks.drafters import papers
 from longdraft.benchmarks.drafters.forced import LABEL
 from longdraft.benchmarks.drafters.metrics import lay_out, run_figures
-from longdraft.benchmarks.drafters.record import Record, read_record
+from longdraft.benchmarks.drafters.record import Entry, Record, read_record
 from longdraft.models.files import write_atomically
 
 Figures = Mapping[str, Any]
@@ -115,19 +115,20 @@ def collect(records: Mapping[str, Record]) -> dict[str, Figures]:
     record without a question that all drafters have answered."""
     found: dict[str, Figures] = {}
     for run, record in records.items():
-        by_temperature = record.by_drafter()
-        for temperature, entries in by_temperature.items():
-            # In an unfinished run, only some drafters have answered some questions.
-            common = set.intersection(*({e.id for e in of} for of in entries.values())) if "plain" in entries else set()
-            figures = run_figures({name: [e for e in of if e.id in common] for name, of in entries.items() if common})
-            where = [run] if len(records) > 1 else []
-            how = [f"T {temperature:g}"] if len(by_temperature) > 1 else []
-            found |= {", ".join([drafter, *how, *where]): one for drafter, one in figures.items()}
-            if not common:
-                by_temperature = {}
-        if not by_temperature:
+        by_temperature = {temperature: _common(entries) for temperature, entries in record.by_drafter().items()}
+        if not by_temperature or not all(entries.get("plain") for entries in by_temperature.values()):
             raise ValueError(f"{run}: no question has been answered by all of its drafters yet; wait for the run")
+        where = [run] if len(records) > 1 else []
+        for temperature, entries in by_temperature.items():
+            how = [f"T {temperature:g}"] if len(by_temperature) > 1 else []
+            found |= {", ".join([drafter, *how, *where]): one for drafter, one in run_figures(entries).items()}
     return found
+
+
+def _common(entries: Mapping[str, Sequence[Entry]]) -> dict[str, list[Entry]]:
+    """The entries of the questions that all drafters have answered; in an unfinished run some have not."""
+    ids = set.intersection(*({entry.id for entry in of} for of in entries.values()))
+    return {name: [entry for entry in of if entry.id in ids] for name, of in entries.items()}
 
 
 def page(records: Mapping[str, Record]) -> str:

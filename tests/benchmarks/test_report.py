@@ -93,7 +93,9 @@ def test_numbers_stand_at_their_marks():
 def test_the_command_names_what_is_wrong(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "plan.json" in capsys.readouterr().err
-    with recorded(tmp_path, {"suite": None}):
-        pass
-    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "r.html")]) == 2
-    assert "no question has been answered" in capsys.readouterr().err
+    for entries in ([], [Entry(1, "t", "t", "plain", 0.0, []), Entry(2, "t", "t", "d", 0.0, [])]):
+        with recorded(tmp_path, {"suite": None}) as record:
+            for entry in entries:
+                record.add("entry", entry)
+        assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "r.html")]) == 2
+        assert "no question has been answered" in capsys.readouterr().err
