@@ -163,7 +163,7 @@ class Suite:
         try:
             files = list_files([Source(path=data, files=(*self.files, *(f"*/{name}" for name in self.files)))])
         except ValueError as error:
-            reason = str(error).removesuffix("; name other files by --files")
+            reason = str(error).removesuffix("; name others with --files")
             raise ValueError(f"--data: {reason}; the files come from {self.source}") from error
         for row in (Row(file.name, *numbered) for file in files for numbered in numbered_records(Segment(file))):
             if not isinstance(row.fields, dict):
