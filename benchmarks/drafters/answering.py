@@ -3,15 +3,15 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from longdraft.benchmarks.drafters.provenance import hardware, provenance
 from longdraft.benchmarks.drafters.questions import Question
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record
-from longdraft.benchmarks.drafters.timing import Log, peak_memory_mib, seconds_of
+from longdraft.benchmarks.drafters.timing import Log, seconds_of
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.target import Target
@@ -53,12 +53,14 @@ def of_transformers(model, eos_token_ids: Sequence[int]) -> Answerer:
     def answer(prompt: list[int], params: SamplingParams) -> Answer:
         end, ids = None if params.ignore_eos else list(eos_token_ids), torch.tensor([prompt], device=device)
         model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=end)
-        arrivals, found = _Arrivals(), list[int]()
+        times, found = list[float](), list[int]()
+        # It gets the prompt first, then each token.
+        streamer = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": params.max_new_tokens}
-        options["streamer"] = arrivals
+        options["streamer"] = streamer
         begin = time.perf_counter()
         whole = seconds_of(lambda: found.extend(model.generate(ids, **options)[0, len(prompt) :].tolist()), device)
-        prefill, count = arrivals.times[1] - begin, len(found)  # the prompt is passed to the streamer first
+        prefill, count = times[1] - begin, len(found)
         seconds = (whole - prefill) * count / (count - 1) if count > 1 else whole  # the prefill makes one token
         return Answer(
             len(prompt), found, None, "", [1] * count, [], decode_seconds=seconds, target_seconds=seconds,
@@ -66,19 +68,6 @@ def of_transformers(model, eos_token_ids: Sequence[int]) -> Answerer:
         )  # fmt: skip
 
     return answer
-
-
-class _Arrivals:
-    """A streamer of transformers that notes when its `generate` passes something on: the prompt, then each token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, tokens: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
 
 
 def ask(
@@ -120,7 +109,6 @@ def machine(target: Target) -> dict:
         "device": hardware(weight.device),
         "on_gpu": weight.is_cuda,
         "ranks": target.model.ranks.size,
-        "peak_memory_mib": peak_memory_mib(weight.device),
     }
 
 

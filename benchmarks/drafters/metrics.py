@@ -46,7 +46,6 @@ def totals(answers: Sequence[Answer]) -> dict[str, Any]:
         "tau": (tokens - steps + calls) / calls,
     }
     return {
-        "requests": len(answers),
         "tokens": tokens,
         "steps": steps,
         "tokens_per_step": tokens / steps,
