@@ -16,7 +16,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -43,8 +43,13 @@ FREE = (
 )  # fmt: skip
 # Fields of older versions, which the saved configs of their runs and drafts still have.
 REMOVED = ("decoding.share", "log.wandb_project")
-# A checkpoint's folder and its state.json.
-Found = tuple[Path, dict[str, Any]]
+
+
+class Found(NamedTuple):
+    """An intact checkpoint: its folder, and the values of its state.json."""
+
+    folder: Path
+    state: dict[str, Any]
 
 
 def checkpoint_folder(run_dir: str | Path) -> Path:
@@ -95,7 +100,7 @@ def whole(folder: Path) -> Iterator[Found]:
         except (ValueError, OSError) as error:
             print(f"{path} is damaged ({error}) and is skipped", flush=True)
         else:
-            yield path, state
+            yield Found(path, state)
 
 
 def newest(run_dir: str | Path) -> Found | None:

@@ -89,7 +89,7 @@ class Evaluator:
         if record is None:
             return None
         score, best = record["decode_tokens_per_step"], ranks.from_first(lambda: checkpoint.best(run_dir))
-        if best is None or score > best[1]["score"]:
+        if best is None or score > best.state["score"]:
             target_weights = self.target.fingerprint.get("weights")
             extra = {"heldout": heldout, "decoding": record, "target_weights": target_weights}
             state = {"step": step, "score": score, "config": to_dict(config), "extra": extra}

@@ -50,7 +50,7 @@ def export(
     if found is None:
         missing = "best weights (decoding.every keeps them)" if best else "intact checkpoint"
         raise ValueError(f"run_dir: {run_dir} holds no {missing}; train first, or give another run's folder")
-    saved, weights = found[1], load_file(found[0] / checkpoint.WEIGHTS)
+    saved, weights = found.state, load_file(found.folder / checkpoint.WEIGHTS)
     config = checkpoint.saved_config(run_dir, saved)
     out = Path(out) if out is not None else Path(run_dir) / "draft"
     check_out(out)

@@ -117,11 +117,11 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
         if not all(ranks.gather(lock.exists())):
             raise ValueError(f"train.run_dir: not every machine sees the first one's {run_dir}; use shared storage")
         found = ranks.from_first(partial(checkpoint.newest, run_dir))
-        undecoded = ranks.from_first(lambda: found is not None and _lacks_decoding(config, found[1]))
+        undecoded = ranks.from_first(lambda: found is not None and _lacks_decoding(config, found.state))
         if found is not None:
-            checkpoint.check_continues(found[1], config, rows.identity)
-            if found[1]["step"] >= n_steps and not undecoded:
-                ranks.log(f"Training is done already: {n_steps} steps, checkpoint in {found[0]}")
+            checkpoint.check_continues(found.state, config, rows.identity)
+            if found.state["step"] >= n_steps and not undecoded:
+                ranks.log(f"Training is done already: {n_steps} steps, checkpoint in {found.folder}")
                 return True
         run = open_run(config, ranks, target, found)
         run.stop = stop
@@ -129,15 +129,15 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
         if ranks.first:
             if found is None:  # weights of an earlier run that ended before its first checkpoint
                 shutil.rmtree(checkpoint.best_folder(run_dir), ignore_errors=True)
-            text, wandb_id = to_yaml(config), found and found[1]["extra"].get("wandb_id")
+            text, wandb_id = to_yaml(config), found and found.state["extra"].get("wandb_id")
             write_atomically(Path(run_dir) / "config.yaml", lambda file: file.write_text(text, "utf-8"))
             # At step 0, -1 removes the records of step 0 too, since they are measured again.
             run.tracker = Tracker(config, run.method.part_names, run.step or -1, wandb_id, stage)
             run.bar = tqdm(total=n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
         if undecoded or (run.step == 0 and config.draft.start_from is not None):
             # At step 0, the baseline for `gains`; later, the decoding that a stop cut off.
-            _evaluate(run, validates=_is_due(run, config.heldout.every), decodes=True)
-        saved = found and found[0]
+            _evaluate(run, validates=run.is_due(run.step, config.heldout.every), decodes=True)
+        saved = found and found.folder
         while run.step < n_steps and (result := train_step(run)) is not None:
             run.step += 1
             saved = _after_step(run, result)
@@ -178,9 +178,9 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
     """After a step, log, validate, decode and save if each is due. Returns the checkpoint, if one was saved."""
     config = run.config
     logs, validates, saves = (
-        _is_due(run, every) for every in (config.log.every, config.heldout.every, config.train.save_every)
+        run.is_due(run.step, every) for every in (config.log.every, config.heldout.every, config.train.save_every)
     )
-    decodes = run.decoding is not None and _is_due(run, config.decoding.every)
+    decodes = run.decoding is not None and run.is_due(run.step, config.decoding.every)
     if logs or validates or decodes or saves:
         finish_step_sum(run)  # before anything is recorded about these weights
     if logs:
@@ -194,11 +194,6 @@ def _after_step(run: Run, result: StepResult) -> Path | None:
         begin_step_sum(run)
     run.bar.update()
     return saved
-
-
-def _is_due(run: Run, every: int) -> bool:
-    """Whether something that is done every `every` steps, and after the last one, is due after the current step."""
-    return run.step == run.config.train.n_steps or run.step % every == 0
 
 
 def _evaluate(run: Run, validates: bool, decodes: bool) -> None:

@@ -73,13 +73,17 @@ class Run:
     tracker: Tracker | None = None
     bar: tqdm = field(default_factory=partial(tqdm, disable=True))
 
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether something that is done every `every` steps, and after the last one, is done after step 1, 2, ..."""
+        return step == self.config.train.n_steps or step % every == 0
+
 
 def open_run(config: Config, ranks: Ranks, target: Target, found: Found | None = None) -> Run:
     """Open data, draft and engine, in their initial state or in that of the checkpoint `found`."""
     train = config.train
     torch.use_deterministic_algorithms(train.deterministic)  # operations without a deterministic algorithm raise
     note_weights(target)
-    weights, extra = target.fingerprint.get("weights"), found[1]["extra"] if found else {}
+    weights, extra = target.fingerprint.get("weights"), found.state["extra"] if found else {}
     if extra.get("target_weights") not in (None, weights):
         raise ValueError(
             f"target.path: {config.target.path} has other weights than the run in {train.run_dir} began with; "
@@ -95,7 +99,7 @@ def open_run(config: Config, ranks: Ranks, target: Target, found: Found | None =
     share = ranks.local_rank, ranks.local_size, target.model.config.vocab_size
     ranks.on_all(lambda: [split.verify(*share) for split in (rows, heldout_rows)])
     decoding = Evaluator(config, target, heldout_rows, ranks) if config.decoding.every else None
-    method = open_draft(config, target, rows, found and found[0])
+    method = open_draft(config, target, rows, found and found.folder)
     parallel = None
     if train.sequence_parallel > 1:
         parallel = SequenceParallel(target.model.config, sequence_group(train.sequence_parallel))
@@ -103,7 +107,7 @@ def open_run(config: Config, ranks: Ranks, target: Target, found: Found | None =
     run = Run(config, ranks, method, engine, teacher, rows, heldout_rows, weights, decoding)
     if found:
         checkpoint.load(engine, found)
-        run.step, run.skipped, run.heldout = found[1]["step"], extra["skipped"], extra["heldout"]
+        run.step, run.skipped, run.heldout = found.state["step"], extra["skipped"], extra["heldout"]
     return run
 
 

@@ -57,7 +57,7 @@ def train_step(run: Run) -> StepResult | None:
     stopping, n_labels = finish_step_sum(run)
     if stopping:
         return None
-    is_logged = (run.step + 1) % run.config.log.every == 0 or run.step + 1 == train.n_steps
+    is_logged = run.is_due(run.step + 1, run.config.log.every)
     if is_logged:
         _wait_for(ranks.device)
         if ranks.device.type == "cuda":
