@@ -36,7 +36,7 @@ def validate(run: Run, rows: ShardSet) -> dict[str, Any]:
     n_parts = len(method.part_names)
     n_rows = min(config.heldout.rows, len(rows))
     n_choices = -(-config.heldout.choices // n_rows)
-    totals = torch.zeros(n_parts, 2 + 2 * (TOP_K + 1) + 1, dtype=torch.float64, device=ranks.device)
+    totals = torch.zeros(n_parts, 2 * TOP_K + 4, dtype=torch.float64, device=ranks.device)
     degree = config.train.sequence_parallel  # the number of ranks that read the same row
     n_readers = ranks.world_size // degree
     # Under ZeRO-3 every call of the engine is collective: a rank that has no row left repeats one without labels.
@@ -59,18 +59,20 @@ def validate(run: Run, rows: ShardSet) -> dict[str, Any]:
                 for parts, taught in ((micro_batch.parts, None), (labels, distillation))
             )
             chosen_P = from_host(torch.tensor(n_chosen), ranks.device)
-            columns = [text.sums, text.n_labels, *text.top_k_counts.T, text.n_labels, *choice.top_k_counts.T, chosen_P]
-            totals += torch.stack([column.double() for column in [*columns, choice.overlaps]], dim=1)
+            of_text, of_choices = [*text.top_k_counts.T, text.n_labels], [*choice.top_k_counts.T, chosen_P]
+            columns = [text.sums, *of_text, *of_choices, choice.overlaps]
+            totals += torch.stack([column.double() for column in columns], dim=1)
     totals = torch.tensor(ranks.sum(totals.flatten().tolist())).view(totals.shape)
-    weights = method.loss_weights(totals[:, 1].tolist())
-    loss = sum(total * weight for total, weight in zip(totals[:, 0].tolist(), weights, strict=True))
+    sums_P1, of_text_PK1, of_choices_PK1, _ = totals.split([1, TOP_K + 1, TOP_K + 1, 1], dim=1)
+    losses, n_labels = sums_P1[:, 0].tolist(), of_text_PK1[:, -1].tolist()
+    loss = sum(total * weight for total, weight in zip(losses, method.loss_weights(n_labels), strict=True))
     return {
-        "loss": loss if totals[:, 1].any() else None,
-        "part_loss": [total / n if n else None for total, n in totals[:, :2].tolist()],
-        "rank_rates": _rates(totals[:, 2 : 3 + TOP_K]),
-        "choice_rates": _rates(totals[:, 3 + TOP_K : -1]),
+        "loss": loss if any(n_labels) else None,
+        "part_loss": [total / n if n else None for total, n in zip(losses, n_labels, strict=True)],
+        "rank_rates": _rates(of_text_PK1),
+        "choice_rates": _rates(of_choices_PK1),
         "overlaps": [total / n if n else None for n, total in totals[:, -2:].tolist()],
-        "positions": int(totals[0, 2 + TOP_K]),
+        "positions": int(n_labels[0]),
     }
 
 
