@@ -96,7 +96,7 @@ def show(text: str) -> None:
         raise ValueError(message) from error
 
 
-def note(line: str = "") -> None:
+def note(line: str) -> None:
     """Write a line to standard error, above any progress bar."""
     tqdm.write(line, file=sys.stderr)
     sys.stderr.flush()

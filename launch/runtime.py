@@ -104,7 +104,7 @@ def _source(drafts: Sequence[str], trained: Mapping[str, Any]) -> str:
     return f"{path}/{trained['gguf_file']}" if trained.get("gguf_file") else path
 
 
-def drafter_names(given: Sequence[str] | None, drafts: Sequence[str], alone: Sequence[str] = ()) -> list[str]:
+def drafter_names(given: Sequence[str] | None, drafts: Sequence[str], alone: Sequence[str]) -> list[str]:
     """The drafters that were named, else those of the draft folders' methods, else plain.
 
     alone: names of the command's own drafters, which cannot be combined with others.

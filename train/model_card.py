@@ -54,7 +54,7 @@ model.generate(**inputs, custom_generate={where!r}, trust_remote_code=True)  # t
 """
 
 
-def write_card(run_dir: str | Path, folder: Path, config: Config, step: int, name: str = "") -> None:
+def write_card(run_dir: str | Path, folder: Path, config: Config, step: int, name: str) -> None:
     """Write README.md, its figure and custom_generate/generate.py beside the draft.
 
     Args:
@@ -99,7 +99,7 @@ def _settings(record: Mapping[str, Any]) -> list[str]:
     return [key.removeprefix(TOKENS_PER_STEP) for key in record if key.startswith(TOKENS_PER_STEP)]
 
 
-def draw_curves(folder: str | Path, records: Sequence[Mapping[str, Any]]) -> Path:
+def draw_curves(folder: str | Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Draw folder/curves.png from the records of metrics.jsonl: the losses and, if the run decoded, tokens/step by
     context length and temperature, over training steps. The file is replaced atomically."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second to import
@@ -120,4 +120,3 @@ def draw_curves(folder: str | Path, records: Sequence[Mapping[str, Any]]) -> Pat
         if panel.lines:
             panel.legend(fontsize=8)
     write_atomically(Path(folder) / CURVES, FigureCanvasAgg(figure).print_png)
-    return Path(folder) / CURVES

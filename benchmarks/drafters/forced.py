@@ -182,8 +182,8 @@ def oracle(target: Target, options: Mapping[str, Any]) -> Blank:
         raise ValueError(f"options: {ORACLE} has only depth and siblings, not {', '.join(options)}") from None
 
 
-def forced(build: Builder, rates: RatesFor, seed: int, nodes: int | None = None) -> Builder:
-    """A builder of the drafter with forced acceptance. nodes: the most that are verified below the root."""
+def forced(build: Builder, rates: RatesFor, seed: int, nodes: int | None) -> Builder:
+    """A builder of the drafter with forced acceptance. nodes: the most that are verified below the root, or None."""
 
     def builder(target: Target) -> Forced:
         inner = build(target)
