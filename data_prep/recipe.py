@@ -83,7 +83,7 @@ class Source(Schema):
 
 
 class PrepareConfig(Schema):
-    """What to prepare. Every field except `workers` affects the content of the shards.
+    """What to prepare. Every field except `out` and `workers` affects the content of the shards.
 
     sources: by name. out: the folder to make. seq_len: tokens per row. documents: "pack" cuts long documents into rows;
     "first" keeps only the first row of each and drops shorter ones. chat_template: a Jinja file, "plain" (chat.py), or

@@ -12,7 +12,7 @@ missing field becomes null, and one bad line makes ten megabytes fail.
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -134,7 +134,7 @@ def _bad(name: str, why: str, detail: str) -> BadDocument:
     return BadDocument(name, hashlib.sha256(name.encode()).digest(), why, detail)
 
 
-def numbered_records(segment: Segment, fields: Collection[str] | None = None) -> Iterator[tuple[int, Any]]:
+def numbered_records(segment: Segment, fields: Sequence[str] | None = None) -> Iterator[tuple[int, Any]]:
     """The segment's records with their numbers. A record is a mapping of fields to values, any other JSON value, or the
     reason why it cannot be used (`Unusable`). fields: the columns to read from tables; None: all."""
     file = segment.file
@@ -143,7 +143,7 @@ def numbered_records(segment: Segment, fields: Collection[str] | None = None) ->
         return
     with open_plain(file.path) as stream:
         if file.kind == "text":
-            yield 1, {(*(fields or ()), TEXT_FIELD)[0]: stream.read()}
+            yield 1, {fields[0] if fields else TEXT_FIELD: stream.read()}
         elif file.kind == "jsonl":
             if segment.start:
                 stream.seek(segment.start)

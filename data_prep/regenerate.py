@@ -132,8 +132,8 @@ def regenerate(
         documents = chain.from_iterable(read_documents(segment, record_format) for segment in segments)
         total = sum(segment.n_documents or 0 for segment in segments) or None
         with folder.opened(), tqdm(total=total, desc="answering", unit="conversation", mininterval=1) as progress:
-            tasks, answering = list[str](), _Answering(config, encoder, folder, progress)
-            unfinished = _unfinished(documents, folder, tasks, progress)
+            answering = _Answering(config, encoder, folder, progress)
+            unfinished = _unfinished(documents, folder, progress)
             generate: Generate | None = None
             for task, part in unfinished:
                 generate = generate or start()
@@ -143,7 +143,7 @@ def regenerate(
                     # No prompt is waiting; add a task, so that the generator is not idle during the last long ones.
                     if not answering.due and (following := next(unfinished, None)):
                         answering.begin(*following)
-            counts = add_up(folder.read_all(tasks))
+            counts = add_up(folder.read_all(folder.tasks()))
         write_json(config.out / MANIFEST, counts)  # `prepare` reads no folder without it
     reasons = "".join(f", {why}: {number:,}" for why, number in counts["bad"].items())
     named = "".join(f"\n  {line}" for line in counts["bad_named"][:SHOWN_BAD])
@@ -151,14 +151,12 @@ def regenerate(
     return counts
 
 
-def _unfinished(
-    documents: Iterator[Given], folder: WorkFolder, tasks: list[str], progress: tqdm
-) -> Iterator[tuple[str, list[Given]]]:
-    """The tasks without a record, each with its conversations. The names of all tasks are added to `tasks`."""
-    while part := list(islice(documents, PART_SIZE)):
-        tasks.append(PART.format(len(tasks)))
-        if folder.read(tasks[-1]) is None:
-            yield tasks[-1], part
+def _unfinished(documents: Iterator[Given], folder: WorkFolder, progress: tqdm) -> Iterator[tuple[str, list[Given]]]:
+    """The tasks without a record, each with its conversations."""
+    for number, part in enumerate(iter(lambda: list(islice(documents, PART_SIZE)), [])):
+        task = PART.format(number)
+        if folder.read(task) is None:
+            yield task, part
         else:
             progress.update(len(part))
 

@@ -73,7 +73,7 @@ def make_readers(
 ) -> list[Reader]:
     """A reader for each source. tokenizers: see `record_format_of`."""
     path, sources = config.chat_template, config.sources.items()
-    template = str(path) if path and str(path) == PLAIN else path and path.read_text(encoding="utf-8")
+    template = None if path is None else PLAIN if str(path) == PLAIN else path.read_text(encoding="utf-8")
 
     def encoder(is_chat: bool) -> Encoder | ChatEncoder:
         return ChatEncoder(tokenizer, template) if is_chat else make_encoder(tokenizer, config.documents == "pack")

@@ -189,7 +189,7 @@ class Suite:
         for question in questions:
             tokens = question.prompt(target)
             cut = tokens[: self.first_tokens]
-            if len(tokens) <= (self.first_tokens or self.above) or len(cut) > most:
+            if len(tokens) <= max(self.above, self.first_tokens or 0) or len(cut) > most:
                 omitted.append(f"{question.id} ({len(tokens)} tokens)")
             else:
                 asked.append(question if self.first_tokens is None else replace(question, turns=(cut,)))
