@@ -6,7 +6,6 @@ The last line of the output is a JSON object.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -230,7 +229,3 @@ def asked_for(drafting: Drafting, settings: BenchSettings, questions: object) ->
         "dtype": args.dtype,
         "transformers": args.transformers,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -70,11 +70,9 @@ def report(args: argparse.Namespace) -> None:
 HERE = {command.__name__: command for command in (export, convert, report)}
 
 
-def run(command: str, argv: Sequence[str] | None = None) -> int:
-    """Run a command with these arguments, or if they are None with those of this process.
-
-    Returns the exit status: what the command returns, 2 after an error, 130 after Ctrl-C.
-    """
+def run(command: str, argv: Sequence[str]) -> int:
+    """Run a command with these arguments. Returns the exit status: what the command returns, 2 after an error, 130
+    after Ctrl-C."""
     load = partial(importlib.import_module, f"longdraft.launch.{command}")
     if command not in PARSERS:
         return load().main(argv) or 0
@@ -87,7 +85,7 @@ def run(command: str, argv: Sequence[str] | None = None) -> int:
             return load().run(args)
         from longdraft.launch.ranks import run_on_ranks
 
-        return run_on_ranks(command, sys.argv[1:] if argv is None else argv, args, lambda: load().run(args))
+        return run_on_ranks(command, argv, args, lambda: load().run(args))
 
     needs_output, by_force = command not in WORK_WITHOUT_OUTPUT, command in LEAVE_NOTHING_HALF_DONE
     return run_command(f"longdraft {command}", work, needs_output=needs_output, by_force=by_force)

@@ -98,7 +98,3 @@ def _as_json(name: str, generation: Generation) -> dict:
         "finish_reason": generation.finish_reason,
         "statistics": dict(generation.summary()),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,6 @@ another command, launch/regenerate.py.
 
 import argparse
 import os
-import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from functools import partial
@@ -23,8 +22,7 @@ from longdraft.launch.console import flag, run_command, show
 from longdraft.models.schema import validate
 
 
-def main(argv: Sequence[str] | None = None) -> int | None:
-    argv = sys.argv[1:] if argv is None else argv
+def main(argv: Sequence[str]) -> int | None:
     if argv and argv[0] == "regenerate":
         from longdraft.launch.regenerate import main as regenerate
 
@@ -111,7 +109,3 @@ def _inspect(given: dict[str, Any]) -> None:
 
         tokenizer = load_tokenizer(given["target"])
     show(f"{inspect(given['inspect'], tokenizer)}\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

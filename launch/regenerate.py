@@ -77,7 +77,7 @@ def _token_range(text: str) -> tuple[int, int]:
     return first, last
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command. Returns the exit status: 2 after an error, 130 after Ctrl-C."""
     parser = _parser()
     on_ctrl_c = "interrupted; finished parts are kept, and the same command continues"

@@ -59,7 +59,3 @@ def _follow(engine: Engine) -> int:
             if not told:  # else the first rank has ended without a word, as it may when it is told twice
                 raise
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,6 @@ import torch
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams, preset_for
-from longdraft.launch import generate as module
 from longdraft.launch.arguments import OF_ONE_TEXT, SAMPLING, given_sampling
 from longdraft.launch.arguments import generate as parser
 from longdraft.launch.console import flag
@@ -236,7 +235,7 @@ def test_a_terminal_shows_whose_each_token_is(run, target, monkeypatch):
 
 
 def test_a_reader_that_leaves_ends_it(tiny):
-    command = [sys.executable, module.__file__, "--target", str(tiny), "--dtype", "fp32"]
+    command = [sys.executable, "-m", "longdraft.launch.cli", "generate", "--target", str(tiny), "--dtype", "fp32"]
     command += ["--prompt", PROMPT, "--max-new-tokens", "2000", "--ignore-eos"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
