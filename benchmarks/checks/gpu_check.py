@@ -154,9 +154,9 @@ def check(args: argparse.Namespace) -> int:
     # A + says that files differ from the commit; then it is unknown which code passed.
     if result["commit"][-1] == "+" or any(before.get(key) != result[key] for key in ("commit", "device", "all")):
         before = {}
-    kept = {name: stage for name, stage in before.get("stages", {}).items() if stage["state"] == "passed"}
-    result |= {name: before[name] for name in before.get("stages", {}) if name in before}
-    trained = before.get("training", {})
+    stages, trained = before.get("stages", {}), before.get("training", {})
+    kept = {name: stage for name, stage in stages.items() if stage["state"] == "passed"}
+    result |= {name: before[name] for name in stages if name in before}
     methods = [method for method in args.methods if "exact" not in trained.get(method, {})] or args.methods
 
     def save() -> None:
@@ -214,7 +214,7 @@ def _last(stage: dict[str, Any]) -> str:
 
 def _command(name: str, args: argparse.Namespace, methods: Sequence[str]) -> list[str]:
     """The command of a stage."""
-    python, few = sys.executable, FEW.get(name) if device() == "cpu" else None
+    python, few = sys.executable, FEW.get(name, "") if device() == "cpu" else ""
     if name.endswith("tests"):
         on_gpu = {"kernel tests": "test_gpu_kernels.py", "runtime tests": "test_gpu_runtime.py"}
         files = [ROOT / "tests" / "gpu" / on_gpu[name]] if name in on_gpu else triton_tests()
@@ -223,12 +223,12 @@ def _command(name: str, args: argparse.Namespace, methods: Sequence[str]) -> lis
         return [python, "-m", "pytest", *shown, *(["-k", few] if few else []), *map(str, files)]
     if name == "kernel benchmarks":
         options = ["--device", device(), "--quick", "--out", str(args.out / "kernel_benchmarks.json")]
-        return [python, str(ROOT / "benchmarks/kernels/run.py"), *options, *(few or "").split()]
+        return [python, str(ROOT / "benchmarks/kernels/run.py"), *options, *few.split()]
     if name == "long contexts":
         options = ["--device", device(), "--out", str(args.out)]
-        return [python, str(ROOT / "benchmarks/checks/long_contexts.py"), *options, *(few or "").split()]
+        return [python, str(ROOT / "benchmarks/checks/long_contexts.py"), *options, *few.split()]
     if name == "long training":
-        return [python, str(ROOT / "benchmarks/checks/long_training.py"), *(few or "").split()]
+        return [python, str(ROOT / "benchmarks/checks/long_training.py"), *few.split()]
     if name == "training":
         return [python, __file__, "--training", "--out", str(args.out), "--methods", *methods]
     if name in EXTRAS:
