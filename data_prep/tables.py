@@ -11,7 +11,7 @@ not read. Neither are pickled columns, because unpickling runs any code that the
 
 import io
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -127,19 +127,18 @@ def table_rows(
         yield from table.rows(range(len(table.chunks))[start:stop], present or table.fields)
 
 
-def _rows(batch: pa.RecordBatch) -> list[dict[str, Any] | Unusable]:
+def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | Unusable]:
     """The rows of a batch. Texts of Arrow's JSON type are parsed: `datasets` stores values of mixed types in this way,
-    such as messages of which some call tools, or content that is sometimes a text and sometimes a list of parts."""
+    such as messages of which some call tools, or content that is sometimes a text and sometimes a list of parts. A row
+    is `Unusable` if one of them is not JSON: pyarrow does not check it."""
     kinds = {field.name: field.type for field in batch.schema if "arrow.json" in str(field.type)}
-    return [_with_json(row, kinds) for row in batch.to_pylist()] if kinds else batch.to_pylist()
-
-
-def _with_json(row: dict[str, Any], kinds: Mapping[str, pa.DataType]) -> dict[str, Any] | Unusable:
-    """The row with these fields, of these types, parsed; `Unusable` if one is not JSON: pyarrow does not check it."""
-    try:
-        return row | {name: _parsed(row[name], kind) for name, kind in kinds.items()}
-    except (ValueError, RecursionError) as error:
-        return Unusable("bad_json", f"({error})")
+    for row in batch.to_pylist():
+        try:
+            parsed = {name: _parsed(row[name], kind) for name, kind in kinds.items()}
+        except (ValueError, RecursionError) as error:
+            yield Unusable("bad_json", f"({error})")
+        else:
+            yield row | parsed
 
 
 def _parsed(value: Any, kind: pa.DataType) -> Any:
