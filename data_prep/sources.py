@@ -64,9 +64,10 @@ def list_files(sources: Sequence[Source]) -> list[SourceFile]:
     streams. Raises ValueError for a source that does not exist or holds no file, and for a file of an unknown suffix.
     """
     files = [file for number, source in enumerate(sources) for file in _files_of(source, number)]
-    if len({file.name for file in files}) < len(files):
-        # Two sources end in the same folder name: prepend parent folders until all names differ.
-        common = os.path.commonpath([file.path for file in files if file.digest is None])
+    folders = [Path(file.path).parent for file in files if file.digest is None]
+    if len({file.name for file in files}) < len(files) and folders:
+        # Two sources end in the same folder name: prepend parent folders until the names of different files differ.
+        common = os.path.commonpath(folders)
         files = [
             replace(file, name=Path(file.path).relative_to(common).as_posix()) if file.digest is None else file
             for file in files

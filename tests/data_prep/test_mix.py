@@ -80,3 +80,14 @@ def test_what_stands_beside_records_is_not_taken_for_them(books, tmp_path, tiny_
         sources = {"alpha": changed(books["alpha"], text_field=field)}
         config = PrepareConfig(sources=sources, out=tmp_path / f"out{n}", seq_len=64)
         assert total(prepare(config, tiny_tokenizer, "hash"), "alpha", "documents") == n
+
+
+def test_two_sources_may_read_one_file_each_in_its_way(tmp_path, tiny_tokenizer):
+    path = tmp_path / "in" / "both.jsonl"
+    path.parent.mkdir()
+    write(path, [{"text": f"text {i}", "note": f"note {i}"} for i in range(10)])
+    sources = {field: Source(path=str(path), text_field=field) for field in ("text", "note")}
+    config = PrepareConfig(sources=sources, out=tmp_path / "out", seq_len=32, heldout_share=0)
+    manifest = prepare(config, tiny_tokenizer, "hash")
+    assert [total(manifest, field, "documents") for field in ("text", "note")] == [10, 10]
+    assert list(json.loads((config.out / "plan.json").read_text())["sources"]) == ["both.jsonl"]
