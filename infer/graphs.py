@@ -127,6 +127,11 @@ class Graphs:
         }
         self._outputs = {id(x): x for known in self._known.values() for x in _tensors(known.outputs)}
 
+    def stop(self) -> None:
+        """Record nothing from now on, and forget what is recorded."""
+        self.clear()
+        self._recorder, self.recording = None, False
+
     def clear(self) -> None:
         """Forget all recorded work and free its memory."""
         self._known.clear()
@@ -137,19 +142,19 @@ def graphs_for(wanted: bool | None, model: Decoder) -> Graphs:
     """The Graphs for an engine with this target. wanted: None records where it is possible.
 
     It is not possible with a rotary table that is recomputed for every length; with layers that are gathered from other
-    ranks, because a replay would read freed weights while the other ranks wait for this one; with experts whose
-    products wait for the host (kernels/experts.py); and with transformers' own classes.
+    ranks, because a replay would read freed weights while the other ranks wait for this one; and with experts whose
+    products wait for the host (kernels/experts.py).
 
     Raises ValueError if recording is wanted and not possible.
     """
     device = model.embed_tokens.weight.device
     on_device = backend.triton_kernels("tree_attention", device.type) is not None
     waits = model.config.experts is not None and waits_for_host(model.embed_tokens.weight)
-    possible = on_device and model.records and model.config.rope.type != "dynamic" and model.weights_stay and not waits
+    possible = on_device and model.config.rope.type != "dynamic" and model.weights_stay and not waits
     if wanted and not possible:
         raise ValueError(
             f"graphs=True: this target on {device} cannot be recorded; that needs CUDA and triton, weights that stay "
-            "on it, no rope_type 'dynamic', no experts whose products wait for the host, no class of transformers"
+            "on it, no rope_type 'dynamic', no experts whose products wait for the host"
         )
     return cuda_graphs(device) if possible and wanted is not False else Graphs()
 

@@ -100,7 +100,7 @@ class Runner:
         self.on_cpu = backend.is_host(self.device)
         self.lag = 0 if self.on_cpu else 1
         self.work_clock: Callable[[], float] = library.work_seconds if self.on_cpu else time.perf_counter
-        self.graphs = graphs_for(graphs, model)
+        self.graphs, self.must_record = graphs_for(graphs, model), bool(graphs)
         automatic = nodes == "auto" and self.max_nodes > 0
         widths = widths_up_to(self.max_nodes, automatic, self.graphs.recording)
         # The prompt is longer than what drafters usually have to catch up with.
@@ -132,14 +132,16 @@ class Runner:
         assert cache is not None
         all_stages = range(1, 1 + policy.n_stages) if policy.automatic else [policy.n_stages]
         kinds = [(1, 0), *((width, stages) for stages in all_stages for width in policy.widths if self.max_nodes)]
-        with self.graphs.rehearsal():
-            for length, (width, stages), fresh in product(lengths, kinds, (True, False)):
-                state.committed = [range(length)] * cache.batch
-                for slot in range(cache.batch) if fresh else ():  # in its first step a drafter may need more
-                    self.drafter.on_start(slot, self.rehearsed, cache)
-                with policy.rehearsing(width, stages):
-                    self.step()
-        state.committed = [[] for _ in range(cache.batch)]
+        try:
+            with self.graphs.rehearsal():
+                for length, (width, stages), fresh in product(lengths, kinds, (True, False)):
+                    state.committed = [range(length)] * cache.batch
+                    for slot in range(cache.batch) if fresh else ():  # in its first step a drafter may need more
+                        self.drafter.on_start(slot, self.rehearsed, cache)
+                    with policy.rehearsing(width, stages):
+                        self.step()
+        finally:
+            state.committed = [[] for _ in range(cache.batch)]
 
     def step(self) -> Step:
         """Queue one step of all active slots."""

@@ -110,7 +110,7 @@ class SlotPool:
             # drafter has made it forget.
             runner.state.positions.zero_()
             if runner.graphs.recording:
-                self._record(kinds, log)
+                self._record_if_possible(kinds, log)
         runner.start()
 
     def _allocate(self, batch: int, capacity: int, n_kinds: int, log: Callable[[str], object]) -> None:
@@ -145,6 +145,23 @@ class SlotPool:
         if self._keeps and capacity > self.prefill_chunk:
             self._kept = KeptPrompts(self.model, cache, self.prefill_chunk, widths[-1])
         runner.cache = cache  # set last, so that it stays None if an allocation fails
+
+    def _record_if_possible(self, kinds: Sequence[tuple[SlotSampling, bool]], log: Callable[[str], object]) -> None:
+        """As `_record`. Where a target's passes do what cannot be recorded, nothing is recorded from now on.
+
+        Raises ValueError instead if recording is wanted."""
+        runner = self.runner
+        try:
+            self._record(kinds, log)
+        except RuntimeError as error:
+            if not self.model.may_fail_to_record or isinstance(error, torch.OutOfMemoryError):
+                raise
+            if runner.must_record:
+                raise ValueError(f"graphs=True: this target's passes cannot be recorded: {error}") from error
+            log(f"nothing is recorded, which makes steps slower: {error}")
+            runner.graphs.stop()
+            self._samplings.clear()
+            self._row_counts = ()
 
     def _record(self, kinds: Sequence[tuple[SlotSampling, bool]], log: Callable[[str], object]) -> None:
         """Record the prefill passes, and the steps of these kinds of sampling with or without log-probabilities, unless

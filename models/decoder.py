@@ -92,7 +92,7 @@ class Decoder(nn.Module):
     """A frozen target: a Pass in, a TargetOutput out.
 
     Attributes:
-        records: whether its passes can be recorded as CUDA graphs.
+        may_fail_to_record: whether its passes may do what no CUDA graph records.
         refreshed: how often its weights were replaced (models/hf.py).
         around_layer: context manager entered around each layer. It brings the weights in if they are kept elsewhere
             (train/sharding.py).
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
         ranks: the processes that compute it together.
     """
 
-    records = True
+    may_fail_to_record = False
     refreshed = 0
     ranks = ALONE
 

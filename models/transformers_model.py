@@ -119,7 +119,7 @@ class TransformersModel(Decoder):
     Raises ValueError with the reason for a model whose layers, attention, positions or logits are not supported.
     """
 
-    records = False
+    may_fail_to_record = True
 
     def __init__(
         self,
@@ -134,6 +134,7 @@ class TransformersModel(Decoder):
         model.set_attn_implementation(ATTENTION)
         self.layers, self._body = find_layers(model), model.get_decoder()
         self.embed_tokens, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._body.warn_if_padding_and_no_attention_mask = lambda *_: None  # which reads tokens on the host
         for module in model.modules():
             if type(module) is nn.Linear:  # a subclass computes something else
                 module.__class__ = Linear
@@ -156,6 +157,9 @@ class TransformersModel(Decoder):
     @torch.no_grad()
     def forward(self, inputs: Pass) -> TargetOutput:
         """Run one pass and return the fields that it needs."""
+        # A draft's nodes may lie beyond the last position, and a table of learned positions ends there.
+        positions_BT = inputs.positions().clamp(max=self.config.max_positions - 1)
+        inputs = replace(inputs, positions_BT=positions_BT.expand(inputs.tokens_BT.shape))
         running, needs = _Running(inputs, inputs.plan(), inputs.pieces()), inputs.needs
         hidden_BTD = self._run(self._body, running).last_hidden_state
         output = TargetOutput(last_kv=running.last_kv if "last_kv" in needs else None)
@@ -173,10 +177,11 @@ class TransformersModel(Decoder):
         """Call the whole model or its body with the pass's tokens and positions."""
         inputs = running.inputs
         tokens = slice(None) if inputs.shard is None else inputs.shard.tokens
-        positions_BT = inputs.positions().expand(inputs.tokens_BT.shape)
+        assert inputs.positions_BT is not None
+        tokens_BT, positions_BT = inputs.tokens_BT[:, tokens], inputs.positions_BT[:, tokens]
         reset = _RUNNING.set(running)
         try:
-            return module(input_ids=inputs.tokens_BT[:, tokens], position_ids=positions_BT[:, tokens], use_cache=False)
+            return module(input_ids=tokens_BT, position_ids=positions_BT, use_cache=False)
         finally:
             _RUNNING.reset(reset)
 

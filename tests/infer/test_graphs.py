@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from longdraft.benchmarks.drafters import timing as timing_module
 from longdraft.infer import graphs as graphs_module
@@ -32,6 +33,8 @@ from longdraft.kernels import backend, chain_attention, tree_attention
 from longdraft.kernels.attention import masked_attention
 from longdraft.kernels.cpu import rows
 from longdraft.kernels.tree import MOST_ROWS, attended_rows
+from longdraft.models.target import Target
+from longdraft.models.transformers_model import TransformersModel, check_against
 from longdraft.train.evaluate import Task, decode
 
 VOCAB, NEW = 61, 8
@@ -204,6 +207,38 @@ def test_recorded_steps_read_each_requests_own_biases(made, as_on_a_gpu):
     assert RECORDED and [one.tokens.index(end) for one, end in zip(found, ends, strict=True)] == [1, 2, 3, 4, 5]
     with mock.patch.object(runner_module, "graphs_for", lambda *_: Graphs()):
         assert [one.tokens for one in Engine(target).generate(prompts, params)] == [one.tokens for one in found]
+
+
+@pytest.mark.parametrize("possible", [True, False])
+@pytest.mark.parametrize("family", ["olmo2", "gpt2"])
+def test_transformers_own_classes_are_recorded_where_their_code_can_be(as_on_a_gpu, monkeypatch, family, possible):
+    """Drafts reach beyond the last position, where GPT-2's table of positions ends."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(family, **shape, **ids, intermediate_size=48, max_position_embeddings=32)
+    model = TransformersModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    target = Target(model, None, family, config, check_against(model), (), "transformers")
+    prompts = [[*range(3, 15)] * 2, [7, 8, 9] * 8]
+    params = [SamplingParams(seed=seed, max_new_tokens=8, ignore_eos=True, temperature=seed) for seed in range(2)]
+    with mock.patch.object(runner_module, "graphs_for", lambda *_: Graphs()):
+        expected = [one.tokens for one in Engine(target).generate(prompts, params)]
+
+    def refused(work):
+        work()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    if not possible:
+        monkeypatch.setattr(graphs_module, "cuda_graphs", lambda device: Graphs(refused))
+    said = []
+    engine = Engine(target, "prompt_lookup", slots=2, nodes=4, log=said.append)
+    for _ in range(2):
+        assert [one.tokens for one in engine.generate(prompts, params)] == expected
+    assert engine.runner.graphs.recording == possible == bool(RECORDED)
+    assert any("nothing is recorded" in line and "capturing" in line for line in said) != possible
+    if not possible:
+        with pytest.raises(ValueError, match=r"graphs=True.*capturing"):
+            Engine(target, graphs=True).generate(prompts, params)
 
 
 def test_after_a_recording_that_failed_others_succeed(monkeypatch):
