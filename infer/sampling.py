@@ -25,7 +25,8 @@ def _warm_or_greedy(temperature: float) -> float:
 
 Number = Annotated[float, Strict()]
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
-Penalty = Annotated[Number, Field(ge=1e-30, le=1e30)]
+# A token may get two penalties; a logit times both must stay finite, or a ban of it would be NaN.
+Penalty = Annotated[Number, Field(ge=1e-15, le=1e15)]
 Shift = Annotated[Number, Field(ge=-1e30, le=1e30)]
 AtLeast0 = Annotated[Int, Field(ge=0, lt=2**62)]
 AtLeast1 = Annotated[Int, Field(ge=1, lt=2**62)]
