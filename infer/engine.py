@@ -7,9 +7,10 @@ the same loop with a drafter that proposes only roots.
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 
 from longdraft.infer.drafters.base import Count, Drafter
 from longdraft.infer.drafters.build import build_drafter
@@ -20,7 +21,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_pool import SlotPool
 from longdraft.kernels import backend
 from longdraft.kernels.tree import MOST_ROWS
-from longdraft.models.schema import Bool, Instance, Str, validated
+from longdraft.models.schema import Bool, Instance, Int, Str, validated
 from longdraft.models.target import Target
 
 GREEDY = SamplingParams()
@@ -67,7 +68,7 @@ class Engine:
         *,
         nodes: Literal["auto", None] | Count = "auto",
         slots: Count | None = None,
-        max_length: Count | None = None,
+        max_length: Annotated[Int, Field(ge=2)] | None = None,  # a prompt's token and a new one
         prefill_chunk: Count | None = None,
         options: Mapping[Str, Any] | None = None,
         graphs: Bool | None = None,

@@ -177,6 +177,7 @@ def test_engine_arguments_that_cannot_be(target):
         ({"options": {"levels": 3}}, "options: plain does not know levels; it knows none"),
         ({"slots": 0}, "^slots: 0"),
         ({"graphs": True}, "^graphs=True"),
+        ({"max_length": 1}, "^max_length: 1 is not valid, .* 2"),  # no prompt would fit
         ({"max_length": 1000}, "^max_length: 1000, but the target has 256 positions"),
     ]:
         with pytest.raises(ValueError, match=message):
