@@ -4,7 +4,7 @@ Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
 import torch
@@ -54,15 +54,19 @@ class Drafter:
 
     @contextmanager
     def used_by(self, engine: object) -> Iterator[None]:
-        """Reserve this drafter for `engine`. Raises RuntimeError if an engine is already decoding with it."""
+        """Reserve this drafter and its parts for `engine`. Raises RuntimeError if an engine is already decoding with
+        one of them."""
         if self.user is not None:
             what = "engine" if self.user is engine else "drafter"
             raise RuntimeError(f"this {what} is already decoding; finish or close its stream, or use a second one")
-        self.user = engine
-        try:
-            yield
-        finally:
-            self.user = None
+        with ExitStack() as reserved:
+            for part in self.parts:
+                reserved.enter_context(part.used_by(engine))
+            self.user = engine
+            try:
+                yield
+            finally:
+                self.user = None
 
     @property
     def n_classes(self) -> int:

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from longdraft.infer.drafters.combine import Combined
 from longdraft.infer.drafters.prompt_lookup import PromptLookup
+from longdraft.infer.drafters.token_recycling import TokenRecycling
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.passes import Pass
@@ -281,9 +283,13 @@ def test_cancelling_from_the_piece_of_a_cancelled_one(target):
     assert [found[i].finish_reason for i in range(2)] == ["cancelled"] * 2
 
 
-def test_a_drafter_decodes_for_one_engine_at_a_time(target, alone):
+@pytest.mark.parametrize("combined", [(), (0,), (1,), (0, 1)], ids=["same", "part", "whole", "shared_part"])
+def test_a_drafter_decodes_for_one_engine_at_a_time(target, alone, combined):
+    """Also as a part of others. combined: in which of two engines it is."""
     drafter, params = PromptLookup(), SamplingParams(max_new_tokens=NEW)
-    engine, other = Engine(target, drafter), Engine(target, drafter)
+    engine, other = (
+        Engine(target, Combined([drafter, TokenRecycling(target)]) if i in combined else drafter) for i in range(2)
+    )
     stream = engine.stream([[5, 6]], params)
     next(stream)
     with pytest.raises(RuntimeError, match="this drafter is already decoding; finish or close its stream, or use"):
