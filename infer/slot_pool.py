@@ -96,13 +96,13 @@ class SlotPool:
         if runner.graphs.recording:
             capacity += min(SPARE_ROWS, self.prefill_chunk) - 1
         with on_device(self.device):
+            stayed = self.drafter.decodes_on(self._name)
             if runner.cache is None or runner.cache.batch != batch or runner.cache.capacity < capacity:
                 self._allocate(batch, capacity, min(len(kinds), KINDS_OF_SAMPLING), log)
-            elif self.drafter.last_slots is not self._name and self.drafter.allocations(batch, capacity):
+            elif not stayed and self.drafter.allocations(batch, capacity):
                 # Another engine has made it replace its buffers, which recorded work would keep alive.
                 runner.graphs.clear()
                 self._samplings.clear()
-            self.drafter.last_slots = self._name
             for slot in range(batch):  # a call that was left early may have left requests there
                 self._empty(slot)
             runner.state.active.zero_()

@@ -68,6 +68,15 @@ class Drafter:
             finally:
                 self.user = None
 
+    def decodes_on(self, slots: object) -> bool:
+        """Note that it decodes on these slots from now on. Returns whether neither it nor a part decoded on others
+        since it did last."""
+        stayed = self.last_slots is slots
+        for part in self.parts:
+            stayed = part.decodes_on(slots) and stayed
+        self.last_slots = slots
+        return stayed
+
     @property
     def n_classes(self) -> int:
         """Number of node classes (`TokenTree.classes`). In a tree without classes, a node's class is its index."""

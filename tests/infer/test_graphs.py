@@ -307,8 +307,9 @@ def test_what_is_kept_takes_the_memory_of_the_estimate(made, as_on_a_gpu):
 
 
 def test_engines_that_share_a_drafter_by_turns_keep_no_work_of_its_former_buffers(made, as_on_a_gpu):
-    target, drafter = made("triforce")
-    engines, kept = [Engine(target, drafter, slots=2, nodes=None) for _ in range(2)], []
+    """For one of them it is a part of a combination."""
+    target, drafter = made("triforce+prompt_lookup")
+    engines, kept = [Engine(target, one, slots=2, nodes=None) for one in (drafter, drafter.parts[0])], []
     for _ in range(3):
         for engine in engines:
             engine.generate([[3, 1, 4, 1, 5], [9, 2, 6]], SamplingParams(max_new_tokens=NEW, ignore_eos=True))
