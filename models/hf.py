@@ -319,7 +319,12 @@ def _tokenizer(location: Path) -> Any:
     if not files:
         return None
     with damage_named(*files, remedy=NO_CODE):
-        return AutoTokenizer.from_pretrained(location, trust_remote_code=False, mistral_format=False)
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, mistral_format=False)
+    # Models that read images had their template in a file of the processor (Mistral Small 3.1).
+    if tokenizer.chat_template is None and (of_processor := location / "chat_template.json").exists():
+        with damage_named(of_processor):
+            tokenizer.chat_template = json.loads(of_processor.read_text())["chat_template"]
+    return tokenizer
 
 
 def _hf_config(folder: Path) -> PretrainedConfig:

@@ -120,6 +120,11 @@ def test_a_sentencepiece_model_alone_is_a_tokenizer(folder):
     for text in ("The parser's  options,\nand usage", "naïve 中文 🙂"):
         assert ours(text).input_ids == [ours.bos_token_id, *theirs.encode(text)]
         assert ours.decode(theirs.encode(text)) == text
+    assert ours.chat_template is None
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "a processor's"}))
+    assert load_target(folder).tokenizer.chat_template == "a processor's"
+    (folder / "chat_template.jinja").write_text("the tokenizer's")
+    assert load_target(folder).tokenizer.chat_template == "the tokenizer's"
 
 
 def test_pytorch_bin_files_load(folder):
