@@ -73,7 +73,7 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
         o_bias=hf_config.attention_out_bias if model_type == "seed_oss" else o_bias,
         mlp_bias=bool(getattr(hf_config, "mlp_bias", False)) and model_type in ("llama", "seed_oss", "cwm"),
         qk_norm=model_type in ("qwen3", "qwen3_moe", "gemma3_text", *LINEAR),
-        tie_embeddings=bool(hf_config.tie_word_embeddings),
+        tie_embeddings=bool(getattr(hf_config, "tie_word_embeddings", False)),  # Qwen-VL's text has no such field
         sliding_windows=_sliding_windows(hf_config),
         experts=experts,
         attention_sinks=model_type == "gpt_oss",

@@ -164,3 +164,32 @@ def test_mistrals_that_read_images_are_read_as_published(tmp_path, fields, posit
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in Decoder(config).parameters())
     assert count / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+QWEN = {
+    "num_hidden_layers": 36, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("whole", "tied", "billions"), [
+    (QWEN | {  # Qwen2.5-VL-3B-Instruct, whose text has no configuration of its own
+        "model_type": "qwen2_5_vl", "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "max_position_embeddings": 128000, "sliding_window": 32768,
+        "tie_word_embeddings": True, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    }, True, 3.086),
+    ({  # Qwen3-VL-8B-Instruct, whose text says nothing of the LM head
+        "model_type": "qwen3_vl", "tie_word_embeddings": False, "text_config": QWEN | {
+            "model_type": "qwen3_vl_text", "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        },
+    }, False, 8.191),
+], ids=["qwen2.5-vl-3b", "qwen3-vl-8b"])  # fmt: skip
+def test_qwens_that_read_images_are_read_as_published(tmp_path, whole, tied, billions):
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = read_target_config(tmp_path)
+    assert config.tie_embeddings == tied and config.sliding_windows is None and config.rope.type == "default"
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in Decoder(config).parameters())
+    assert count / 1e9 == pytest.approx(billions, abs=0.005)
