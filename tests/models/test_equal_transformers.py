@@ -47,7 +47,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from longdraft.models.decoder import Decoder
 from longdraft.models.drafts.longspec import LongSpecConfig
 from longdraft.models.fingerprint import weights_hash
-from longdraft.models.hf import load_target, refresh, target_from_transformers
+from longdraft.models.hf import load_target, load_through_transformers, refresh, target_from_transformers
 from longdraft.models.hf_config import decoder_config
 from longdraft.models.hf_weights import places
 from longdraft.models.passes import Pass
@@ -333,7 +333,8 @@ READERS = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", READERS)
 def test_a_model_that_reads_images_too_is_its_text(tmp_path, error, name):
-    """As transformers saves it, by the names of its modules, by those of old checkpoints, and as it is in memory."""
+    """As transformers saves it, by the names of its modules, by those of old checkpoints, as it is in memory, and by
+    transformers' own class."""
     network, config_of, text, vision, tied = READERS[name]
     torch.manual_seed(0)
     # Mistral's whole configuration says true for every model.
@@ -352,6 +353,8 @@ def test_a_model_that_reads_images_too_is_its_text(tmp_path, error, name):
         shutil.copytree(folder, tmp_path / kind)
         save_file(tensors, tmp_path / kind / "model.safetensors", {"format": "pt"})
     targets = [load_target(tmp_path / kind, dtype=torch.float32) for kind in ("saved", "modules", "old")]
+    through = load_through_transformers(folder, torch.float32)
+    assert error(through.model(Pass(ids)).logits, expected) < 1e-5
     target = target_from_transformers(theirs)
     for parameter in theirs.model.language_model.parameters():
         parameter.add_(0.01)
