@@ -17,7 +17,7 @@ from longdraft.kernels.delta_chunks import chain
 from longdraft.kernels.gated_delta import DeltaTokens, advance, tree
 from longdraft.kernels.tree import PassPlan
 
-BATCH, HEADS, KEY, VALUE = 2, 3, 16, 40
+BATCH, HEADS, KEY, VALUE = 2, 3, 40, 48
 
 
 def drawn(n_tokens: int, strongest: float = 2.0) -> tuple[DeltaTokens, torch.Tensor]:
