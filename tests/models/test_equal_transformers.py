@@ -324,7 +324,7 @@ READERS = {
     ),
     "qwen3-vl-moe": (
         Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig,
-        SHAPE | EXPERTS | {"head_dim": 8, "rope_parameters": OF_PARTS},
+        SHAPE | EXPERTS | {"moe_intermediate_size": 20, "head_dim": 8, "rope_parameters": OF_PARTS},
         QWEN_VISION | {"deepstack_visual_indexes": [0]}, False,
     ),
 }  # fmt: skip
@@ -345,8 +345,10 @@ def test_a_model_that_reads_images_too_is_its_text(tmp_path, error, name):
     expected = theirs(ids).logits
     modules = {key: x.clone() for key, x in theirs.state_dict().items() if not (tied and key == "lm_head.weight")}
     assert "model.language_model.norm.weight" in modules and any("vis" in key for key in modules)
-    old = {
-        key.replace("model.language_model.", "language_model.model.").removeprefix("model."): x
+    old = {  # experts as in Qwen3-VL's published files
+        key.replace("model.language_model.", "language_model.model.").removeprefix("model."): (
+            x.mT.contiguous() if ".experts." in key else x
+        )
         for key, x in modules.items()
     }
     for kind, tensors in (("modules", modules), ("old", old)):
