@@ -24,7 +24,7 @@ from longdraft.models.files import damage_named
 from longdraft.models.fingerprint import fingerprint, json_hash, shape_hash
 from longdraft.models.footprint import size
 from longdraft.models.gguf_file import GGUFFile
-from longdraft.models.hf_config import SUPPORTED, WITH_IMAGES, decoder_config
+from longdraft.models.hf_config import SUPPORTED, decoder_config
 from longdraft.models.hf_weights import canonical_tensors, fill, folder_tensors, places
 from longdraft.models.hub import hub_folder
 from longdraft.models.quantised import read_quantisation
@@ -243,7 +243,7 @@ def load_transformers(path: str | Path, dtype: torch.dtype) -> Any:
     Raises ValueError if transformers has no class for it, and if the checkpoint lacks weights, which transformers would
     initialise at random.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     _, location = _locate(path)
     if location.suffix == ".gguf":
@@ -255,9 +255,9 @@ def load_transformers(path: str | Path, dtype: torch.dtype) -> Any:
         return model.eval()
     options: Any = {"dtype": dtype, "trust_remote_code": False, "output_loading_info": True}
     with damage_named(location, remedy="fetch it again, or choose another target"):
-        # Of most that read images transformers has no class for texts alone.
-        reads_images = _hf_config(location).model_type in WITH_IMAGES
-        network: Any = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+        # Of many that read images transformers has no class for texts alone.
+        has_text = type(_hf_config(location)) in MODEL_FOR_CAUSAL_LM_MAPPING
+        network: Any = AutoModelForCausalLM if has_text else AutoModelForImageTextToText
         loaded: Any = network.from_pretrained(location, **options)
     model, info = loaded
     if lacking := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):

@@ -21,6 +21,7 @@ from longdraft.models.schema import Int, validated_dataclass
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
+GROWTH = "llama_4_scaling_beta"
 
 
 @validated_dataclass
@@ -49,7 +50,7 @@ class RopeConfig:
     @property
     def query_growth(self) -> tuple[float, int] | None:
         """Llama 4's and Ministral 3's: (b, n) multiplies the queries at position p by 1 + b log(1 + floor(p / n))."""
-        growth = self.parameters.get("llama_4_scaling_beta")
+        growth = self.parameters.get(GROWTH)
         return (growth, self.parameters["original_max_position_embeddings"]) if growth else None
 
     @property
@@ -80,7 +81,8 @@ class Rope:
 
     def _compute(self, length: int | Tensor | None) -> tuple[Tensor, float]:
         """Frequencies in fp32, [F] (broadcast with a tensor of lengths), and the factor on cos and sin."""
-        config, parameters = self.config, dict(self.config.parameters)
+        config = self.config
+        parameters = {key: value for key, value in config.parameters.items() if key != GROWTH}  # transformers warns
         device = length.device if isinstance(length, Tensor) else "cpu"
         if config.type == "default":
             exponents_F = torch.arange(0, config.rotated, 2, dtype=torch.float32) / config.rotated

@@ -27,8 +27,10 @@ PAPER = {
 
 
 # Later targets, trained like the paper's targets of their size.
-LATER = dict.fromkeys(("qwen3-8b", "qwen3.5-9b", "qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-12b"), (32768, 30000))
-SHARED_OUT = ("qwq-32b", "qwen3-30b-a3b", "gpt-oss-20b")  # from the first stage on
+LATER = dict.fromkeys(
+    ("qwen3-8b", "qwen3.5-9b", "qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-12b", "devstral-small-2-24b"), (32768, 30000)
+)
+SHARED_OUT = ("qwq-32b", "qwen3-30b-a3b", "gpt-oss-20b", "devstral-small-2-24b")  # from the first stage on
 
 
 def test_there_is_one_file_for_each_target():
@@ -59,7 +61,7 @@ def test_appendix_e(name):
 
 # Positions of each target; of any other one 131072.
 POSITIONS = {"vicuna-7b": 16384, "vicuna-13b": 16384, "longchat-13b": 16384, "longchat-7b": 32768, "qwq-32b": 32768}
-POSITIONS |= {"qwen3-8b": 40960, "qwen3-30b-a3b": 40960, "qwen3.5-9b": 262144}
+POSITIONS |= {"qwen3-8b": 40960, "qwen3-30b-a3b": 40960, "qwen3.5-9b": 262144, "devstral-small-2-24b": 393216}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
