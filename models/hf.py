@@ -143,8 +143,7 @@ def load_through_transformers(
     device = check_device(device)
     name, location = _locate(path)
     hf_config = GGUFFile(location).family_config() if location.suffix == ".gguf" else _hf_config(location)
-    text_alone = hf_config is hf_config.get_text_config()
-    known = decoder_config(hf_config) if hf_config.model_type in SUPPORTED and text_alone else None
+    known = decoder_config(hf_config) if hf_config.model_type in SUPPORTED else None
     read = partial(load_transformers, location, dtype)
     model, options = wrap(read, hf_config) if wrap else (read().to(device), {})
     wrapped = TransformersModel(model, known, max_positions, **options)

@@ -357,6 +357,7 @@ def test_a_model_that_reads_images_too_is_its_text(tmp_path, error, name):
     targets = [load_target(tmp_path / kind, dtype=torch.float32) for kind in ("saved", "modules", "old")]
     through = load_through_transformers(folder, torch.float32)
     assert error(through.model(Pass(ids)).logits, expected) < 1e-5
+    assert through.fingerprint["config"] == targets[0].fingerprint["config"]
     target = target_from_transformers(theirs)
     for parameter in theirs.model.language_model.parameters():
         parameter.add_(0.01)
