@@ -252,6 +252,18 @@ def test_pieces_are_each_alone(tiny_target, monkeypatch, kind, jump, error):
             assert error(packed[name][:, start:stop], expected) < 1e-5, (name, start)
 
 
+@pytest.mark.parametrize("count", [16, 23, 40])
+def test_padding_of_a_prompt_in_blocks_changes_no_state(tiny_target, monkeypatch, count, error):
+    """As in a recorded prompt's pass, whose padding begins within a block of linear attention and fills others."""
+    monkeypatch.setattr(gated_delta_net, "BLOCK", 16)
+    model, ids = tiny_target(**HYBRID).model, tokens(1, 60)
+    padded, alone = model.new_cache(1, 60), model.new_cache(1, 60)
+    for cache, n_rows in ((padded, 60), (alone, count)):
+        model(Pass(ids[:, :n_rows], cache, commits_B=torch.tensor([count]), needs={"last_kv"}))
+    for name in ("memory", "inputs"):
+        assert error(getattr(padded.delta, name), getattr(alone.delta, name)) < 1e-5, name
+
+
 @pytest.mark.parametrize("kind", WITHOUT_REWIND)
 @pytest.mark.parametrize("chunk", [1, 25, 60])
 def test_chunks_of_rows_change_nothing(tiny_target, kind, chunk, error):
