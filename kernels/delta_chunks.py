@@ -20,8 +20,8 @@ CHUNK = 64
 def chain(tokens: DeltaTokens, memory_BVkv: Tensor, piece_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What a text's tokens read, [B, T, V, v], and the memory after the last, CHUNK tokens at a time.
 
-    piece_S: with a packed sequence, whose pieces do not read each other, the ascending ids of the pieces: first of the
-    one whose memory it is, then of the T tokens. None: one piece.
+    piece_S: ascending ids of the pieces of a packed sequence, which do not read each other: the memory's, then each
+        token's. None: one piece.
     """
     triton = backend.triton_kernels("delta_chunks", memory_BVkv.device.type)
     found = chain_reference if triton is None else triton.chain

@@ -60,8 +60,10 @@ def delta_tokens_reference(
     """`delta_tokens` in plain PyTorch."""
     (start, stop, _), inputs_BTC = tokens.indices(projected_BTX.shape[1]), projected_BTX[..., : weights.sizes[0]]
     if recent_BTW is None:
-        joined_BSC = torch.cat([before_BWC, inputs_BTC[:, :stop]], 1)
-        taps = (joined_BSC[:, start + tap : stop + tap] for tap in range(weights.conv_CW.shape[1]))
+        width = weights.conv_CW.shape[1]
+        first = max(0, start - width + 1)
+        joined_BSC = torch.cat([before_BWC, inputs_BTC[:, first:stop]], 1)
+        taps = (joined_BSC[:, tap : tap + stop - start] for tap in range(start - first, start - first + width))
     else:
         slots_B1 = torch.arange(len(inputs_BTC), device=inputs_BTC.device)[:, None]
         taps = (

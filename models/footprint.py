@@ -128,18 +128,18 @@ def delta_bytes(config: DecoderConfig, n_rows: int, size: int, in_triton: bool) 
         return 0
     heads, block = delta.value_heads, min(n_rows, BLOCK)
     values, keys = heads * delta.value_dim, heads * delta.key_dim
-    projected, others = delta.channels + values + 2 * heads, n_rows - block
-    # Of the tokens before the last block: what they read, a block's in fp32 too, and the memory after them.
-    of_others = others * values * size + 4 * (min(others, BLOCK) * values + keys * delta.value_dim * bool(others))
+    projected, read = delta.channels + values + 2 * heads, n_rows * values * size
+    # What the tokens before the last block read in fp32, a block's, and the memory after them.
+    others = n_rows - block
+    of_others = 4 * (min(others, BLOCK) * values + keys * delta.value_dim * bool(others))
     if in_triton:  # of a block, fp32: its tokens, what they have of each other, what they read; and the memory after it
         of_block = 4 * block * (3 * keys + 3 * values + heads * (CHUNK + 4)) + 4 * keys * delta.value_dim
-        return n_rows * projected * size + of_block + of_others
+        return n_rows * projected * size + read + max(of_block + of_others, read)  # or the norm's output
     # Of a block's tokens, fp32: q and k, and the convolution's outputs, whose part is v; all three in chunks; the
     # system's sides and its solution; copies of q and k for their product; three squares, and a few numbers a head.
     of_block = 4 * block * (8 * keys + 3 * values + delta.channels + heads * (3 * CHUNK + 8))
-    at_end = values * (2 * size + 12)  # read, normed; the gate, its silu and the product in fp32
-    in_blocks = n_rows * projected * size + of_block + of_others
-    return max(in_blocks, n_rows * (projected * size + at_end))
+    at_end = values * (size + 12)  # normed; the gate, its silu and the product in fp32
+    return n_rows * projected * size + read + max(of_block + of_others, n_rows * at_end)
 
 
 def pending_bytes(config: DecoderConfig, n_rows: int, dtype: torch.dtype, device: torch.device) -> int:

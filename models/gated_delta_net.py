@@ -71,16 +71,17 @@ class GatedDeltaNet(nn.Module):
             before_BWC = projected_BTX.new_zeros(batch, delta.kernel - 1, delta.channels)
         else:
             memory, before_BWC = states.memory[self.index], states.inputs[self.index]
-        commits_B, piece_S, reads = context.inputs.commits_B, context.piece_S, []
+        commits_B, piece_S = context.inputs.commits_B, context.piece_S
+        read_BTVv = projected_BTX.new_empty(batch, n_tokens, delta.value_heads, delta.value_dim)
         for start in range(0, n_tokens, BLOCK):
             stop = min(start + BLOCK, n_tokens)
             tokens = delta_tokens(projected_BTX, before_BWC, context.recent_BTW, weights, slice(start, stop))
             if commits_B is not None:
                 tokens = tokens.only(commits_B - start)
             read, memory = chain(tokens, memory, None if piece_S is None else piece_S[start : stop + 1])
-            reads.append(read.to(projected_BTX.dtype))
+            read_BTVv[:, start:stop] = read
         if states is not None and commits_B is not None:
             states.memory[self.index].copy_(memory)
             inputs_BTC = projected_BTX[..., : delta.channels]
             states.inputs[self.index].copy_(last_inputs(before_BWC, inputs_BTC, commits_B))
-        return torch.cat(reads, 1)
+        return read_BTVv

@@ -41,10 +41,10 @@ def decoder_config(hf_config: PretrainedConfig, max_positions: int | None = None
             "transformers (in training target.loader=transformers, in generate and serve --loader transformers)"
         )
     if model_type in WITH_IMAGES:
-        text = hf_config.get_text_config()
-        # Transformers reads the whole model's, which is true for all of Mistral's and stands in no checkpoint.
-        tied = bool((text if model_type == "mistral3" else hf_config).tie_word_embeddings)
-        return replace(decoder_config(text, max_positions), tie_embeddings=tied)
+        config = decoder_config(hf_config.get_text_config(), max_positions)
+        # Mistral's whole configuration says true for every model; its text's is right.
+        tied = config.tie_embeddings if model_type == "mistral3" else bool(hf_config.tie_word_embeddings)
+        return replace(config, tie_embeddings=tied)
     model_type = _family(hf_config)
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads

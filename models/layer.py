@@ -190,9 +190,8 @@ class Layer(nn.Module):
         attention, mlp = self.attention, self.mlp
         if isinstance(attention, GatedDeltaNet) or isinstance(mlp, Experts) or not mlp.silu:
             return None
-        if self.post_mlp_norm or attention.rope or attention.grows:
-            return None
-        if attention.sinks is not None or attention.gate_proj:
+        has_own = attention.rope or attention.grows or attention.gate_proj or attention.sinks is not None
+        if has_own or self.post_mlp_norm:
             return None
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm))
         return LayerWeights(

@@ -91,8 +91,7 @@ def call(v: Variant, module: ModuleType) -> None:
         heads = [empty(1, 1024, HEADS, v.width, dtype=torch.float32) for _ in "qkv"]
         tokens = module.DeltaTokens(*heads, *(empty(1, 1024, HEADS, dtype=torch.float32) for _ in range(2)))
         memory = empty(1, HEADS, v.width, v.width, dtype=torch.float32)
-        for pieces in (None, empty(1025, dtype=int64)):
-            module.chain(tokens, memory, pieces)
+        module.chain(tokens, memory, empty(1025, dtype=int64))
     elif v.file == "delta_layer":
         channels, heads = 4 * HEADS * v.width, 2 * HEADS  # of the values
         weights = module.DeltaWeights(empty(channels, 4), empty(heads), empty(heads), HEADS, v.width)
@@ -136,7 +135,7 @@ def variants() -> Iterator[Variant]:
         yield Variant("linear", arch=arch, rows=rows)
     for arch in (80, 90, 120):
         yield Variant("linear", "experts", arch)
-    for arch in (80, 90, 120):
+    for arch in (80, 89, 90, 100, 120):
         yield Variant("gated_delta", "tree", arch, "fp32")
         yield Variant("delta_chunks", "text", arch, "fp32")
         yield Variant("delta_layer", "tree", arch)

@@ -58,7 +58,7 @@ class _DraftModel(Eagle3LlamaForCausalLM):
         if vllm_config.use_v2_model_runner:
             raise ValueError("vLLM's second model runner drafts differently; set VLLM_USE_V2_MODEL_RUNNER=0")
 
-    def embed_input_ids(self, input_ids: Tensor, *_: Any) -> Tensor:
+    def embed_input_ids(self, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
         return self.model.embed_tokens(input_ids)  # pyright: ignore[reportCallIssue]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -130,6 +130,7 @@ class Block(_DraftModel):
         """Returns what the LM head reads, [N, D], twice. `hidden_states` is not used."""
         draft, cross, own = self.draft, self.cross, self.own
         assert isinstance(draft, LongSpec)
+        positions = positions[0] if positions.dim() == 2 else positions  # of Qwen-VL's three, which are equal for texts
         embeddings_ND = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
 
         def attend_self(q_1NHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor) -> Tensor:

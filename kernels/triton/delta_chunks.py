@@ -22,8 +22,8 @@ PART = 32  # of a key or value, in a product
 
 
 @triton.jit
-def _dot(b_left, b_right):
-    return tl.dot(b_left, b_right, input_precision="tf32x3")
+def _dot(b_left, b_right, b_sum=None):
+    return tl.dot(b_left, b_right, b_sum, input_precision="tf32x3")
 
 
 @triton.jit
@@ -33,43 +33,40 @@ def _load(p_x, o_row, o_x, m_row, m_x, WIDTH: tl.constexpr):
 
 @triton.jit
 def _inverse(b_below, o_c, LEVELS: tl.constexpr):
-    """The inverse of 1 + b_below, which is zero on its diagonal and above it: of two blocks on the diagonal whose
-    inverses X and Y are known and the block E below them, it is X and Y with -Y E X below them."""
+    """The inverse of 1 - b_below, which is zero on its diagonal and above it: of two blocks on the diagonal whose
+    inverses X and Y are known and the block E below them, it is X and Y with Y E X below them."""
     o_row, o_column = o_c[:, None], o_c[None]
-    b_inverse = tl.where(o_row == o_column, 1.0, tl.where(o_row // 2 == o_column // 2, -b_below, 0.0))
+    b_inverse = tl.where(o_row == o_column, 1.0, tl.where(o_row // 2 == o_column // 2, b_below, 0.0))
     for level in range(1, LEVELS):
         m_between = (o_row >> level != o_column >> level) & (o_row >> (level + 1) == o_column >> (level + 1))
-        b_inverse -= _dot(_dot(b_inverse, tl.where(m_between, b_below, 0.0)), b_inverse)
+        b_inverse = _dot(_dot(b_inverse, tl.where(m_between, b_below, 0.0)), b_inverse, b_inverse)
     return b_inverse
 
 
 @triton.jit(do_not_specialize=("n_tokens", "n_heads", "n_chunks"))
 def _solve(
     p_q, p_k, p_v, p_g, p_beta, p_piece, p_fresh, p_faded, p_seen, p_since, p_remaining, n_tokens, n_heads, n_chunks,
-    PACKED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """What the tokens of one head's chunk have of each other. A factor of 0 stands for what a piece does not read."""
     i_chunk, i_head = tl.program_id(0), tl.program_id(1)
     o_c, o_part = tl.arange(0, CHUNK), tl.arange(0, PART)
-    o_t, m_c = i_chunk * CHUNK + o_c, o_c >= 0
+    o_t = i_chunk * CHUNK + o_c
     m_t = o_t < n_tokens
     o_token = ((i_head // n_heads).to(tl.int64) * n_tokens + o_t) * n_heads + i_head % n_heads
-    b_beta = tl.load(p_beta + o_token, mask=m_t, other=0.0)
     b_overlap, b_seen = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     for i_part in range(0, KEYS, PART):
         m_part = i_part + o_part < KEYS
         b_k = _load(p_k, o_token, i_part + o_part, m_t, m_part, KEYS)
-        b_overlap += _dot(b_k * b_beta[:, None], tl.trans(b_k))
-        b_seen += _dot(_load(p_q, o_token, i_part + o_part, m_t, m_part, KEYS), tl.trans(b_k))
+        b_overlap = _dot(b_k, tl.trans(b_k), b_overlap)
+        b_seen = _dot(_load(p_q, o_token, i_part + o_part, m_t, m_part, KEYS), tl.trans(b_k), b_seen)
     # In fp64, as in the reference.
     b_since = tl.cumsum(tl.load(p_g + o_token, mask=m_t, other=0.0).to(tl.float64), 0)
-    m_seen, m_carried, m_remaining = o_c[:, None] >= o_c[None], m_c, m_c
-    if PACKED:  # the first id is the memory's; missing tokens are of the last piece
-        b_piece = tl.load(p_piece + 1 + tl.minimum(o_t, n_tokens - 1))
-        i_last = tl.load(p_piece + tl.minimum(i_chunk * CHUNK + CHUNK, n_tokens))
-        m_carried, m_remaining = b_piece == tl.load(p_piece + i_chunk * CHUNK), b_piece == i_last
-        m_seen = m_seen & (b_piece[:, None] == b_piece[None])
+    # The first id is the memory's; missing tokens are of the last piece.
+    b_piece = tl.load(p_piece + 1 + tl.minimum(o_t, n_tokens - 1))
+    m_carried = b_piece == tl.load(p_piece + i_chunk * CHUNK)
+    m_remaining = b_piece == tl.load(p_piece + tl.minimum(i_chunk * CHUNK + CHUNK, n_tokens))
+    m_seen = (o_c[:, None] >= o_c[None]) & (b_piece[:, None] == b_piece[None])
     b_decay = tl.exp(tl.where(m_seen, (b_since[:, None] - b_since[None]).to(tl.float32), float("-inf")))
     b_total = tl.sum(tl.where(o_c == CHUNK - 1, b_since, 0.0), 0)
     b_remaining = tl.where(m_remaining, tl.exp((b_total - b_since).to(tl.float32)), 0.0)
@@ -78,15 +75,18 @@ def _solve(
     tl.store(p_since + o_row, b_since)
     tl.store(p_remaining + o_row, b_remaining)
     tl.store(p_seen + o_row[:, None] * CHUNK + o_c[None], b_seen * b_decay)
-    b_inverse = _inverse(tl.where(o_c[:, None] > o_c[None], b_overlap * b_decay, 0.0), o_c, LEVELS)
-    for i_part in range(0, KEYS, PART):
-        m_part = i_part + o_part < KEYS
-        b_k = _load(p_k, o_token, i_part + o_part, m_t, m_part, KEYS) * (b_beta * b_since)[:, None]
-        tl.store(p_faded + o_row[:, None] * KEYS + (i_part + o_part)[None], _dot(b_inverse, b_k), mask=m_part[None])
+    b_beta = tl.load(p_beta + o_token, mask=m_t, other=0.0)
+    b_below = tl.where(o_c[:, None] > o_c[None], -b_overlap * b_decay * b_beta[:, None], 0.0)
+    b_inverse = _inverse(b_below, o_c, LEVELS) * b_beta[None]
     for i_part in range(0, VALUES, PART):
         m_part = i_part + o_part < VALUES
-        b_v = _load(p_v, o_token, i_part + o_part, m_t, m_part, VALUES) * b_beta[:, None]
-        tl.store(p_fresh + o_row[:, None] * VALUES + (i_part + o_part)[None], _dot(b_inverse, b_v), mask=m_part[None])
+        b_fresh = _dot(b_inverse, _load(p_v, o_token, i_part + o_part, m_t, m_part, VALUES))
+        tl.store(p_fresh + o_row[:, None] * VALUES + (i_part + o_part)[None], b_fresh, mask=m_part[None])
+    b_inverse *= b_since[None]
+    for i_part in range(0, KEYS, PART):
+        m_part = i_part + o_part < KEYS
+        b_faded = _dot(b_inverse, _load(p_k, o_token, i_part + o_part, m_t, m_part, KEYS))
+        tl.store(p_faded + o_row[:, None] * KEYS + (i_part + o_part)[None], b_faded, mask=m_part[None])
 
 
 @triton.jit(do_not_specialize=("n_tokens", "n_heads", "n_chunks"))
@@ -133,10 +133,12 @@ def chain(tokens: DeltaTokens, memory_BVkv: Tensor, piece_S: Tensor | None = Non
         k.new_empty(n_slots * n_heads, n_chunks * CHUNK, width) for width in (values, keys, CHUNK, 1, 1)
     )
     sizes = {"KEYS": keys, "VALUES": values, "PART": PART, "CHUNK": CHUNK, "num_stages": 1}
+    if piece_S is None:
+        piece_S = torch.zeros(n_tokens + 1, dtype=torch.int64, device=k.device)
     solve: Any = _solve[(n_chunks, n_slots * n_heads)]
     solve(
-        q, k, v, g, beta, g if piece_S is None else piece_S, *solved, n_tokens, n_heads, n_chunks,
-        PACKED=piece_S is not None, LEVELS=CHUNK.bit_length() - 1, **sizes, num_warps=8,
+        q, k, v, g, beta, piece_S, *solved, n_tokens, n_heads, n_chunks,
+        LEVELS=CHUNK.bit_length() - 1, **sizes, num_warps=8,
     )  # fmt: skip
     read_BTVv, after_BVkv = torch.empty_like(v), memory_BVkv.clone(memory_format=torch.contiguous_format)
     carry: Any = _carry[(n_slots * n_heads, -(-values // PART))]
