@@ -157,8 +157,9 @@ class TransformersModel(Decoder):
     @torch.no_grad()
     def forward(self, inputs: Pass) -> TargetOutput:
         """Run one pass and return the fields that it needs."""
-        # A draft's nodes may lie beyond the last position, and a table of learned positions ends there.
-        positions_BT = inputs.positions().clamp(max=self.config.max_positions - 1)
+        positions_BT = inputs.positions()
+        if inputs.cache is not None:  # a draft's nodes may lie beyond the last position, where learned tables end
+            positions_BT = positions_BT.clamp(max=self.config.max_positions - 1)
         inputs = replace(inputs, positions_BT=positions_BT.expand(inputs.tokens_BT.shape))
         running, needs = _Running(inputs, inputs.plan(), inputs.pieces()), inputs.needs
         hidden_BTD = self._run(self._body, running).last_hidden_state
