@@ -72,7 +72,7 @@ class _CLayers:
         self._seen = self._addresses()
         weights = [layer.c_weights() for layer in layers]
         known = [layer for layer in weights if layer is not None]
-        computable = len(known) == len(weights) and can_run(known, config.head_dim)
+        computable = len(known) == len(weights) and can_run(known, config.head_dim) and not config.rope.query_growth
         shape = config.n_heads, config.n_kv_heads, config.rms_norm_eps
         self.table = LayerTable(known, *shape) if computable else None
 

@@ -49,6 +49,11 @@ class DeltaConfig:
             raise ValueError(f"value_heads: {self.value_heads} is not a multiple of key_heads, {self.key_heads}")
 
     @property
+    def memory_shape(self) -> tuple[int, int, int]:
+        """Of a layer's memory: a matrix for each head of the values."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+    @property
     def channels(self) -> int:
         """Of the convolution: all queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim

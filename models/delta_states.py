@@ -21,8 +21,7 @@ class DeltaStates:
 
     def __init__(self, config: DeltaConfig, batch: int, dtype: torch.dtype, device: torch.device | str):
         of_slots = len(config.layers), batch
-        memory = *of_slots, config.value_heads, config.key_dim, config.value_dim
-        self.memory = torch.zeros(memory, dtype=torch.float32, device=device)
+        self.memory = torch.zeros(*of_slots, *config.memory_shape, dtype=torch.float32, device=device)
         self.inputs = torch.zeros(*of_slots, config.kernel - 1, config.channels, dtype=dtype, device=device)
         self.pending: list[tuple[Tensor, DeltaTokens]] = []
 

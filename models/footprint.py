@@ -44,8 +44,7 @@ def delta_states(config: DecoderConfig, batch: int, dtype: torch.dtype) -> list[
     if (delta := config.delta) is None:
         return []
     of_slots = len(delta.layers) * batch
-    memory = of_slots, delta.value_heads, delta.key_dim, delta.value_dim
-    return [(memory, torch.float32), ((of_slots, delta.kernel - 1, delta.channels), dtype)]
+    return [((of_slots, *delta.memory_shape), torch.float32), ((of_slots, delta.kernel - 1, delta.channels), dtype)]
 
 
 def estimate_memory(

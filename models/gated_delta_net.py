@@ -66,8 +66,7 @@ class GatedDeltaNet(nn.Module):
         """What the tokens of texts read, [B, T, V, v]: of a prompt, whose states advance, or without a cache."""
         delta, (batch, n_tokens, _) = self.config, projected_BTX.shape
         if states is None:
-            shape = batch, delta.value_heads, delta.key_dim, delta.value_dim
-            memory = projected_BTX.new_zeros(shape, dtype=torch.float32)
+            memory = projected_BTX.new_zeros(batch, *delta.memory_shape, dtype=torch.float32)
             before_BWC = projected_BTX.new_zeros(batch, delta.kernel - 1, delta.channels)
         else:
             memory, before_BWC = states.memory[self.index], states.inputs[self.index]

@@ -59,7 +59,6 @@ class Attention(nn.Module):
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         self.window = config.windows[layer]
         self.rope = int(config.rope_of(layer) is not config.rope)  # index into Decoder.ropes
-        self.grows = config.rope.query_growth is not None
         n_outputs = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, n_outputs, bias=config.attention_bias)
         self.o_proj = Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
@@ -184,14 +183,13 @@ class Layer(nn.Module):
         self.mlp(stream, self.mlp_norm, self.post_mlp_norm)
 
     def c_weights(self) -> LayerWeights | None:
-        """The weights for the C kernels; None if they do not support the layer: linear attention, or one with a gate,
-        sinks, growing queries or a RoPE of its own, experts, norms after the sub-layers, or a feed-forward's gate other
-        than silu."""
+        """The weights for the C kernels; None if they do not support the layer: linear attention, or one with a
+        gate, sinks or a RoPE of its own, experts, norms after the sub-layers, or a feed-forward's gate other than silu.
+        """
         attention, mlp = self.attention, self.mlp
         if isinstance(attention, GatedDeltaNet) or isinstance(mlp, Experts) or not mlp.silu:
             return None
-        has_own = attention.rope or attention.grows or attention.gate_proj or attention.sinks is not None
-        if has_own or self.post_mlp_norm:
+        if self.post_mlp_norm or attention.rope or attention.sinks is not None or attention.gate_proj:
             return None
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm))
         return LayerWeights(

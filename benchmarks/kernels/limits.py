@@ -81,17 +81,15 @@ def call(v: Variant, module: ModuleType) -> None:
         norms = module.HeadNorms(empty(v.width), empty(v.width), HEADS, 1e-6)
         module.rotate(qkv[:, :, :-KV], *tables)
         module.rotate_append(qkv, *tables, kv, kv, one, norms)
-    elif v.file == "gated_delta":
+    elif v.file in ("gated_delta", "delta_chunks"):
         heads = [empty(1, v.rows, HEADS, v.width, dtype=torch.float32) for _ in "qkv"]
         tokens = *heads, *(empty(1, v.rows, HEADS, dtype=torch.float32) for _ in range(2))
         memory, path = empty(1, HEADS, v.width, v.width, dtype=torch.float32), empty(1, v.rows, v.rows, dtype=int32)
-        module.tree_steps(tokens, memory, nodes, depth, path)
-        module.advance_steps(tokens, memory, one)
-    elif v.file == "delta_chunks":
-        heads = [empty(1, 1024, HEADS, v.width, dtype=torch.float32) for _ in "qkv"]
-        tokens = module.DeltaTokens(*heads, *(empty(1, 1024, HEADS, dtype=torch.float32) for _ in range(2)))
-        memory = empty(1, HEADS, v.width, v.width, dtype=torch.float32)
-        module.chain(tokens, memory, empty(1025, dtype=int64))
+        if v.file == "delta_chunks":
+            module.chain(tokens, memory, empty(1 + v.rows, dtype=int64))
+        else:
+            module.tree_steps(tokens, memory, nodes, depth, path)
+            module.advance_steps(tokens, memory, one)
     elif v.file == "delta_layer":
         channels, heads = 4 * HEADS * v.width, 2 * HEADS  # of the values
         weights = module.DeltaWeights(empty(channels, 4), empty(heads), empty(heads), HEADS, v.width)
@@ -137,7 +135,7 @@ def variants() -> Iterator[Variant]:
         yield Variant("linear", "experts", arch)
     for arch in (80, 89, 90, 100, 120):
         yield Variant("gated_delta", "tree", arch, "fp32")
-        yield Variant("delta_chunks", "text", arch, "fp32")
+        yield Variant("delta_chunks", "text", arch, "fp32", 1024)
         yield Variant("delta_layer", "tree", arch)
     for file in ("choice", "rotate", "linear_loss", "rank_sum"):
         yield Variant(file)
