@@ -67,7 +67,7 @@ class _DraftModel(Eagle3LlamaForCausalLM):
         if ids_E is None:
             return self.logits_processor(self.lm_head, hidden_states)
         if self._head_ED is None:
-            self._head_ED = self.draft.head(self.lm_head.weight)
+            self._head_ED = self.draft.own_rows(self.lm_head.weight)
         logits_NE = F.linear(hidden_states, self._head_ED)
         return logits_NE.new_full((len(logits_NE), self.vocab_size), -torch.inf).index_copy_(1, ids_E, logits_NE)
 

@@ -79,7 +79,7 @@ class DraftModule(nn.Module):
         """
         states = self.states(*inputs)
         of_parts = [states] * len(parts) if isinstance(states, Tensor) else states
-        return linear_loss(of_parts, self.head(lm_head_VD), parts, TOP_K if count_top_k else 0, distillation)
+        return linear_loss(of_parts, self.own_rows(lm_head_VD), parts, TOP_K if count_top_k else 0, distillation)
 
     def restrict(self, size: int | None, token_ids_E: Tensor | None) -> None:
         """Restrict the draft to these tokens; without ids, to the first `size`, until weights are read from a file.
@@ -89,7 +89,7 @@ class DraftModule(nn.Module):
         assert (None if token_ids_E is None else len(token_ids_E)) == size, f"token_ids_E: not {size} ids"
         self.register_buffer("token_ids", token_ids_E)
 
-    def head(self, lm_head_VD: Tensor) -> Tensor:
+    def own_rows(self, lm_head_VD: Tensor) -> Tensor:
         """The rows of the target's LM head for the draft's tokens, [E, D]; if unrestricted, the LM head itself."""
         return lm_head_VD if self.token_ids is None else lm_head_VD[self.token_ids]
 
@@ -97,7 +97,7 @@ class DraftModule(nn.Module):
         """The target's LM head for the draft's tokens, which shares the target's weights where it can."""
         ranks, rows, n_tokens = model.ranks, model.lm_head.weight, model.config.vocab_size
         if self.token_ids is not None:
-            rows, n_tokens = self.head(ranks.joined(rows, 0, n_tokens)), len(self.token_ids)
+            rows, n_tokens = self.own_rows(ranks.joined(rows, 0, n_tokens)), len(self.token_ids)
             rows = rows if ranks.size == 1 else ranks.part(rows, 0).clone()
         with torch.device("meta"):
             head = LMHead(rows.shape[1], n_tokens, ranks)
