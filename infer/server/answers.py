@@ -10,6 +10,7 @@ from typing import Any
 from longdraft.infer.generation import Generation, Piece
 from longdraft.infer.logprobs import TokenLogprob
 from longdraft.infer.requests import Request
+from longdraft.infer.server.answer_format import CALLS, AnswerSplitter, answer_format
 from longdraft.infer.server.protocol import Chat, Completion
 from longdraft.infer.text import token_bytes, token_text
 
@@ -26,13 +27,21 @@ class Answers:
         name, prefix = ("chat.completion", "chatcmpl") if self._is_chat else ("text_completion", "cmpl")
         self._head = {"object": name, "id": f"{prefix}-{identity}", "created": int(time.time()), "model": model}
         self._chunk_head = self._head | ({"object": f"{name}.chunk"} if self._is_chat else {})
+        self._splitters = list[AnswerSplitter]()  # one for each choice, unless an answer is text alone
+        if isinstance(body, Chat) and (form := answer_format(tokenizer, bool(body.offered))):
+            most = None if body.parallel_tool_calls else 1
+            self._splitters = [AnswerSplitter(form, tokenizer, one.prompt, body.offered, most) for one in requests]
 
     def response(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The complete response, for a body without `stream`."""
         choices = []
         for index, one in enumerate(generations):
-            content = {"message": {"role": "assistant", "content": one.text}} if self._is_chat else {"text": one.text}
-            choices.append(self._choice(index, content, one.finish_reason, one.logprobs))
+            parts = self._parts(index, one.text or "", one.finish_reason)
+            if self._is_chat:
+                calls = [{name: call[name] for name in call if name != "index"} for call in parts.get(CALLS, ())]
+                parts |= {CALLS: calls} if calls else {}
+                parts = {"message": {"role": "assistant", "content": None if calls else ""} | parts}
+            choices.append(self._choice(index, parts, one.finish_reason, one.logprobs))
         return {**self._head, "choices": choices, "usage": self._usage(generations)}
 
     def first(self) -> list[dict[str, Any]]:
@@ -44,13 +53,19 @@ class Answers:
         """The chunk of a choice's next piece."""
         reason = None if piece.generation is None else piece.generation.finish_reason
         entries = None if self._body.alternatives is None else piece.logprobs
-        content = {"delta": {"content": piece.text}} if self._is_chat else {"text": piece.text}
-        return self._chunk(self._choice(index, content, reason, entries))
+        parts = self._parts(index, piece.text, reason)
+        return self._chunk(self._choice(index, {"delta": parts} if self._is_chat else parts, reason, entries))
 
     def end(self, generations: Sequence[Generation]) -> list[dict[str, Any]]:
         """The stream's last chunk, which only `include_usage` asks for."""
         usage = {"usage": self._usage(generations)}
         return [self._chunk() | usage] if self._include_usage else []
+
+    def _parts(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        """What the next text of a choice adds to its message, or to a completion. reason: why it ends here, if so."""
+        if self._splitters:
+            return self._splitters[index].push(text, reason is not None, is_whole=reason == "stop")
+        return {"content": text} if self._is_chat else {"text": text}
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         usage = {"usage": None} if self._include_usage else {}
@@ -64,7 +79,9 @@ class Answers:
             logprobs = chat_logprobs(self._tokenizer, entries)
         elif entries is not None:
             logprobs = completion_logprobs(self._tokenizer, entries)
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason and FINISH_REASONS[reason]}
+        calls = reason == "stop" and self._splitters and self._splitters[index].calls
+        finish_reason = "tool_calls" if calls else reason and FINISH_REASONS[reason]
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """A prompt counts once, however many choices it has. `cached_tokens` are those whose keys and values were

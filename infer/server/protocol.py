@@ -11,12 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from inspect import signature
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from longdraft.infer.requests import Request, prompt_tokens, read_requests
-from longdraft.infer.sampling import Logprobs, Number, SamplingParams, draw_seed
+from longdraft.infer.sampling import Logprobs, Number, SamplingParams, Text, draw_seed
+from longdraft.infer.server.answer_format import AnswerFormat, answer_format
 from longdraft.models.schema import Bool, Int, Schema, Str, short_repr, validate
 from longdraft.models.target import Target
 
@@ -28,12 +29,11 @@ SAMPLING = {"min_tokens": "min_new_tokens", "stop": "stop_strings"}
 SAMPLING |= {name: name for name in ("temperature", "top_p", "top_k", "min_p", "eta_cutoff", "seed", "ignore_eos")}
 SAMPLING |= {name: name for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids")}
 # Fields that are refused, each with a value that has no effect. False values have none either.
-NOT_SERVED: dict[str, Any] = dict.fromkeys(("tools", "functions", "suffix", "audio", "echo"))
+NOT_SERVED: dict[str, Any] = dict.fromkeys(("functions", "suffix", "audio", "echo"))
 NOT_SERVED |= dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"))
 NOT_SERVED |= dict.fromkeys(("allowed_token_ids", "bad_words", "use_beam_search", "prompt_logprobs"))
 NOT_SERVED |= dict.fromkeys(("continue_final_message", "logits_processors"))
-NOT_SERVED |= {"tool_choice": "auto", "function_call": "auto", "response_format": {"type": "text"}}
-NOT_SERVED |= {"modalities": ["text"], "best_of": 1}
+NOT_SERVED |= {"function_call": "auto", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}
 
 
 class ApiError(Exception):
@@ -72,10 +72,28 @@ class Body(Schema):
         return self
 
 
+class _Function(Schema, extra="allow"):
+    name: Text
+
+
+class _Tool(Schema, extra="allow"):
+    type: Literal["function"]
+    function: _Function
+
+
+def _is_tool(value: Any) -> Any:
+    """A tool that is checked, and otherwise as it came, because the template writes it."""
+    validate(_Tool, value)
+    return value
+
+
 class Chat(Body):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[Annotated[dict[str, Any], AfterValidator(_is_tool)]] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: Bool = True
     max_completion_tokens: Int | None = None
     logprobs: Bool = False
     top_logprobs: Logprobs = 0
@@ -88,6 +106,11 @@ class Chat(Body):
                 f"top_logprobs: {self.top_logprobs}, but logprobs is not true; set it, or omit top_logprobs"
             )
         return self
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call."""
+        return self.tools if self.tool_choice == "auto" else []
 
     @property
     def prompts(self) -> list[Any]:
@@ -150,6 +173,7 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
         if wrong := sorted(variables.keys() & own.keys()):
             text = f"chat_template_kwargs.{wrong[0]}: this is not a template variable; omit it"
             raise ApiError(400, text, "chat_template_kwargs")
+        variables = variables | ({"tools": body.offered} if body.offered else {})
     requests = list[Request]()
     for i, prompt in enumerate(body.prompts):
         try:
@@ -163,8 +187,19 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
             raise _refused(error, names) from error
         if isinstance(body, Completion):
             choices = [replace(one, continues=True, skip_special=body.skip_special_tokens) for one in choices]
+        elif form := _format_of(body, target):
+            choices = [replace(one, skip_special=not form.has_special) for one in choices]
         requests += choices
     return requests
+
+
+def _format_of(body: Chat, target: Target) -> AnswerFormat | None:
+    """How the target writes the answer. Raises ApiError if the body offers tools and it is not known how it calls."""
+    form = answer_format(target.tokenizer, bool(body.offered))
+    if body.offered and not (form and form.has_calls):
+        text = f"how {target.name} calls tools is not known; set response_template in its tokenizer_config.json"
+        raise ApiError(400, f"tools: {text}", "tools")
+    return form
 
 
 def _refused(error: ValueError, names: Mapping[str, str]) -> ApiError:

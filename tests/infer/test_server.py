@@ -34,9 +34,9 @@ def target(tiny):
 
 
 @contextmanager
-def served(target, queue=64, slots=3, drafter="token_recycling+prompt_lookup", **settings):
+def served(target, queue=64, slots=3, drafter="token_recycling+prompt_lookup", max_length=200, **settings):
     """Run a server on a free port of this machine; yields its service."""
-    engine = Engine(target, drafter, slots=slots, max_length=200, prefill_chunk=16, nodes=None)
+    engine = Engine(target, drafter, slots=slots, max_length=max_length, prefill_chunk=16, nodes=None)
     service = Service(engine, "tiny", queue=queue, **settings)
     service.server = server = Server(service)
     listening = socket.create_server(("127.0.0.1", 0))

@@ -1,0 +1,229 @@
+"""Splits a chat's answer into its thought, its text and its calls of tools, which OpenAI's interface keeps apart.
+
+How a model writes them is declared by `response_template` in its tokenizer's configuration or, where that is missing,
+recognised by what its chat template contains. transformers' parser reads both.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+
+from longdraft.models.special_tokens import special_tokens
+
+THOUGHT, CONTENT, CALLS = "reasoning_content", "content", "tool_calls"
+THOUGHTS = (THOUGHT, "reasoning", "thinking")  # names of a thought in declared templates
+PROMPT_END = 32  # tokens of a prompt in which its answer may be opened already, as by "<think>"
+CALL_ID = 9  # characters of a call's id: Mistral's templates take exactly these
+
+Field = dict[str, Any]
+_FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_START = r"(?:<\|start\|>assistant)?"  # gpt-oss's, before each part but the first
+
+
+def _json_call(open_pattern: str, transform: Field = _FUNCTION, **field: Any) -> Field:
+    readable = {"content": "json", "content_args": {"allow_non_json": True}, "repeats": True}
+    return {"open_pattern": open_pattern, "transform": transform, **readable, **field}
+
+
+# A mark of the chat template, and how a thought is written then. The first entry that fits counts, here and below.
+_THOUGHTS: list[tuple[str, Field]] = [
+    ("<|channel|>", {"open_pattern": _START + r"<\|channel\|>analysis<\|message\|>", "close": "<|end|>"}),
+    ("</think>", {"open": "<think>", "close_pattern": r"\s*</think>"}),
+    ("</seed:think>", {"open": "<seed:think>", "close_pattern": r"\s*</seed:think>"}),
+    ("[/THINK]", {"open": "[THINK]", "close_pattern": r"\s*\[/THINK\]"}),
+]
+# Two marks of the chat template, and how a call is written then.
+_CALLS: list[tuple[str, str, Field]] = [
+    (  # gpt-oss
+        "<|channel|>",
+        "functions.",
+        _json_call(_START + r"(?:<\|channel\|>\w+)? to=functions\.(?P<name>[\w.-]+).*?<\|message\|>", close="<|call|>"),
+    ),
+    (  # Qwen3-Coder, Qwen3.5, Seed-OSS. An argument is the text between its tags, without a line end at either side.
+        "<function=",
+        "<parameter=",
+        {
+            "open_pattern": r"\s*(?:<(?:seed:)?tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</(?:seed:)?tool_call>",
+            "transform": _FUNCTION,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "repeats": True,
+        },
+    ),
+    (  # Qwen2.5, QwQ, Qwen3, Hermes
+        "<tool_call>",
+        "</tool_call>",
+        _json_call(r"\s*<tool_call>", {"type": "function", "function": "{content}"}, close="</tool_call>"),
+    ),
+    (  # Mistral Small 3.2, Ministral 3, Devstral 2
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        _json_call(
+            r"\s*\[TOOL_CALLS\]\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
+            close_pattern=r"(?=\[TOOL_CALLS\])",
+        ),
+    ),
+    (  # Mistral's before, whose calls are one list
+        "[TOOL_CALLS]",
+        "[AVAILABLE_TOOLS]",
+        _json_call(
+            r"\s*\[TOOL_CALLS\]",
+            {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+            transform_each=True,
+            repeats=False,
+        ),
+    ),
+    (  # Llama 3, whose whole answer is one call
+        "<|start_header_id|>",
+        '"parameters": ',
+        _json_call(
+            r'(?:<\|python_tag\|>)?\s*\{\s*"name":\s*"(?P<name>[^"]+)",\s*"parameters":', close_pattern=r"\}\s*\Z"
+        ),
+    ),
+]
+# gpt-oss's header of a text, which is a part without text.
+_HEADER: Field = {
+    "open_pattern": _START + r"<\|channel\|>(?:final|commentary)(?: ?<\|constrain\|>\w+)?<\|message\|>",
+    "close_pattern": "",
+}
+
+
+class AnswerFormat(NamedTuple):
+    """How a target writes an answer.
+
+    Attributes:
+        has_calls: whether calls of tools are recognised.
+        has_special: whether special tokens enclose the parts, so that the text must contain these tokens.
+    """
+
+    template: ResponseTemplate
+    has_calls: bool
+    has_special: bool
+
+
+@lru_cache(maxsize=8)
+def answer_format(tokenizer: Any, with_tools: bool) -> AnswerFormat | None:
+    """How the tokenizer's target writes an answer; None if it is text alone.
+
+    with_tools: whether the prompt names tools. Otherwise what looks like a call is text.
+    """
+    declared = getattr(tokenizer, "response_template", None)
+    if declared is None:
+        source = tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+        declared = _recognised(source, with_tools)
+    if not declared["fields"].keys() - {CONTENT}:
+        return None
+    spelled = str(declared).replace("\\", "")
+    has_special = any(one in spelled for one in special_tokens(tokenizer).values())
+    return AnswerFormat(load_response_template(declared), CALLS in declared["fields"], has_special)
+
+
+def _recognised(source: str, with_tools: bool) -> dict[str, Any]:
+    """The response template for a chat template's source."""
+    fields = dict[str, Field]()
+    if "<|channel|>" in source:
+        fields["header"] = _HEADER
+    fields[CONTENT] = {"close": "<|end|>"} if fields else {}
+    if found := [field for mark, field in _THOUGHTS if mark in source]:
+        fields[THOUGHT] = found[0]
+    if with_tools and (found := [field for one, other, field in _CALLS if one in source and other in source]):
+        fields[CALLS] = found[0]
+    # Of the prompt only a thought that it opens at its very end belongs to the answer.
+    opened = re.escape(fields.get(THOUGHT, {}).get("open", "<think>"))
+    return {"start_anchor_pattern": rf"\A(?:.*(?={opened}\s*\Z)|.*)", "fields": fields}
+
+
+class AnswerSplitter:
+    """Splits an answer that grows into parts of a message: `reasoning_content`, `content` and `tool_calls`.
+
+    What cannot be read, such as a call that breaks off, is content. Blanks at the start of a thought, and between it
+    and the text after it, are dropped.
+
+    Attributes:
+        calls: the number of calls so far.
+
+    Args:
+        prompt: the prompt's token ids.
+        tools: the tools that the prompt names. Their schemas say which arguments that are written as text are numbers.
+        most_calls: how many calls are kept; None: all.
+    """
+
+    def __init__(
+        self,
+        form: AnswerFormat,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        tools: Iterable[dict[str, Any]] = (),
+        most_calls: int | None = None,
+    ):
+        end = tokenizer.decode(prompt[-PROMPT_END:], clean_up_tokenization_spaces=False)
+        self._parser = ResponseParser(form.template, end, tools=[*tools])
+        self._most_calls, self.calls = most_calls, 0
+        self._drops_blanks = False
+        self._part, self._of_call = "", ""  # the open part, and the text of a call that has not ended
+        self._has_failed = False
+        self._take(self._parser.initial_events, {})
+
+    def push(self, text: str, ends: bool = False, is_whole: bool = True) -> dict[str, Any]:
+        """The message's parts that the next text adds, as in a stream's `delta`.
+
+        ends: whether no text will follow. is_whole: whether the answer then ended by itself, not by its length.
+        """
+        delta: dict[str, Any] = {}
+        try:
+            if self._has_failed:
+                raise ValueError
+            self._take(self._parser.feed(text), delta)
+            text = ""
+            if ends and self._part == CALLS and not is_whole:
+                raise ValueError
+            if ends:
+                self._take(self._parser.finalize()[1], delta)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            self._has_failed = True
+            if rest := self._of_call + text:
+                delta[CONTENT] = delta.get(CONTENT, "") + rest
+            self._of_call = ""
+        return delta
+
+    def _take(self, events: Iterable[Mapping[str, Any]], delta: dict[str, Any]) -> None:
+        for event in events:
+            part = THOUGHT if event["field"] in THOUGHTS else event["field"]
+            if event["type"] == "region_chunk":
+                self._add(part, event["text"], delta)
+                continue
+            is_opened = event["type"] == "region_open"
+            self._part = part if is_opened else ""
+            self._drops_blanks = self._drops_blanks or part == THOUGHT
+            if part == CALLS and not is_opened:
+                self._end_calls(event["value"], delta)
+
+    def _add(self, part: str, text: str, delta: dict[str, Any]) -> None:
+        if part == CALLS:
+            self._of_call += text
+        elif part in (THOUGHT, CONTENT):
+            text = text.lstrip() if self._drops_blanks else text
+            self._drops_blanks = self._drops_blanks and not text
+            if text:
+                delta[part] = delta.get(part, "") + text
+
+    def _end_calls(self, value: Any, delta: dict[str, Any]) -> None:
+        """Add a call, or several in a list; as content if it is not written as one."""
+        functions = [call["function"] for call in (value if isinstance(value, list) else [value])]
+        if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
+            self._add(CONTENT, self._of_call, delta)
+            functions = []
+        self._of_call = ""
+        for function in functions[: None if self._most_calls is None else self._most_calls - self.calls]:
+            arguments = function.get("arguments", {})
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            call = {"index": self.calls, "id": secrets.token_hex(CALL_ID)[:CALL_ID], "type": "function"}
+            delta.setdefault(CALLS, []).append(call | {"function": {"name": function["name"], "arguments": text}})
+            self.calls += 1
