@@ -30,7 +30,7 @@ QUICK := tests/test_architecture.py tests/kernels $(addprefix tests/models/test_
 	$(addprefix tests/infer/test_,exactness.py sampling.py penalties.py budget.py tree.py requests.py) \
 	$(addprefix tests/train/test_,config.py batches.py) --ignore-glob='*/test_triton_*.py'
 # Tests that depend on transformers' configurations, models and tokenizers.
-OLDEST := tests/models tests/data_prep $(addprefix tests/infer/test_,shipped.py smollm2.py transformers_api.py) \
+OLDEST := tests/models tests/data_prep $(addprefix tests/infer/test_,shipped.py smollm2.py transformers_api.py answer_format.py) \
 	$(addprefix tests/train/test_,chat_end_to_end.py published_targets.py sharding.py)
 KEPT := tests/train/test_memory.py::test_a_run_on_smollm2_takes_what_is_estimated
 

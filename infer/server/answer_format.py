@@ -113,16 +113,23 @@ def answer_format(tokenizer: Any, with_tools: bool) -> AnswerFormat | None:
     """How the tokenizer's target writes an answer; None if it is text alone.
 
     with_tools: whether the prompt names tools. Otherwise what looks like a call is text.
+
+    Raises ValueError for a declared format that transformers cannot read.
     """
     declared = getattr(tokenizer, "response_template", None)
+    if declared is None and tokenizer.chat_template:
+        declared = _recognised(tokenizer.get_chat_template(tools=[{}] if with_tools else None), with_tools)
     if declared is None:
-        source = tokenizer.get_chat_template(tools=[{}] if with_tools else None)
-        declared = _recognised(source, with_tools)
-    if not declared["fields"].keys() - {CONTENT}:
+        return None
+    try:
+        template = load_response_template(declared)
+    except ValueError as error:
+        raise ValueError(f"tokenizer_config.json: response_template: {error}; correct it or remove it") from error
+    if template.fields.keys() <= {CONTENT}:
         return None
     spelled = str(declared).replace("\\", "")
     has_special = any(one in spelled for one in special_tokens(tokenizer).values())
-    return AnswerFormat(load_response_template(declared), CALLS in declared["fields"], has_special)
+    return AnswerFormat(template, CALLS in template.fields, has_special)
 
 
 def _recognised(source: str, with_tools: bool) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.generation import Generation
+from longdraft.infer.server.answer_format import answer_format
 from longdraft.infer.server.answers import Answers
 from longdraft.infer.server.engine_thread import EngineThread, Job
 from longdraft.infer.server.protocol import ApiError, Chat, Completion, parse, requests_of
@@ -56,12 +57,15 @@ class Service:
         queue: requests that may wait for a slot; more are answered with 429.
         host: the address it listens on. On a loopback address without a key, requests with another Host name are
             refused, because a web page could point its own name at this address (DNS rebinding).
+
+    Raises ValueError if the tokenizer declares a format of answers that cannot be read.
     """
 
     def __init__(self, engine: Engine, model: str, api_key: str = "", queue: int = 256, host: str = ""):
         self.engine, self._model, self._api_key, self._created = engine, model, api_key, int(time.time())
         self._names = LOOPBACK if host in LOOPBACK and not api_key else ()
         self.thread = EngineThread(engine, queue)
+        answer_format(engine.target.tokenizer, with_tools=True)
 
     async def models(self, request: Request) -> Response:
         """The list of models, which has one entry, or the model of the requested name."""

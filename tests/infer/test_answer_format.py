@@ -16,6 +16,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.requests import prompt_tokens
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.server.answer_format import AnswerSplitter, answer_format
+from longdraft.infer.server.app import Service
 from longdraft.infer.server.protocol import Chat, parse, requests_of
 from longdraft.models.hf import load_target
 
@@ -169,6 +170,12 @@ def test_a_declared_format_takes_precedence(tokenizer):
     for step in (None, 1):
         assert parts(tokenizer, "(no|", text, step) == ("Hm. ", "So.", [("get_weather", ROME)])
     assert parts(tokenizer, "|", "So.CALL{x") == ("", "So.{x", [])
+
+
+def test_a_declared_format_that_cannot_be_read_is_refused_before_anything_is_served(target, tokenizer):
+    tokenizer.response_template = {"version": 9}
+    with pytest.raises(ValueError, match=r"response_template: .*version"):
+        Service(Engine(replace(target, tokenizer=tokenizer)), "tiny")
 
 
 def test_special_tokens_are_in_the_text_only_where_they_enclose_parts(target):
