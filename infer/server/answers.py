@@ -22,7 +22,7 @@ class Answers:
     """Makes the response to one body, or the chunks of a stream."""
 
     def __init__(self, body: Chat | Completion, requests: Sequence[Request], tokenizer: Any, identity: str, model: str):
-        self._body, self._requests, self._tokenizer = body, requests, tokenizer
+        self._body, self._tokenizer = body, tokenizer
         self._is_chat, self._include_usage = isinstance(body, Chat), bool(body.stream_options.get("include_usage"))
         name, prefix = ("chat.completion", "chatcmpl") if self._is_chat else ("text_completion", "cmpl")
         self._head = {"object": name, "id": f"{prefix}-{identity}", "created": int(time.time()), "model": model}
@@ -44,10 +44,10 @@ class Answers:
             choices.append(self._choice(index, parts, one.finish_reason, one.logprobs))
         return {**self._head, "choices": choices, "usage": self._usage(generations)}
 
-    def first(self) -> list[dict[str, Any]]:
-        """The first chunks of a stream: one for each choice of a chat."""
-        start = {"delta": {"role": "assistant", "content": ""}}
-        return [self._chunk(self._choice(i, start)) for i in range(len(self._requests) if self._is_chat else 0)]
+    def start(self, index: int) -> list[dict[str, Any]]:
+        """The chunk that goes before a choice's first piece, which only a chat has."""
+        role = self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": ""}}))
+        return [role] if self._is_chat else []
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """The chunk of a choice's next piece."""

@@ -187,12 +187,15 @@ async def _unless_gone(request: Request, job: Job) -> list[Generation]:
 
 
 async def _events(job: Job, answers: Answers) -> AsyncIterator[bytes]:
-    """A stream's chunks and its end."""
-    done = dict[int, Generation]()
-    for chunk in answers.first():
-        yield _event(chunk)
+    """A stream's chunks and its end. Nothing is sent before the first piece, because load generators take the first
+    chunk's time for the first token's."""
+    started, done = set[int](), dict[int, Generation]()
     try:
         async for index, piece in job.pieces():
+            if index not in started:
+                started.add(index)
+                for chunk in answers.start(index):
+                    yield _event(chunk)
             yield _event(answers.chunk(index, piece))
             if piece.generation is not None:
                 done[index] = piece.generation

@@ -398,6 +398,21 @@ def test_a_chats_template_gets_its_variables_and_its_refusal_is_the_messages_fau
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
 
 
+def test_a_chats_stream_begins_with_its_first_token(target, monkeypatch):
+    """`vllm bench serve` takes the first chunk, even one without text, for the first token."""
+    with served(target) as service:
+        go_on, step = threading.Event(), service.engine.runner.step
+        monkeypatch.setattr(service.engine.runner, "step", lambda: go_on.wait(30) and step())
+        body = {"messages": CHAT, "max_tokens": 4, "stream": True, "n": 2}
+        with httpx.stream("POST", f"{service.url}/v1/chat/completions", json=body, timeout=60) as stream:
+            threading.Timer(0.3, go_on.set).start()
+            lines = [(line, go_on.is_set()) for line in stream.iter_lines() if line.startswith("data: {")]
+    choices = [json.loads(line[6:])["choices"][0] for line, _ in lines]
+    assert all(decoded for _, decoded in lines)
+    for i in range(2):
+        assert [one["delta"].get("role") for one in choices if one["index"] == i][:2] == ["assistant", None]
+
+
 def test_a_full_queue_says_when_to_come_again(target, monkeypatch):
     with served(target, queue=1, slots=1) as service, httpx.Client(timeout=60) as client:
         go_on, step = threading.Event(), service.engine.runner.step
@@ -405,7 +420,6 @@ def test_a_full_queue_says_when_to_come_again(target, monkeypatch):
         long = {"messages": CHAT, "max_tokens": 150, "ignore_eos": True, "stream": True}
         with client.stream("POST", f"{service.url}/v1/chat/completions", json=long) as one:
             first = one.iter_lines()
-            next(first)
             with client.stream("POST", f"{service.url}/v1/chat/completions", json=long) as two:
                 assert two.status_code == 200
                 refused = post(service, headers={})
