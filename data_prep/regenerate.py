@@ -43,7 +43,7 @@ from longdraft.data_prep.shards import MANIFEST
 from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tasks import add_up, failures_described
 from longdraft.data_prep.tokenize import rust_tokenizer
-from longdraft.models.files import PLAN, WorkFolder, write_atomically, write_json
+from longdraft.models.files import PLAN, WorkFolder, write_json, write_text
 from longdraft.models.schema import validated_dataclass
 
 PART_SIZE = 256  # conversations per task
@@ -220,7 +220,7 @@ def _finish(task: _Task, folder: WorkFolder) -> None:
             f"the first is {named[0]}"
         )
     if good:
-        write_atomically(path, lambda temporary: temporary.write_text("".join(good), encoding="utf-8"))
+        write_text(path, "".join(good))
     record = {"input": len(ends), "success": len(good), "bad": reasons, "bad_named": named}
     folder.write(task.name, record, [path] if good else [])
 

@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from longdraft.models.drafts.heads import Medusa, MedusaConfig, TokenSwift, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
-from longdraft.models.files import damage_named, file_digest, sync, write_atomically, write_tensors
+from longdraft.models.files import damage_named, file_digest, sync, write_atomically, write_tensors, write_text
 from longdraft.models.fingerprint import shape_hash, weights_hash, without_yarn
 from longdraft.models.hub import hub_folder
 from longdraft.models.schema import Float, Int, Str, validate, validated_dataclass
@@ -146,8 +146,7 @@ def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
         write_tensors(weights, temporary, {"format": "pt"})
         sync(temporary)
         content["weights_sha256"] = file_digest(temporary)
-        text = json.dumps(content, indent=2) + "\n"
-        write_atomically(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(folder / CONFIG, json.dumps(content, indent=2) + "\n")
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

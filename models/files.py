@@ -39,10 +39,14 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     sync(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8 atomically."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write the content atomically, with its keys in the given order and one trailing newline."""
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import CONFIG, WEIGHTS, read_info
-from longdraft.models.files import file_digest, locked, write_atomically
+from longdraft.models.files import file_digest, locked, write_text
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
 from longdraft.train.config import Config, to_dict, to_yaml
@@ -129,8 +129,8 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
         if ranks.first:
             if found is None:  # weights of an earlier run that ended before its first checkpoint
                 shutil.rmtree(checkpoint.best_folder(run_dir), ignore_errors=True)
-            text, wandb_id = to_yaml(config), found and found.state["extra"].get("wandb_id")
-            write_atomically(Path(run_dir) / "config.yaml", lambda file: file.write_text(text, "utf-8"))
+            wandb_id = found and found.state["extra"].get("wandb_id")
+            write_text(Path(run_dir) / "config.yaml", to_yaml(config))
             # At step 0, -1 removes the records of step 0 too, since they are measured again.
             run.tracker = Tracker(config, run.method.part_names, run.step or -1, wandb_id, stage)
             run.bar = tqdm(total=n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.models.draft_folder import HUB_NAME, read_info
-from longdraft.models.files import write_atomically
+from longdraft.models.files import write_atomically, write_text
 from longdraft.train.config import Config, to_yaml
 from longdraft.train.tracking import read_metrics
 
@@ -80,7 +80,7 @@ def write_card(run_dir: str | Path, folder: Path, config: Config, step: int, nam
     )
     (folder / GENERATE).parent.mkdir(exist_ok=True)
     for path, content in {CARD: text, GENERATE: GENERATE_TEXT.format(draft=where)}.items():
-        write_atomically(folder / path, lambda partial, content=content: partial.write_text(content, encoding="utf-8"))
+        write_text(folder / path, content)
 
 
 def _decoding_table(records: Sequence[Mapping[str, Any]]) -> str:

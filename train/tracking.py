@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longdraft.models.files import write_atomically
+from longdraft.models.files import write_text
 from longdraft.train.config import Config, to_dict
 
 METRICS = "metrics.jsonl"
@@ -37,8 +37,7 @@ class Tracker:
     ):
         path = Path(config.train.run_dir) / METRICS
         records = [record for record in read_metrics(path.parent) if record["step"] <= resume_step]
-        kept = "".join(json.dumps(record) + "\n" for record in records)
-        write_atomically(path, lambda partial: partial.write_text(kept, encoding="utf-8"))
+        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         self._part_names, self._file = part_names, path.open("a", encoding="utf-8")
         self._run: Any = None
         if config.log.wandb != "disabled":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.data_prep.tasks import failures_described
-from longdraft.models.files import WorkFolder, read_plan, write_atomically
+from longdraft.models.files import WorkFolder, read_plan, write_text
 from longdraft.models.schema import validate
 
 FORMAT = "longdraft bench 3"
@@ -139,8 +139,8 @@ def write_spec_bench(record: Record, folder: Path) -> Path:
         for drafter, entries in drafters.items():
             name = f"{drafter}-temperature-{temperature:g}" if len(runs) > 1 else drafter
             model = f"{record.machine.get('target', 'target')}-{name}"
-            text = "".join(json.dumps(_spec_bench(entry, model)) + "\n" for entry in entries)
-            write_atomically(out / f"{name}.jsonl", lambda partial, text=text: partial.write_text(text))
+            lines = (json.dumps(_spec_bench(entry, model)) + "\n" for entry in entries)
+            write_text(out / f"{name}.jsonl", "".join(lines))
     return out
 
 

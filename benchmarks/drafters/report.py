@@ -11,7 +11,7 @@ from longdraft.benchmarks.drafters import papers
 from longdraft.benchmarks.drafters.forced import LABEL
 from longdraft.benchmarks.drafters.metrics import lay_out, run_figures
 from longdraft.benchmarks.drafters.record import Entry, Record, read_record
-from longdraft.models.files import write_atomically
+from longdraft.models.files import write_text
 
 Figures = Mapping[str, Any]
 STYLE = """
@@ -105,7 +105,7 @@ def write_report(runs: Sequence[Path], path: Path, option: str) -> None:
     titles = [name if names.count(name) == 1 else str(run) for name, run in zip(names, runs, strict=True)]
     text = page({title: read_record(run) for title, run in zip(titles, runs, strict=True)})
     try:
-        write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+        write_text(path, text)
     except OSError as error:
         raise ValueError(f"{option}: {path} cannot be written: {error.strerror}; give another path") from error
 
