@@ -1,10 +1,9 @@
-"""The linear layer of a frozen model, y = x W^T + b, in the arithmetic that is fast on the CPU at hand.
+"""The linear layer, y = x W^T + b, with frozen weights in the arithmetic that is fast on the CPU at hand.
 
-Not for layers that train, although x may have a gradient. Shapes: M rows, I inputs, N outputs.
+Layers that train go through PyTorch. Shapes: M rows, I inputs, N outputs.
 """
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +58,6 @@ def linear(
 
     Args:
         x: [..., T, I] in the weight's dtype.
-        weight_NI, bias_N: frozen.
         norm: weight [I] and epsilon of an RMSNorm of x.
         gated: return silu(first half of the outputs) * second half.
         residual: of the result's shape, added to it; not with `gated`.
@@ -67,36 +65,25 @@ def linear(
     assert residual is None or not gated
     n_inputs = x.shape[-1]
     n_rows = x.numel() // n_inputs
+    # Layers that train take PyTorch's arithmetic while they are validated, too.
+    frozen = not (weight_NI.requires_grad or (torch.is_grad_enabled() and x.requires_grad))
+    on_cpu = frozen and x.device.type == "cpu"
     # The rows of a slot decide, not those of the batch: a tree needs the same arithmetic as plain decoding.
-    few = n_rows > 0 and x.shape[-2] <= most_rows_in_c()
-    if few and _in_c(x, weight_NI, gated):
+    few = on_cpu and n_rows > 0 and x.shape[-2] <= most_rows_in_c()
+    if few and rows.serves(x.dtype) and rows.can_multiply(weight_NI, gated):
         return rows.linear_rows(x, weight_NI, bias_N, norm, gated, residual)
     if norm is not None:
         x = rms_norm(x, *norm)
-    if x.dtype == torch.bfloat16 and _frozen_on_cpu(x) and n_rows >= FP32_FROM and emulates_bf16():
+    exact = backend.exact_kernels("linear", x) if frozen and x.shape[-2] <= MOST_ROWS else None
+    if on_cpu and x.dtype == torch.bfloat16 and n_rows >= FP32_FROM and emulates_bf16():
         y = _through_fp32(x.reshape(n_rows, n_inputs), weight_NI, bias_N).view(*x.shape[:-1], -1)
-    elif (triton := _exact(x)) is not None:
-        y = triton.linear(x.reshape(n_rows, n_inputs), weight_NI, bias_N).view(*x.shape[:-1], -1)
+    elif exact is not None:
+        y = exact.linear(x.reshape(n_rows, n_inputs), weight_NI, bias_N).view(*x.shape[:-1], -1)
     else:
         y = F.linear(x, weight_NI, bias_N)
     if gated:
         y = gate(y)
     return y if residual is None else y.add_(residual)
-
-
-def _frozen_on_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu" and not (torch.is_grad_enabled() and x.requires_grad)
-
-
-def _in_c(x: Tensor, weight_NI: Tensor, gated: bool) -> bool:
-    return rows.serves(x.dtype) and _frozen_on_cpu(x) and rows.can_multiply(weight_NI, gated)
-
-
-def _exact(x: Tensor) -> Any | None:
-    """The module triton/linear.py if it is requested and supports these rows, else None."""
-    if x.shape[-2] > MOST_ROWS or (torch.is_grad_enabled() and x.requires_grad):
-        return None
-    return backend.exact_kernels("linear", x)
 
 
 def _through_fp32(x_MI: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:

@@ -35,7 +35,10 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """nn.Linear through kernels/linear.py, which fuses the norm before it, the gate after it and the residual."""
+    """nn.Linear through kernels/linear.py, which fuses the norm before it, the gate after it and the residual.
+
+    ZeRO-3 gathers a trained module's weights only around its own call, so no other module may read them.
+    """
 
     def reset_parameters(self) -> None:
         """Do nothing: a target's weights are loaded, and a draft initialises its own with its own generator."""
@@ -46,9 +49,14 @@ class Linear(nn.Linear):
         norm: RMSNorm | None = None,
         gated: bool = False,
         residual: Tensor | None = None,
+        first_row: int = 0,
     ) -> Tensor:
+        """first_row: the first output to compute; those before it are skipped."""
+        weight, bias = self.weight, self.bias
+        if first_row:
+            weight, bias = weight[first_row:], None if bias is None else bias[first_row:]
         norm_and_eps = None if norm is None else (norm.weight, norm.eps)
-        return linear(input, self.weight, self.bias, norm=norm_and_eps, gated=gated, residual=residual)
+        return linear(input, weight, bias, norm=norm_and_eps, gated=gated, residual=residual)
 
 
 class Stream:

@@ -1,4 +1,4 @@
-"""The base of every draft network: its linear layer, its loss, and its vocabulary, maybe a subset of the target's.
+"""The base of every draft network: its loss and its vocabulary, maybe a subset of the target's.
 
 The LM head takes most of a small draft's time, and few tokens make up most of a text. Tokens outside the vocabulary
 cost acceptance, never exactness. train/methods/build.py chooses it. Shapes: V vocabulary, E draft vocabulary, D hidden.
@@ -9,42 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from longdraft.kernels.distillation import Distillation
-from longdraft.kernels.gate import gate
-from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_loss import LinearLoss, LossPart, linear_loss
 from longdraft.models.decoder import Decoder, LMHead
-from longdraft.models.layer import Linear
-from longdraft.models.stream import RMSNorm
 
 TOP_K = 3  # ranks of a label that training counts
-
-
-class Projection(Linear):
-    """The decoder's linear layer: our kernels if the weight is frozen, plain PyTorch if it trains.
-
-    ZeRO-3 gathers a module's weights only around the module's own call, so nothing here reads another module's weights.
-    """
-
-    def forward(
-        self,
-        input: Tensor,
-        norm: RMSNorm | None = None,
-        gated: bool = False,
-        residual: Tensor | None = None,
-        first_row: int = 0,
-    ) -> Tensor:
-        """Like the decoder's `Linear`. first_row: the first output to compute; those before it are skipped."""
-        weight, bias = self.weight[first_row:], None if self.bias is None else self.bias[first_row:]
-        if not self.weight.requires_grad:
-            before = None if norm is None else (norm.weight, norm.eps)
-            return linear(input, weight, bias, norm=before, gated=gated, residual=residual)
-        y = F.linear(input if norm is None else norm(input), weight, bias)
-        if gated:
-            y = gate(y)
-        return y if residual is None else y + residual
 
 
 class DraftModule(nn.Module):

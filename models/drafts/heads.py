@@ -14,9 +14,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from longdraft.models.decoder_config import Size
-from longdraft.models.drafts.base import DraftModule, Projection
+from longdraft.models.drafts.base import DraftModule
 from longdraft.models.schema import Float, validated_dataclass
-from longdraft.models.stream import RMSNorm
+from longdraft.models.stream import Linear, RMSNorm
 
 
 class Heads(DraftModule):
@@ -41,7 +41,7 @@ class Heads(DraftModule):
         super().__init__()
         self.restrict(config.draft_vocab_size, token_ids_E)
         self.config, d = config, config.hidden_size
-        self.proj = nn.ModuleList([Projection(d, d, bias=False) for _ in range(config.n_heads)])
+        self.proj = nn.ModuleList([Linear(d, d, bias=False) for _ in range(config.n_heads)])
         with torch.no_grad():
             for weight in self.proj.parameters():
                 weight.zero_()

@@ -21,12 +21,12 @@ from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, segment_attention
 from longdraft.models.decoder import Decoder
 from longdraft.models.decoder_config import DecoderConfig, Size
-from longdraft.models.drafts.base import DraftModule, Projection
+from longdraft.models.drafts.base import DraftModule
 from longdraft.models.layer import Attention, Experts, Layer
 from longdraft.models.passes import Span
 from longdraft.models.rope import Rope, RopeConfig, piece_lengths
 from longdraft.models.schema import Bool, Float, validated_dataclass
-from longdraft.models.stream import RMSNorm, Stream
+from longdraft.models.stream import Linear, RMSNorm, Stream
 
 INIT_STD = 0.02
 # Nodes in each level of the beam. The paper's first level has 4. A wider first level needs no further draft pass, and
@@ -159,12 +159,12 @@ class LongSpec(DraftModule):
         self.config, self.rope = config, Rope(config.rope_config)
         d, q_rows = config.hidden_size, config.n_heads * config.head_dim
         self.self_norm, self.cross_norm, self.mlp_norm = (RMSNorm(d, config.rms_norm_eps) for _ in range(3))
-        self.self_qkv = Projection(d, q_rows + 2 * config.n_kv_heads * config.head_dim)
-        self.self_o = Projection(q_rows, d, bias=False)
-        self.cross_q = Projection(d, q_rows)
-        self.cross_o = Projection(q_rows, d, bias=False)
-        self.gate_up = Projection(d, 2 * config.intermediate_size, bias=False)
-        self.down = Projection(config.intermediate_size, d, bias=False)
+        self.self_qkv = Linear(d, q_rows + 2 * config.n_kv_heads * config.head_dim)
+        self.self_o = Linear(q_rows, d, bias=False)
+        self.cross_q = Linear(d, q_rows)
+        self.cross_o = Linear(q_rows, d, bias=False)
+        self.gate_up = Linear(d, 2 * config.intermediate_size, bias=False)
+        self.down = Linear(config.intermediate_size, d, bias=False)
         self.final_norm = RMSNorm(d, config.rms_norm_eps) if config.final_norm else None
         self.restrict(config.draft_vocab_size, token_ids_E)
         self._initialise(generator, target)
