@@ -94,7 +94,7 @@ def in_slices(
     for start in range(0, q_BTHd.shape[1], MOST_ROWS):
         q = q_BTHd[:, start : start + MOST_ROWS]
         chain = PassPlan(lengths_B + start, q.shape[1])
-        out, lse = triton.tree_attention(q, keys_BSKd, values_BSKd, chain.lengths_B, *chain.tree, False, window)
+        out, lse = triton.tree_attention(q, keys_BSKd, values_BSKd, chain.lengths_B, None, chain.depth_BT, window)
         outputs.append(with_sinks(out, lse, sinks_H))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 

@@ -40,23 +40,14 @@ def attended_rows(
     return allowed_BTS & (key_depth_BS[:, None, :] > depth_BT[:, :, None] - window)
 
 
-def depths(tree_mask_BTT: Tensor | None, n_slots: int, n_rows: int, device: torch.device) -> Tensor:
-    """How many ancestors each row has in the pass, int32 [B, T]; 0 for a row that reads nothing. None is a chain."""
-    if tree_mask_BTT is None:
-        return torch.arange(n_rows, dtype=torch.int32, device=device).repeat(n_slots, 1)
-    return (tree_mask_BTT.sum(-1) - 1).clamp(min=0).to(torch.int32)
-
-
-def pack_tree(tree_mask_BTT: Tensor | None, n_slots: int, n_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tree for Triton: int64 [B, T, 2], where bit j of row i's two words says whether it reads row j of the pass,
-    and `depths`. A mask of None is a chain. At most MOST_ROWS rows."""
+def pack_tree(tree_mask_BTT: Tensor) -> Tensor:
+    """The tree for Triton: int64 [B, T, 2], where bit j of row i's two words says whether it reads row j of the pass.
+    At most MOST_ROWS rows."""
+    n_rows, device = tree_mask_BTT.shape[1], tree_mask_BTT.device
     assert n_rows <= MOST_ROWS, f"a tree of {n_rows} rows has more than the {MOST_ROWS} that fit two words of ancestors"
-    depth_BT = depths(tree_mask_BTT, n_slots, n_rows, device)
-    if tree_mask_BTT is None:
-        tree_mask_BTT = torch.ones(n_rows, n_rows, dtype=torch.bool, device=device).tril().expand(n_slots, -1, -1)
     padded_BT2W = pad(tree_mask_BTT, (0, MOST_ROWS - n_rows)).unflatten(-1, (2, 64))
     weights_W = torch.ones(64, dtype=torch.int64, device=device) << torch.arange(64, device=device)
-    return (padded_BT2W * weights_W).sum(-1), depth_BT
+    return (padded_BT2W * weights_W).sum(-1)
 
 
 @dataclass
@@ -68,16 +59,17 @@ class PassPlan:
     tree_mask_BTT: Tensor | None = None  # as in `attended_rows`
 
     @cached_property
-    def tree(self) -> tuple[Tensor, Tensor]:
-        """The pass's tree, from `pack_tree`; a chain's kernels read no bits, and get the depths instead."""
-        if self.tree_mask_BTT is None:
-            return self.depth_BT, self.depth_BT
-        return pack_tree(self.tree_mask_BTT, len(self.lengths_B), self.n_rows, self.lengths_B.device)
+    def bits_BT2(self) -> Tensor | None:
+        """The tree, from `pack_tree`; None for a chain."""
+        return None if self.tree_mask_BTT is None else pack_tree(self.tree_mask_BTT)
 
     @cached_property
     def depth_BT(self) -> Tensor:
-        """The rows' `depths`, for attention that needs no bits."""
-        return depths(self.tree_mask_BTT, len(self.lengths_B), self.n_rows, self.lengths_B.device)
+        """How many ancestors each row has in the pass, int32 [B, T]; 0 for a row that reads nothing."""
+        if self.tree_mask_BTT is None:
+            row_T = torch.arange(self.n_rows, dtype=torch.int32, device=self.lengths_B.device)
+            return row_T.repeat(len(self.lengths_B), 1)
+        return (self.tree_mask_BTT.sum(-1) - 1).clamp(min=0).to(torch.int32)
 
     @cached_property
     def path_BTT(self) -> Tensor | None:

@@ -51,13 +51,11 @@ def tree_attention(
     if n_rows <= rows.MOST_ATTENTION_ROWS and rows.can_attend(q_BTHd):
         return rows.rows_with_sinks(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree_mask_BTT, window, sinks_H)
     plan = plan or PassPlan(lengths_B, n_rows, tree_mask_BTT)
-    if n_rows <= MOST_ROWS and (exact := backend.exact_kernels("exact_attention", q_BTHd)) is not None:
-        inputs = q_BTHd, keys_BSKd, values_BSKd, lengths_B, plan.path_BTT, plan.depth_BT
-        out_BTHd, lse_BTH = exact.tree_attention(*inputs, window)
-        return with_sinks(out_BTHd, lse_BTH, sinks_H)
-    if (triton := triton_for(q_BTHd)) is not None:
-        inputs = q_BTHd, keys_BSKd, values_BSKd, lengths_B, *plan.tree
-        out_BTHd, lse_BTH = triton.tree_attention(*inputs, tree_mask_BTT is not None, window)
+    exact = backend.exact_kernels("exact_attention", q_BTHd) if n_rows <= MOST_ROWS else None
+    if (triton := exact or triton_for(q_BTHd)) is not None:
+        tree = plan.bits_BT2 if exact is None else plan.path_BTT
+        inputs = q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree, plan.depth_BT
+        out_BTHd, lse_BTH = triton.tree_attention(*inputs, window)
         return with_sinks(out_BTHd, lse_BTH, sinks_H)
     if tree_mask_BTT is None:
         return chain_attention(q_BTHd, keys_BSKd, values_BSKd, plan, window, sinks_H)

@@ -560,9 +560,9 @@ FUNCTIONS: dict[tuple[Any, str], Callable[..., Any]] = {
 # References whose signature differs from their kernel's.
 
 
-def dense(q, keys, values, lengths, bits, depths, is_tree=True, window=None, n_splits=None) -> tuple[Tensor, Tensor]:
+def dense(q, keys, values, lengths, bits, depths, window=None) -> tuple[Tensor, Tensor]:
     rows = torch.arange(q.shape[1])
-    tree = (bits[:, :, rows // 64] >> rows % 64 & 1) == 1 if is_tree else None
+    tree = None if bits is None else (bits[:, :, rows // 64] >> rows % 64 & 1) == 1
     return tree_attention.tree_attention_reference(q, keys, values, lengths, tree, window)
 
 

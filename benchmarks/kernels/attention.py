@@ -8,7 +8,7 @@ N, d head width.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,17 +92,20 @@ def make_case(bench: Bench, profile: str, context: int, nodes: int) -> Case:
     return Case(q, keys, values, context, tree, exact, plain.transpose(1, 2))
 
 
+def _plan(case: Case) -> PassPlan:
+    n_rows = case.q_1NHd.shape[1]
+    return PassPlan(case.lengths_1, n_rows, case.tree_1NN if n_rows > 1 else None)
+
+
 def _ours(case: Case) -> Run:
-    lengths, tree = case.lengths_1, case.tree_1NN if case.tree_1NN.shape[1] > 1 else None
-    plan = PassPlan(lengths, case.q_1NHd.shape[1], tree)
-    return lambda: ours.tree_attention(case.q_1NHd, case.keys_1CKd, case.values_1CKd, lengths, tree, None, plan)
+    plan, given = _plan(case), (case.q_1NHd, case.keys_1CKd, case.values_1CKd)
+    return lambda: ours.tree_attention(*given, plan.lengths_B, plan.tree_mask_BTT, None, plan)
 
 
 def _by_the_table(case: Case) -> Run:
     """Ours on a GPU with the table's choice, while `_ours` uses the one that was measured."""
-    kernels: Any = _triton(case.q_1NHd.device)
-    tree = PassPlan(case.lengths_1, case.q_1NHd.shape[1], case.tree_1NN).tree
-    inputs = case.q_1NHd, case.keys_1CKd, case.values_1CKd, case.lengths_1, *tree, case.tree_1NN.shape[1] > 1
+    kernels, plan = cast(Any, _triton(case.q_1NHd.device)), _plan(case)
+    inputs = case.q_1NHd, case.keys_1CKd, case.values_1CKd, case.lengths_1, plan.bits_BT2, plan.depth_BT
     return lambda: kernels.tree_attention(*inputs, choice=choices(case)[BY_TABLE])[0]
 
 

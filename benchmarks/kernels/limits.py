@@ -61,8 +61,8 @@ def call(v: Variant, module: ModuleType) -> None:
     if v.what == "cross":
         module.cross_attention(q, kv, kv, one)
     elif v.file == "tree_attention":
-        bits = empty(1, v.rows, 2, dtype=int64)
-        module.tree_attention(q, kv, kv, one, bits, depth, "tree" in v.what, window, None, v.choice)
+        bits = empty(1, v.rows, 2, dtype=int64) if "tree" in v.what else None
+        module.tree_attention(q, kv, kv, one, bits, depth, window, None, v.choice)
     elif v.file == "exact_attention":
         path = empty(1, v.rows, v.rows, dtype=int32) if "tree" in v.what else None
         module.tree_attention(q, kv, kv, one, path, depth, window)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longdraft.kernels.triton.tree_attention import LOG2E, NO_WINDOW, _device
+from longdraft.kernels.triton.tree_attention import LOG2E, NO_WINDOW, _add, _device, _store
 from longdraft.kernels.triton.tuning import at_least_16
 
 BLOCK = tl.constexpr(64)  # keys at a time
@@ -45,27 +45,6 @@ def _run(i, WINDOW: tl.constexpr, RUN: tl.constexpr):
     b_length = RUN << b_doubled
     b_begin = b_length * (i if WINDOW else i - 8 * b_doubled)
     return b_begin, b_begin + b_length
-
-
-@triton.jit
-def _add(b_most, b_sum, b_out, b_q, b_k, b_v, m_open, scale):
-    """Update the maximum of the products (unscaled), the sum and the output with a block of keys."""
-    b_s = tl.where(m_open, tl.dot(b_q, tl.trans(b_k)), float("-inf"))
-    b_next = tl.maximum(b_most, tl.max(b_s, 1))
-    b_base = tl.where(b_next == float("-inf"), 0.0, b_next * scale)  # nothing read yet: avoid inf - inf
-    b_p = tl.exp2(b_s * scale - b_base[:, None])
-    b_keep = tl.exp2(b_most * scale - b_base)
-    b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out * b_keep[:, None])
-    return b_next, b_sum * b_keep + tl.sum(b_p, 1), b_out
-
-
-@triton.jit
-def _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_m, scale, WIDTH: tl.constexpr):
-    """Write a run's mean of the values and its log-sum-exp, base 2; -inf where nothing was read."""
-    b_some = tl.where(b_sum == 0.0, 1.0, b_sum)
-    m_md = m_m[:, None] & (o_d < WIDTH)[None, :]
-    tl.store(p_out + o_run[:, None] * WIDTH + o_d[None, :], b_out / b_some[:, None], mask=m_md)
-    tl.store(p_lse + o_run, tl.where(b_sum == 0.0, float("-inf"), b_most * scale + tl.log2(b_some)), mask=m_m)
 
 
 # Do not specialize on numbers that change from pass to pass: each special value would be another compilation.
@@ -130,7 +109,8 @@ def _run_of_queries(
             m_open = m_row[:, None]
             if WINDOW:
                 m_open = m_open & ((start + o_j)[None, :] > (b_position - window)[:, None])
-            b_next, b_more, b_added = _add(b_most, b_sum, b_out, b_q, b_k, b_v, m_open, scale)
+            b_s = tl.where(m_open, tl.dot(b_q, tl.trans(b_k)), float("-inf"))
+            b_next, b_more, b_added = _add(b_most, b_sum, b_out, b_s, b_v, scale, True, "tf32")
             b_most, b_sum = tl.where(m_row, b_next, b_most), tl.where(m_row, b_more, b_sum)
             b_out = tl.where(m_row[:, None], b_added, b_out)
         o_run = ((i_bk * (n_runs + 1) + i_run) * n_m + o_m).to(tl.int64)
@@ -167,7 +147,8 @@ def _tail_of_row(
         m_jd, b_row = m_open[:, None] & m_d[None, :], b_row.to(tl.int64)[:, None]
         b_k = tl.load(p_k + i_b * k_b + i_k * k_h + b_row * k_s + o_d[None, :], mask=m_jd, other=0.0)
         b_v = tl.load(p_v + i_b * v_b + i_k * v_h + b_row * v_s + o_d[None, :], mask=m_jd, other=0.0)
-        b_most, b_sum, b_out = _add(b_most, b_sum, b_out, b_q, b_k, b_v, m_open[None, :], scale)
+        b_s = tl.where(m_open[None, :], tl.dot(b_q, tl.trans(b_k)), float("-inf"))
+        b_most, b_sum, b_out = _add(b_most, b_sum, b_out, b_s, b_v, scale, True, "tf32")
     o_run = ((i_bk * (n_runs + 1) + n_runs) * (n_rows * group) + o_g * n_rows + i_t).to(tl.int64)
     _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_g, scale, WIDTH)
 

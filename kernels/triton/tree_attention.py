@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longdraft.kernels.tree import pack_tree
+from longdraft.kernels.tree import PassPlan
 from longdraft.kernels.triton import tuning
 from longdraft.kernels.triton.tuning import Choice
 
@@ -99,6 +99,15 @@ def _add(b_most, b_sum, b_out, b_s, b_v, scale, MASKED: tl.constexpr, PRECISION:
     b_keep = tl.exp2(b_most * scale - b_base)
     b_out = tl.dot(b_p.to(b_v.dtype), b_v, b_out * b_keep[:, None], input_precision=PRECISION)
     return b_next, b_sum * b_keep + tl.sum(b_p, 1), b_out
+
+
+@triton.jit
+def _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_m, scale, WIDTH: tl.constexpr):
+    """Write a run's mean of the values and its log-sum-exp, base 2; -inf where nothing was read."""
+    b_some = tl.where(b_sum == 0.0, 1.0, b_sum)
+    m_md = m_m[:, None] & (o_d < WIDTH)[None, :]
+    tl.store(p_out + o_run[:, None] * WIDTH + o_d[None, :], b_out / b_some[:, None], mask=m_md)
+    tl.store(p_lse + o_run, tl.where(b_sum == 0.0, float("-inf"), b_most * scale + tl.log2(b_some)), mask=m_m)
 
 
 # Do not specialize on numbers that change from pass to pass: each special value would be another compilation.
@@ -183,11 +192,8 @@ def _runs(
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
                 b_most, b_sum, b_out = _add(b_most, b_sum, b_out, b_s, b_v, scale, False, PRECISION)
 
-    b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
-    b_lse = tl.where(b_sum == 0.0, float("-inf"), b_most * scale + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum)))
     o_run = ((i_bk * n_splits + i_split) * n_m + o_m).to(tl.int64)
-    tl.store(p_out + o_run[:, None] * WIDTH + o_d[None, :], b_out, mask=m_md)
-    tl.store(p_lse + o_run, b_lse, mask=m_m)
+    _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_m, scale, WIDTH)
 
 
 @triton.jit(do_not_specialize=["n_rows", "group", "n_kv", "n_splits"])
@@ -224,46 +230,22 @@ def tree_attention(
     keys_BSKd: Tensor,
     values_BSKd: Tensor,
     lengths_B: Tensor,
-    bits_BT2: Tensor,
+    bits_BT2: Tensor | None,
     depth_BT: Tensor,
-    is_tree: bool = True,
     window: int | None = None,
     n_splits: int | None = None,
     choice: Choice | None = None,
+    own: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """See `longdraft.kernels.tree_attention.tree_attention`. Lengths are read only on the device.
 
     Args:
         q_BTHd, keys_BSKd, values_BSKd: of any strides but the last, which is 1.
-        bits_BT2, depth_BT: from `pack_tree`.
-        is_tree: False for a chain, whose mask needs no bits: any int32 tensor stands for them.
+        bits_BT2, depth_BT: as in PassPlan; bits of None are a chain.
         n_splits, choice: runs of keys, and the other numbers of the launch; None chooses by shapes and device.
+        own: whether the pass's own rows are read.
     Returns: output [B, T, H, d] in q's dtype, natural log-sum-exps fp32 [B, T, H] (-inf where nothing is read).
     """
-    tree = bits_BT2, depth_BT
-    return _attend(q_BTHd, keys_BSKd, values_BSKd, lengths_B, tree, is_tree, True, window, n_splits, choice)
-
-
-def cross_attention(
-    q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor, n_splits: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """See `longdraft.kernels.tree_attention.cross_attention`. Like `tree_attention`, but no row of the pass is read."""
-    unused = lengths_B, lengths_B  # instead of ancestors and depths
-    return _attend(q_BTHd, keys_BSKd, values_BSKd, lengths_B, unused, False, False, None, n_splits, None)
-
-
-def _attend(
-    q_BTHd: Tensor,
-    keys_BSKd: Tensor,
-    values_BSKd: Tensor,
-    lengths_B: Tensor,
-    tree: tuple[Tensor, Tensor],
-    is_tree: bool,
-    own: bool,
-    window: int | None,
-    n_splits: int | None,
-    choice: Choice | None,
-) -> tuple[Tensor, Tensor]:
     n_slots, n_rows, n_heads, width = q_BTHd.shape
     n_kv = keys_BSKd.shape[2]
     group, capacity = n_heads // n_kv, keys_BSKd.shape[1]
@@ -285,10 +267,11 @@ def _attend(
     lse_BTH = torch.empty((n_slots, n_rows, n_heads), dtype=torch.float32, device=q_BTHd.device)
     runs_kernel: Any = _runs[(n_blocks, n_splits, n_slots * n_kv)]  # its launch options are not in its signature
     runs_kernel(
-        q_BTHd, keys_BSKd, values_BSKd, *tree, lengths_B, runs, lses, width**-0.5 * LOG2E.value,
+        q_BTHd, keys_BSKd, values_BSKd, depth_BT if bits_BT2 is None else bits_BT2, depth_BT, lengths_B, runs, lses,
+        width**-0.5 * LOG2E.value,
         *q_BTHd.stride()[:3], *keys_BSKd.stride()[:3], *values_BSKd.stride()[:3],
         n_rows, n_rows if own else 0, group, n_kv, n_splits, NO_WINDOW if window is None else window,
-        TREE=is_tree, WINDOW=window is not None, WIDTH=width,
+        TREE=bits_BT2 is not None, WINDOW=window is not None, WIDTH=width,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         PRECISION="ieee" if q_BTHd.dtype == torch.float32 else "tf32", AHEAD=ahead == 1,
         num_warps=n_warps, num_stages=n_stages,
@@ -300,6 +283,14 @@ def _attend(
         WIDTH=width, BLOCK_P=block_p, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     return out_BTHd, lse_BTH
+
+
+def cross_attention(
+    q_BTHd: Tensor, keys_BSKd: Tensor, values_BSKd: Tensor, lengths_B: Tensor, n_splits: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `longdraft.kernels.tree_attention.cross_attention`. Like `tree_attention`, but no row of the pass is read."""
+    unread = lengths_B  # instead of depths
+    return tree_attention(q_BTHd, keys_BSKd, values_BSKd, lengths_B, None, unread, n_splits=n_splits, own=False)
 
 
 def tune(
@@ -336,10 +327,12 @@ def tune(
 
     def call_of(shape: tuning.Shape, n_rows: int) -> Callable[[Choice | None], Tensor]:
         given = draw(n_rows, n_heads, 0), draw(capacity, n_kv_heads, 1), draw(capacity, n_kv_heads, 2)
-        bits_BT2, depth_BT = pack_tree(None, n_slots, n_rows, device)
-        tree = bits_BT2 if n_rows > 1 else depth_BT, depth_BT, n_rows > 1, shape.window, None
-        lengths_B, usual = torch.full((n_slots,), capacity - n_rows, device=device), tuning.table(shape, n_rows, memory)
-        return lambda choice: tree_attention(*given, lengths_B, *tree, choice or usual)[0]
+        # A chain as a tree, as most passes are.
+        chain = torch.ones(n_slots, n_rows, n_rows, dtype=torch.bool, device=device).tril() if n_rows > 1 else None
+        plan = PassPlan(torch.full((n_slots,), capacity - n_rows, device=device), n_rows, chain)
+        inputs = *given, plan.lengths_B, plan.bits_BT2, plan.depth_BT, shape.window, None
+        usual = tuning.table(shape, n_rows, memory)
+        return lambda choice: tree_attention(*inputs, choice or usual)[0]
 
     with suppress(torch.OutOfMemoryError):  # the table is used
         tuning.tune(device, passes, memory, call_of, log, seconds or partial(tuning.seconds_on, device))

@@ -28,7 +28,7 @@ from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, rotate_ap
 from longdraft.kernels.segment_attention import Segment, read_keys, segment_attention
 from longdraft.kernels.segment_attention import segment_attention_reference as segment_reference
 from longdraft.kernels.selection import chunk_means, gather_rows, key_scores, top_keys
-from longdraft.kernels.tree import PassPlan, accepted_path, attended_rows, keep_rows, pack_tree
+from longdraft.kernels.tree import PassPlan, accepted_path, attended_rows, keep_rows
 from longdraft.kernels.tree_attention import cross_attention, tree_attention, tune
 from longdraft.kernels.tree_attention import cross_attention_reference as cross_reference
 from longdraft.kernels.tree_attention import tree_attention_reference as tree_reference
@@ -134,9 +134,9 @@ def test_tuned_tree_attention(device, trees, plain, monkeypatch, tmp_path):
         if not on_gpu:
             continue
         shape = kernels.tuning.shape_of(torch.bfloat16, 1, n_rows, *sizes, capacity, None)
-        tree = pack_tree(there, 1, n_rows, device)
+        plan = PassPlan(lengths, n_rows, there)
         for choice in kernels.tuning.variants(shape, memory):
-            out = kernels.tree_attention(*low, lengths, *tree, choice=choice)[0]
+            out = kernels.tree_attention(*low, lengths, plan.bits_BT2, plan.depth_BT, choice=choice)[0]
             check_attention(plain, out, want, tuple(low), opened)
 
 

@@ -122,12 +122,12 @@ def record(work):
     return tape.replay
 
 
-def dense(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, is_tree, window):
+def dense(q_BTHd, keys_BSKd, values_BSKd, lengths_B, bits_BT2, depth_BT, window):
     """Stands for Triton's kernel: attends to all rows of the cache under one mask and reads nothing on the host."""
     n_slots, n_rows, n_heads, width = q_BTHd.shape
     n_keys, n_kv = keys_BSKd.shape[1:3]
     places_T = torch.arange(n_rows)
-    tree_BTT = (bits_BT2[:, :, places_T // 64] >> places_T % 64 & 1) == 1 if is_tree else None
+    tree_BTT = None if bits_BT2 is None else (bits_BT2[:, :, places_T // 64] >> places_T % 64 & 1) == 1
     open_BTS = attended_rows(lengths_B, n_rows, n_keys, tree_BTT, window)
     there_BS = torch.arange(n_keys) < lengths_B[:, None] + n_rows
     keys_BSKd, values_BSKd = (x.where(there_BS[:, :, None, None], 0.0) for x in (keys_BSKd, values_BSKd))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longdraft.kernels.tree import MOST_ROWS, attended_rows, pack_tree
+from longdraft.kernels.tree import MOST_ROWS, PassPlan, attended_rows, pack_tree
 from longdraft.kernels.tree_attention import cross_attention_reference as cross_reference
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 from longdraft.kernels.triton import tuning
@@ -30,9 +30,9 @@ def small_blocks():
 
 def run(q, keys, values, lengths, masks, window=None, n_splits=None, choice=None):
     """(Output, log-sum-exp) of the kernel on its device, from and to tensors on the CPU."""
-    bits, depth = pack_tree(masks, len(lengths), q.shape[1], lengths.device)
-    tensors = [x.to(DEVICE) for x in (q, keys, values, lengths, bits, depth)]
-    out, lse = tree_attention(*tensors, masks is not None, window, n_splits, choice)
+    tensors = [x.to(DEVICE) for x in (q, keys, values, lengths)]
+    plan = PassPlan(tensors[-1], q.shape[1], None if masks is None else masks.to(DEVICE))
+    out, lse = tree_attention(*tensors, plan.bits_BT2, plan.depth_BT, window, n_splits, choice)
     return out.cpu(), lse.cpu()
 
 
@@ -196,12 +196,12 @@ def test_error_in_low_precision_is_that_of_plain_arithmetic(trees, plain, dtype,
 def test_bits_are_the_mask(trees):
     for n_rows in (1, 63, 64, 65, MOST_ROWS):
         mask = torch.stack([trees.random_tree(n_rows, seed) for seed in range(3)])
-        bits, depth = pack_tree(mask, 3, n_rows, mask.device)
+        bits, depth = pack_tree(mask), PassPlan(torch.zeros(3), n_rows, mask).depth_BT
         places = torch.arange(n_rows)
         assert torch.equal((bits[:, :, places // 64] >> (places % 64) & 1).bool(), mask)
         assert torch.equal(depth, (mask.sum(-1) - 1).clamp(min=0).int())
     with pytest.raises(AssertionError, match="a tree of 129 rows has more than the 128 that fit"):
-        pack_tree(None, 1, 129, mask.device)
+        pack_tree(torch.ones(1, 129, 129, dtype=torch.bool))
 
 
 def test_runs_follow_the_shapes_alone():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import tree_attention as public
-from longdraft.kernels.tree import pack_tree
+from longdraft.kernels.tree import PassPlan
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 from longdraft.kernels.triton import tree_attention as module
 from longdraft.kernels.triton import tuning
@@ -72,8 +72,9 @@ def test_every_variant_gives_the_references_output(trees, merged, tile, programs
     masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(2)])
     masks[:, -1, -1] = True
     wanted = reference(q.float(), keys, values, lengths_B, masks, window)[0]
-    given = [x.to(DEVICE) for x in (q, keys, values, lengths_B, *pack_tree(masks, 2, n_rows, lengths_B.device))]
-    out, _ = module.tree_attention(*given, True, window, choice=tile._replace(programs=programs))
+    plan = PassPlan(lengths_B, n_rows, masks)
+    given = [x.to(DEVICE) for x in (q, keys, values, lengths_B, plan.bits_BT2, plan.depth_BT)]
+    out, _ = module.tree_attention(*given, window, choice=tile._replace(programs=programs))
     assert (out.cpu() - wanted).abs().max() < ALLOWED
 
 
@@ -248,12 +249,13 @@ def test_passes_are_measured_on_a_full_cache_and_launched_as_chosen(monkeypatch,
     launches.clear()
     q = torch.zeros(1, 5, 6, 16, dtype=torch.float16, device=DEVICE)
     keys = torch.zeros(1, capacity - 4, 6, 16, dtype=torch.float16, device=DEVICE)  # of the same power of two
-    length, tree = torch.tensor([9], device=DEVICE), pack_tree(None, 1, 5, DEVICE)
+    length = torch.tensor([9], device=DEVICE)
+    tree = None, PassPlan(length, 5).depth_BT
     module.tree_attention(q, keys, keys, length, *tree)
     ((*_, n_splits, options),) = launches
     assert (options["BLOCK_M"], options["BLOCK_N"], options["num_stages"], options["num_warps"]) == best[:4]
     assert n_splits == 1  # 6 programs on 8 processors, where the table makes two runs
-    module.tree_attention(q, keys, keys, length, *tree, True, 40)
+    module.tree_attention(q, keys, keys, length, *tree, 40)
     assert launches[1][3]["num_stages"] == 3  # the table
 
 
