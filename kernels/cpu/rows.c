@@ -183,6 +183,9 @@ static ix height(ix left) { return left <= MOST_ROWS ? left : left <= 8 ? 4 : le
 
 #include "attention_common.inc"
 
+/* Adds a stage of this type, whose arguments are kept at `place`. */
+#define ADD(type, place, ...) ((place) = (type){__VA_ARGS__}, NAME(type)(&(place), p))
+
 /* ---- the layers of a decoder: stages of one job ---- */
 
 typedef struct {

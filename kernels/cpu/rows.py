@@ -141,7 +141,7 @@ def rotate_rows(
         *pointers(x_BTNd, cos_BT11F, sin_BT12F, q_norm, k_norm, y, keys, values, lengths),
         batch * rows, heads, width, stride, cos_BT11F.shape[0] * rows, queries, rows, *strides, eps,
     )  # fmt: skip
-    make_call("rotate", x_BTNd.dtype, arguments, "heads")
+    make_call("rotation", x_BTNd.dtype, arguments, "heads")
     return y
 
 
