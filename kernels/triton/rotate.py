@@ -67,31 +67,14 @@ def _rotate(
         tl.store(p_key + HALF, b_turned_second, mask=m_key)
 
 
-def rotate(x_BTnd: Tensor, cos_BT11F: Tensor, sin_BT12F: Tensor, norms: HeadNorms | None = None) -> Tensor:
-    """See `longdraft.kernels.rotate.rotate`."""
-    return _launch(x_BTnd, cos_BT11F, sin_BT12F, None, norms)
-
-
-def rotate_append(
-    qkv_BTNd: Tensor,
-    cos_BT11F: Tensor,
-    sin_BT12F: Tensor,
-    keys_BSKd: Tensor,
-    values_BSKd: Tensor,
-    lengths_B: Tensor,
-    norms: HeadNorms | None = None,
-) -> Tensor:
-    """See `longdraft.kernels.rotate.rotate_append`."""
-    return _launch(qkv_BTNd, cos_BT11F, sin_BT12F, (keys_BSKd, values_BSKd, lengths_B), norms)
-
-
-def _launch(
+def rotate(
     x_BTNd: Tensor,
     cos_BT11F: Tensor,
     sin_BT12F: Tensor,
-    cache: tuple[Tensor, Tensor, Tensor] | None,
-    norms: HeadNorms | None,
+    norms: HeadNorms | None = None,
+    cache: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
+    """See `longdraft.kernels.rotate.rotate`, and `rotate_append` with a cache: its keys, values and lengths."""
     n_slots, n_rows, n_heads, width = x_BTNd.shape
     keys, values, lengths = cache or (x_BTNd, x_BTNd, x_BTNd)  # not used without a cache
     n_kv = 0 if cache is None else keys.shape[2]
@@ -116,3 +99,16 @@ def _launch(
         num_warps=4,
     )  # fmt: skip
     return out_BTnd
+
+
+def rotate_append(
+    qkv_BTNd: Tensor,
+    cos_BT11F: Tensor,
+    sin_BT12F: Tensor,
+    keys_BSKd: Tensor,
+    values_BSKd: Tensor,
+    lengths_B: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """See `longdraft.kernels.rotate.rotate_append`."""
+    return rotate(qkv_BTNd, cos_BT11F, sin_BT12F, norms, (keys_BSKd, values_BSKd, lengths_B))
