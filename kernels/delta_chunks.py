@@ -5,8 +5,6 @@ All in fp32. Shapes: B slots, T tokens, V heads of the values, k key width, v va
 S = 1 + T.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -38,20 +36,16 @@ def chain_reference(tokens: DeltaTokens, memory_BVkv: Tensor, piece_S: Tensor | 
         pad(x.transpose(1, 2), (0, 0) * (x.dim() - 3) + (0, missing)).unflatten(2, (-1, size)) for x in tokens
     )
     mask = torch.ones(size, size, dtype=torch.bool, device=g.device).tril()
-    if piece_S is None:
-        carried_NC1, kept_N = None, None
-    else:
+    carried_NC1 = None
+    if piece_S is not None:
         piece_NC = torch.cat([piece_S[1:], piece_S[-1:].expand(missing)]).unflatten(0, (-1, size))
         mask = mask & (piece_NC[:, :, None] == piece_NC[:, None])
         carried_NC1 = (piece_NC == piece_S[:-1:size, None])[..., None]
-        kept_N = carried_NC1[:, -1, 0]
     fresh, faded, seen, since, remaining = _solved(q, k, v, g, beta, mask)
     asked = q * since.exp()[..., None]
-    if carried_NC1 is not None:
-        faded, asked = faded * carried_NC1, asked * carried_NC1
     written, decay, reads = k * remaining[..., None], since[..., -1, None, None].exp(), []
-    if kept_N is not None:
-        decay = decay * kept_N[:, None, None]
+    if carried_NC1 is not None:
+        faded, asked, decay = faded * carried_NC1, asked * carried_NC1, decay * carried_NC1[:, -1:]
     for n in range(n_chunks):
         u_BVCv = fresh[:, :, n] - faded[:, :, n] @ memory_BVkv
         reads.append(asked[:, :, n] @ memory_BVkv + seen[:, :, n] @ u_BVCv)
@@ -59,25 +53,14 @@ def chain_reference(tokens: DeltaTokens, memory_BVkv: Tensor, piece_S: Tensor | 
     return torch.cat(reads, 2)[:, :, :n_tokens].transpose(1, 2), memory_BVkv
 
 
-class _Chunks(NamedTuple):
-    """What the tokens of chunks, [..., C, width], have of each other, whatever the memory S before their chunk is.
+def _solved(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """Solve the triangular system of each chunk: what its tokens have of each other, whatever the memory S before is.
 
-    Attributes:
-        fresh, faded: [..., C, v] and [..., C, k]; a token's u is fresh - faded S.
-        seen: [..., C, C], the weights with which a token reads the u of its chunk.
-        since: [..., C], the logarithm of the decay since S.
-        remaining: [..., C], what remains of each token after the chunk's last one.
+    mask: [..., C, C], whether token i reads token j.
+    Returns: fresh [..., C, v] and faded [..., C, k]: a token's u is fresh - faded S; seen [..., C, C], the weights with
+    which a token reads the u of its chunk; since [..., C], the logarithm of the decay since S; and remaining [..., C],
+    what remains of each token after the chunk's last one.
     """
-
-    fresh: Tensor
-    faded: Tensor
-    seen: Tensor
-    since: Tensor
-    remaining: Tensor
-
-
-def _solved(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Tensor) -> _Chunks:
-    """Solve the triangular system of each chunk. mask: [..., C, C], whether token i reads token j."""
     # In fp64: sums over strong decays would leave no digits for the difference of two neighbours.
     since = (mask.double() @ g.double()[..., None])[..., 0]
     decay = (since[..., :, None] - since[..., None, :]).masked_fill(~mask, float("-inf")).float().exp()
@@ -86,4 +69,4 @@ def _solved(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, mask: Tens
     right = torch.cat([v * beta[..., None], k * (beta * since.exp())[..., None]], -1)
     solved = torch.linalg.solve_triangular(overlap, right, upper=False, unitriangular=True)
     fresh, faded = solved.split([v.shape[-1], k.shape[-1]], -1)
-    return _Chunks(fresh, faded, q @ k.mT * decay, since, decay[..., -1, :])
+    return fresh, faded, q @ k.mT * decay, since, decay[..., -1, :]

@@ -27,8 +27,14 @@ def _dot(b_left, b_right, b_sum=None):
 
 
 @triton.jit
-def _load(p_x, o_row, o_x, m_row, m_x, WIDTH: tl.constexpr):
-    return tl.load(p_x + o_row[:, None] * WIDTH + o_x[None], mask=m_row[:, None] & m_x[None], other=0.0)
+def _load(p_x, o_row, o_x, m_row, WIDTH: tl.constexpr):
+    """These rows of a matrix and their numbers o_x, as far as the WIDTH goes."""
+    return tl.load(p_x + o_row[:, None] * WIDTH + o_x[None], mask=m_row[:, None] & (o_x < WIDTH)[None], other=0.0)
+
+
+@triton.jit
+def _store(p_x, o_row, o_x, m_row, WIDTH: tl.constexpr, b_x):
+    tl.store(p_x + o_row[:, None] * WIDTH + o_x[None], b_x, mask=m_row[:, None] & (o_x < WIDTH)[None])
 
 
 @triton.jit
@@ -52,14 +58,13 @@ def _solve(
     i_chunk, i_head = tl.program_id(0), tl.program_id(1)
     o_c, o_part = tl.arange(0, CHUNK), tl.arange(0, PART)
     o_t = i_chunk * CHUNK + o_c
-    m_t = o_t < n_tokens
+    m_t, m_c = o_t < n_tokens, o_c >= 0
     o_token = ((i_head // n_heads).to(tl.int64) * n_tokens + o_t) * n_heads + i_head % n_heads
     b_overlap, b_seen = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     for i_part in range(0, KEYS, PART):
-        m_part = i_part + o_part < KEYS
-        b_k = _load(p_k, o_token, i_part + o_part, m_t, m_part, KEYS)
+        b_k = _load(p_k, o_token, i_part + o_part, m_t, KEYS)
         b_overlap = _dot(b_k, tl.trans(b_k), b_overlap)
-        b_seen = _dot(_load(p_q, o_token, i_part + o_part, m_t, m_part, KEYS), tl.trans(b_k), b_seen)
+        b_seen = _dot(_load(p_q, o_token, i_part + o_part, m_t, KEYS), tl.trans(b_k), b_seen)
     # In fp64, as in the reference.
     b_since = tl.cumsum(tl.load(p_g + o_token, mask=m_t, other=0.0).to(tl.float64), 0)
     # The first id is the memory's; missing tokens are of the last piece.
@@ -79,14 +84,12 @@ def _solve(
     b_below = tl.where(o_c[:, None] > o_c[None], -b_overlap * b_decay * b_beta[:, None], 0.0)
     b_inverse = _inverse(b_below, o_c, LEVELS) * b_beta[None]
     for i_part in range(0, VALUES, PART):
-        m_part = i_part + o_part < VALUES
-        b_fresh = _dot(b_inverse, _load(p_v, o_token, i_part + o_part, m_t, m_part, VALUES))
-        tl.store(p_fresh + o_row[:, None] * VALUES + (i_part + o_part)[None], b_fresh, mask=m_part[None])
+        b_fresh = _dot(b_inverse, _load(p_v, o_token, i_part + o_part, m_t, VALUES))
+        _store(p_fresh, o_row, i_part + o_part, m_c, VALUES, b_fresh)
     b_inverse *= b_since[None]
     for i_part in range(0, KEYS, PART):
-        m_part = i_part + o_part < KEYS
-        b_faded = _dot(b_inverse, _load(p_k, o_token, i_part + o_part, m_t, m_part, KEYS))
-        tl.store(p_faded + o_row[:, None] * KEYS + (i_part + o_part)[None], b_faded, mask=m_part[None])
+        b_faded = _dot(b_inverse, _load(p_k, o_token, i_part + o_part, m_t, KEYS))
+        _store(p_faded, o_row, i_part + o_part, m_c, KEYS, b_faded)
 
 
 @triton.jit(do_not_specialize=("n_tokens", "n_heads", "n_chunks"))
@@ -98,29 +101,28 @@ def _carry(
     i_head = tl.program_id(0)
     o_c, o_part = tl.arange(0, CHUNK), tl.arange(0, PART)
     o_v, m_c = tl.program_id(1) * PART + o_part, o_c >= 0
-    m_v, p_memory = o_v < VALUES, p_memory + i_head.to(tl.int64) * (KEYS * VALUES)
+    p_memory += i_head.to(tl.int64) * (KEYS * VALUES)
     for i_chunk in range(n_chunks):
         o_t = i_chunk * CHUNK + o_c
         o_token, m_t = ((i_head // n_heads).to(tl.int64) * n_tokens + o_t) * n_heads + i_head % n_heads, o_t < n_tokens
         i_row = (i_head.to(tl.int64) * n_chunks + i_chunk) * CHUNK
         b_since, b_remaining = tl.load(p_since + i_row + o_c), tl.load(p_remaining + i_row + o_c)
         b_kept = tl.load(p_since + i_row + CHUNK - 1)
-        b_u, b_read = _load(p_fresh, i_row + o_c, o_v, m_c, m_v, VALUES), tl.zeros([CHUNK, PART], tl.float32)
+        b_u, b_read = _load(p_fresh, i_row + o_c, o_v, m_c, VALUES), tl.zeros([CHUNK, PART], tl.float32)
         for i_part in range(0, KEYS, PART):
             m_part = i_part + o_part < KEYS
-            b_memory = _load(p_memory, i_part + o_part, o_v, m_part, m_v, VALUES)
-            b_u -= _dot(_load(p_faded, i_row + o_c, i_part + o_part, m_c, m_part, KEYS), b_memory)
-            b_q = _load(p_q, o_token, i_part + o_part, m_t, m_part, KEYS) * b_since[:, None]
+            b_memory = _load(p_memory, i_part + o_part, o_v, m_part, VALUES)
+            b_u -= _dot(_load(p_faded, i_row + o_c, i_part + o_part, m_c, KEYS), b_memory)
+            b_q = _load(p_q, o_token, i_part + o_part, m_t, KEYS) * b_since[:, None]
             b_read += _dot(b_q, b_memory)
         b_read += _dot(tl.load(p_seen + (i_row + o_c)[:, None] * CHUNK + o_c[None]), b_u)
-        tl.store(p_read + o_token[:, None] * VALUES + o_v[None], b_read, mask=m_t[:, None] & m_v[None])
+        _store(p_read, o_token, o_v, m_t, VALUES, b_read)
         tl.debug_barrier()  # until all threads have read the memory
         for i_part in range(0, KEYS, PART):
             m_part = i_part + o_part < KEYS
-            b_k = _load(p_k, o_token, i_part + o_part, m_t, m_part, KEYS) * b_remaining[:, None]
-            b_memory = _load(p_memory, i_part + o_part, o_v, m_part, m_v, VALUES) * b_kept + _dot(tl.trans(b_k), b_u)
-            o_memory = (i_part + o_part)[:, None] * VALUES + o_v[None]
-            tl.store(p_memory + o_memory, b_memory, mask=m_part[:, None] & m_v[None])
+            b_k = _load(p_k, o_token, i_part + o_part, m_t, KEYS) * b_remaining[:, None]
+            b_memory = _load(p_memory, i_part + o_part, o_v, m_part, VALUES) * b_kept + _dot(tl.trans(b_k), b_u)
+            _store(p_memory, i_part + o_part, o_v, m_part, VALUES, b_memory)
         tl.debug_barrier()  # until all have written it
 
 
