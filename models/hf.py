@@ -142,9 +142,8 @@ def load_through_transformers(
 
     device = check_device(device)
     name, location = _locate(path)
-    hf_config = GGUFFile(location).family_config() if location.suffix == ".gguf" else _hf_config(location)
+    hf_config, read = _open_network(location, dtype)
     known = decoder_config(hf_config) if hf_config.model_type in SUPPORTED else None
-    read = partial(load_transformers, location, dtype)
     model, options = wrap(read, hf_config) if wrap else (read().to(device), {})
     wrapped = TransformersModel(model, known, max_positions, **options)
     target = _target(wrapped, name, location, hf_config, "transformers")
@@ -242,26 +241,35 @@ def load_transformers(path: str | Path, dtype: torch.dtype) -> Any:
     Raises ValueError if transformers has no class for it, and if the checkpoint lacks weights, which transformers would
     initialise at random.
     """
+    return _open_network(_locate(path)[1], dtype)[1]()
+
+
+def _open_network(location: Path, dtype: torch.dtype) -> tuple[PretrainedConfig, Callable[[], Any]]:
+    """The configuration in transformers' own class, and a function that does `load_transformers`."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    _, location = _locate(path)
-    if location.suffix == ".gguf":
-        opened = GGUFFile(location)
-        model, tensors = AutoModelForCausalLM.from_config(opened.family_config(), dtype=dtype), dict(opened.tensors())
-        tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])  # where the head is tied
-        with damage_named(location):
-            model.load_state_dict(tensors)
-        return model.eval()
-    options: Any = {"dtype": dtype, "trust_remote_code": False, "output_loading_info": True}
-    with damage_named(location, remedy="fetch it again, or choose another target"):
+    opened = GGUFFile(location) if location.suffix == ".gguf" else None
+    hf_config = _hf_config(location) if opened is None else opened.family_config()
+
+    def read() -> Any:
+        if opened is not None:
+            model = AutoModelForCausalLM.from_config(opened.family_config(), dtype=dtype)
+            tensors = dict(opened.tensors())
+            tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])  # where the head is tied
+            with damage_named(location):
+                model.load_state_dict(tensors)
+            return model.eval()
         # Of many that read images transformers has no class for texts alone.
-        has_text = type(_hf_config(location)) in MODEL_FOR_CAUSAL_LM_MAPPING
+        has_text = type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING
         network: Any = AutoModelForCausalLM if has_text else AutoModelForImageTextToText
-        loaded: Any = network.from_pretrained(location, **options)
-    model, info = loaded
-    if lacking := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
-        raise ValueError(f"{location} lacks weights, or has them in another shape: {', '.join(lacking)}")
-    return model.eval()
+        options: Any = {"dtype": dtype, "trust_remote_code": False, "output_loading_info": True}
+        with damage_named(location, remedy="fetch it again, or choose another target"):
+            model, info = network.from_pretrained(location, **options)
+        if lacking := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
+            raise ValueError(f"{location} lacks weights, or has them in another shape: {', '.join(lacking)}")
+        return model.eval()
+
+    return hf_config, read
 
 
 def lasting_name(path: str | Path) -> str:
