@@ -64,8 +64,7 @@ def choose_experts(x_BTD: Tensor, weights: ExpertWeights, n_chosen: int, normali
 
     The arguments are those of `experts`.
     """
-    router = weights.router_ED, weights.router_bias_E
-    logits_ME = linear(x_BTD, *router).flatten(0, 1)
+    logits_ME = linear(x_BTD, weights.router_ED, weights.router_bias_E).flatten(0, 1)
     ordered = logits_ME.float().softmax(-1).sort(dim=-1, descending=True, stable=True)  # `topk` does not order ties
     shares_MK, chosen_MK = ordered.values[:, :n_chosen], ordered.indices[:, :n_chosen]
     return chosen_MK, shares_MK / shares_MK.sum(-1, keepdim=True) if normalised else shares_MK

@@ -65,9 +65,7 @@ class Place:
     @property
     def is_whole(self) -> bool:
         """Whether the published tensor can be the parameter itself."""
-        is_changed = self.offset != 0.0 or self.factor != 1.0 or self.transposed or self.paired
-        is_changed = is_changed or self.heads is not None
-        return self.stop is None and self.expert is None and not is_changed
+        return self == Place(self.parameter)
 
     def value(self, tensor: Tensor) -> Tensor:
         """Our numbers for a published tensor."""

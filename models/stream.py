@@ -78,9 +78,7 @@ class Stream:
 
     def normed(self, norm: RMSNorm) -> Tensor:
         """norm(stream), [B, T, D]."""
-        if self._pending is None:
-            return norm(self._rows)
-        if not adds_with_norm(self._rows):
+        if self._pending is None or not adds_with_norm(self._rows):
             return norm(self.rows)
         normed_BTD, self._rows = norm(self._rows, self._pending)
         self._pending = None
