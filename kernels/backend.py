@@ -16,6 +16,8 @@ from torch import Tensor
 
 # The dtypes that flash kernels take on a GPU.
 HALF = (torch.float16, torch.bfloat16)
+# The widest row that Liger's kernels take, since they load whole rows; of a gate, the most outputs.
+LIGER_WIDTH = 65536
 
 
 def is_host(device: torch.device) -> bool:

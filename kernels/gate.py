@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from longdraft.kernels import backend
 
-# The most outputs of a row that Liger's kernel takes, since it loads whole rows.
-MOST_WIDTH = 65536
 # From this many elements on, PyTorch splits an elementwise operation among threads, at any element.
 _SPLIT_FROM = 32768
 
@@ -23,7 +21,7 @@ def gate(gate_up: Tensor) -> Tensor:
     silu is computed in fp32 and rounded. On a GPU Liger's kernel runs, elsewhere PyTorch.
     """
     liger = None
-    if gate_up.numel() and gate_up.shape[-1] <= 2 * MOST_WIDTH:
+    if gate_up.numel() and gate_up.shape[-1] <= 2 * backend.LIGER_WIDTH:
         liger = backend.liger_layers(gate_up.device.type)
     return gate_reference(gate_up) if liger is None else liger.gate(gate_up)
 

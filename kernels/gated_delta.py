@@ -71,7 +71,7 @@ def tree_steps_reference(
 ) -> Tensor:
     """What each node reads, [B, T, V, v], by the definition.
 
-    parent_BT, depth_BT, path_BTT: as in PassPlan, which say the same three times; this reads the parents alone.
+    parent_BT, depth_BT, path_BTT: as in PassPlan; of these only the parents are read here.
     """
     (batch, n_rows), reads, given = parent_BT.shape, [], _for_steps(tokens)
     slots, after = torch.arange(batch, device=parent_BT.device), memory_BVkv.new_empty(n_rows + 1, *memory_BVkv.shape)

@@ -11,9 +11,6 @@ from torch.nn import functional as F
 
 from longdraft.kernels import backend
 
-# The widest row that Liger's kernels take, since they load whole rows.
-MOST_WIDTH = 65536
-
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32 and rounded once to x's dtype.
@@ -49,7 +46,7 @@ def adds_with_norm(x: Tensor) -> bool:
 
 
 def _liger(x: Tensor, weight_D: Tensor) -> backend.LigerLayers | None:
-    if x.dtype != weight_D.dtype or x.shape[-1] > MOST_WIDTH or x.numel() == 0:
+    if x.dtype != weight_D.dtype or x.shape[-1] > backend.LIGER_WIDTH or x.numel() == 0:
         return None
     return backend.liger_layers(x.device.type)
 
