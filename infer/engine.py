@@ -86,8 +86,7 @@ class Engine:
         self.max_length = max_length or limit
         self.runner = Runner(target.model, drafter, nodes, graphs)
         check_exact(target, self.runner.max_nodes)
-        self.pool = SlotPool(self.runner, prefill_chunk, keep_prompts)
-        self._log = log or logging.getLogger("longdraft").info
+        self.pool = SlotPool(self.runner, prefill_chunk, keep_prompts, log or logging.getLogger("longdraft").info)
         self._cancelled: set[int] = set()
 
     def generate(
@@ -114,7 +113,8 @@ class Engine:
     def reserve(self) -> None:
         """Allocate the memory and record the work that `serve` needs; otherwise `serve` does so when it starts. Raises
         ValueError if memory is too small."""
-        self.pool.start(self.slots or MOST_SLOTS, self.max_length, SERVED, self._log)
+        with self.drafter.used_by(self) as stayed:
+            self.pool.start(self.slots or MOST_SLOTS, self.max_length, SERVED, stayed)
 
     def serve(self, arrivals: Arrivals) -> Generator[Piece]:
         """Like `stream`, for requests that arrive while others run. `read_requests` makes requests; each needs its own
@@ -148,11 +148,11 @@ class Engine:
         """Decode all requests to their ends on `slots` slots of `longest` positions: the decoding loop."""
         if not requests and arrivals is None:
             return
-        with self.drafter.used_by(self):
+        with self.drafter.used_by(self) as stayed:
             runner, pool, unread = self.runner, self.pool, deque[tuple[list[ActiveSequence | None], Step]]()
             waiting = deque(self._sequence(request) for request in requests)
             serves = arrivals is not None
-            pool.start(slots, longest, [one.sampling for one in requests] or SERVED, self._log)
+            pool.start(slots, longest, [one.sampling for one in requests] or SERVED, stayed)
             while True:
                 idle, came = not (waiting or any(pool.sequences)), ()
                 if arrivals is not None:

@@ -55,14 +55,15 @@ class SlotPool:
     Args:
         prefill_chunk: query tokens of a prefill pass; None is 2048 on a GPU and 512 on a CPU.
         keep_prompts: whether a prompt reuses the keys and values of an earlier prompt with the same prefix.
+        log: receives lines about allocations and recordings.
 
     Attributes:
         sequences: one a slot; None for a free slot.
     """
 
-    def __init__(self, runner: Runner, prefill_chunk: int | None, keep_prompts: bool):
+    def __init__(self, runner: Runner, prefill_chunk: int | None, keep_prompts: bool, log: Callable[[str], object]):
         self.runner, self.model, self.drafter, self.device = runner, runner.model, runner.drafter, runner.device
-        self.prefill_chunk = prefill_chunk or prompt_rows(self.device.type)
+        self._log, self.prefill_chunk = log, prefill_chunk or prompt_rows(self.device.type)
         # Not if RoPE depends on the prompt's length, or if weights are gathered for each pass: changes would go unseen.
         length_dependent = self.model.config.rope.type in LENGTH_DEPENDENT
         self._keeps = keep_prompts and not length_dependent and self.model.weights_stay
@@ -70,7 +71,6 @@ class SlotPool:
         # Where steps are recorded: the last sampling of each kind, and for which values of `state.logprobs` its steps
         # are recorded.
         self._samplings: dict[SlotSampling, set[bool]] = {}
-        self._name = object()  # of these slots; a drafter that knows them by it does not keep them alive
         self.sequences: list[ActiveSequence | None] = []
         self._row_counts: Sequence[int] = ()  # of the recorded prefill passes, ascending; may be empty
         self._prefilling: int | None = None  # the slot that is being prefilled
@@ -81,11 +81,9 @@ class SlotPool:
         """Each slot's sequence that takes part in a step; None for free slots and the one that is being prefilled."""
         return [None if slot == self._prefilling else one for slot, one in enumerate(self.sequences)]
 
-    def start(
-        self, batch: int, longest: int, samplings: Sequence[SamplingParams], log: Callable[[str], object]
-    ) -> None:
+    def start(self, batch: int, longest: int, samplings: Sequence[SamplingParams], stayed: bool) -> None:
         """Prepare `batch` empty slots for sequences of at most `longest` tokens. Where steps are recorded, those for
-        these parameters are recorded now. Allocations and recordings are reported through `log`."""
+        these parameters are recorded now. stayed: whether no other engine has used the drafter since this one did."""
         runner, kinds = self.runner, list[tuple[SlotSampling, bool]]()
         for params in _different(samplings) if runner.graphs.recording else ():
             sampling, logprobs = SlotSampling([params] * batch, self.device), params.logprobs is not None
@@ -96,9 +94,8 @@ class SlotPool:
         if runner.graphs.recording:
             capacity += min(SPARE_ROWS, self.prefill_chunk) - 1
         with on_device(self.device):
-            stayed = self.drafter.decodes_on(self._name)
             if runner.cache is None or runner.cache.batch != batch or runner.cache.capacity < capacity:
-                self._allocate(batch, capacity, min(len(kinds), KINDS_OF_SAMPLING), log)
+                self._allocate(batch, capacity, min(len(kinds), KINDS_OF_SAMPLING))
             elif not stayed and self.drafter.allocations(batch, capacity):
                 # Another engine has made it replace its buffers, which recorded work would keep alive.
                 runner.graphs.clear()
@@ -110,10 +107,10 @@ class SlotPool:
             # drafter has made it forget.
             runner.state.positions.zero_()
             if runner.graphs.recording:
-                self._record_if_possible(kinds, log)
+                self._record_if_possible(kinds)
         runner.start()
 
-    def _allocate(self, batch: int, capacity: int, n_kinds: int, log: Callable[[str], object]) -> None:
+    def _allocate(self, batch: int, capacity: int, n_kinds: int) -> None:
         """Replace cache and state. n_kinds: kinds of sampling that will be recorded."""
         runner, widths = self.runner, self.runner.policy.widths
         runner.graphs.clear()
@@ -126,10 +123,10 @@ class SlotPool:
             self._row_counts = sorted({count for count in (*RECORDED_ROWS, self.prefill_chunk) if count <= chunk})
         parts = memory_parts(self.model, self.drafter, batch, capacity, widths, chunk, self._row_counts, n_kinds)
         check_memory(parts, batch, capacity, self.model)
-        log(f"memory for {batch} x {capacity} positions: {text_of(parts)}")
-        tune_for(self.model, capacity, batch, widths, log)
+        self._log(f"memory for {batch} x {capacity} positions: {text_of(parts)}")
+        tune_for(self.model, capacity, batch, widths, self._log)
         # A prompt's short passes too, each over one slot: a shape's first launch fixes its tuning for the process.
-        tune_for(self.model, capacity, 1, [min(MOST_ROWS, chunk)], log)
+        tune_for(self.model, capacity, 1, [min(MOST_ROWS, chunk)], self._log)
         cache = self.model.new_cache(batch, capacity)
         zeros_B = torch.zeros(batch, dtype=torch.int64, device=self.device)
         runner.state = SlotState(
@@ -146,29 +143,29 @@ class SlotPool:
             self._kept = KeptPrompts(self.model, cache, self.prefill_chunk, widths[-1])
         runner.cache = cache  # set last, so that it stays None if an allocation fails
 
-    def _record_if_possible(self, kinds: Sequence[tuple[SlotSampling, bool]], log: Callable[[str], object]) -> None:
+    def _record_if_possible(self, kinds: Sequence[tuple[SlotSampling, bool]]) -> None:
         """As `_record`. Where a target's passes do what cannot be recorded, nothing is recorded from now on.
 
         Raises ValueError instead if recording is wanted."""
         runner = self.runner
         try:
-            self._record(kinds, log)
+            self._record(kinds)
         except RuntimeError as error:
             if not self.model.may_fail_to_record or isinstance(error, torch.OutOfMemoryError):
                 raise
             if runner.must_record:
                 raise ValueError(f"graphs=True: this target's passes cannot be recorded: {error}") from error
-            log(f"nothing is recorded, which makes steps slower: {error}")
+            self._log(f"nothing is recorded, which makes steps slower: {error}")
             runner.graphs.stop()
             self._samplings.clear()
             self._row_counts = ()
 
-    def _record(self, kinds: Sequence[tuple[SlotSampling, bool]], log: Callable[[str], object]) -> None:
+    def _record(self, kinds: Sequence[tuple[SlotSampling, bool]]) -> None:
         """Record the prefill passes, and the steps of these kinds of sampling with or without log-probabilities, unless
         they are recorded already. All slots must be free."""
         runner, begin, before = self.runner, time.perf_counter(), len(self.runner.graphs)
         if not self._samplings:
-            self._record_prompts(log)
+            self._record_prompts()
         for given, logprobs in kinds:
             runner.state.sampling = sampling = self._recorded_sampling(given)
             runner.state.logprobs = logprobs
@@ -177,9 +174,9 @@ class SlotPool:
                 assert runner.cache is not None
                 runner.rehearse((0, runner.cache.capacity))
         if count := len(runner.graphs) - before:
-            log(f"recorded {count} pieces of work in {time.perf_counter() - begin:.1f} s")
+            self._log(f"recorded {count} pieces of work in {time.perf_counter() - begin:.1f} s")
 
-    def _record_prompts(self, log: Callable[[str], object]) -> None:
+    def _record_prompts(self) -> None:
         """Record the prefill passes of each slot, if attention can be recorded there."""
         runner = self.runner
         assert runner.cache is not None
@@ -191,7 +188,7 @@ class SlotPool:
         except RuntimeError as error:
             if self.model.ranks.size > 1:  # the others would record on
                 raise
-            log(f"prefill passes are not recorded: {error}")
+            self._log(f"prefill passes are not recorded: {error}")
             self._row_counts = ()
 
     def admit(self, waiting: deque[ActiveSequence], one_pass: bool = False) -> None:

@@ -6,6 +6,7 @@ Shapes: B slots, T rows of a pass, N tree nodes, V vocabulary.
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
+from weakref import ref
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -49,33 +50,24 @@ class Drafter:
     max_nodes: int
     max_depth: int
     user: object = None  # the engine that is decoding with it
-    last_slots: object = None  # stands for the slots that it decoded on last (infer/slot_pool.py)
+    last_user: object = None  # a weak reference to the last such engine
     parts: Sequence["Drafter"] = ()
 
     @contextmanager
-    def used_by(self, engine: object) -> Iterator[None]:
-        """Reserve this drafter and its parts for `engine`. Raises RuntimeError if an engine is already decoding with
-        one of them."""
+    def used_by(self, engine: object) -> Iterator[bool]:
+        """Reserve this drafter and its parts for `engine`. Yields whether no other engine has decoded with one of them
+        since this one did. Raises RuntimeError if an engine is decoding with one of them now."""
         if self.user is not None:
             what = "engine" if self.user is engine else "drafter"
             raise RuntimeError(f"this {what} is already decoding; finish or close its stream, or use a second one")
         with ExitStack() as reserved:
-            for part in self.parts:
-                reserved.enter_context(part.used_by(engine))
-            self.user = engine
+            stayed = [reserved.enter_context(part.used_by(engine)) for part in self.parts]
+            stayed.append(self.last_user == ref(engine))
+            self.user, self.last_user = engine, ref(engine)
             try:
-                yield
+                yield all(stayed)
             finally:
                 self.user = None
-
-    def decodes_on(self, slots: object) -> bool:
-        """Note that it decodes on these slots from now on. Returns whether neither it nor a part decoded on others
-        since it did last."""
-        stayed = self.last_slots is slots
-        for part in self.parts:
-            stayed = part.decodes_on(slots) and stayed
-        self.last_slots = slots
-        return stayed
 
     @property
     def n_classes(self) -> int:
