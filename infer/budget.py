@@ -19,7 +19,6 @@ Only speed depends on this, never a token. Shapes: B slots, N nodes, C classes.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, zip_longest
@@ -71,6 +70,8 @@ class Policy:
     Attributes:
         width: the width chosen last. stages_run: how many stages the current or the last proposal runs.
         passes, drafting: what a pass of each width and a proposal of each depth cost with the slots of this step.
+        rehearsed: while set, steps have this width and this many proposal stages (0: no proposal), and nothing is
+            decided.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Policy:
         self._proposals, self._more_stages, self._working = 0, 0, list[int]()
         self._steps_since_trial = TRIAL_EVERY
         self.width, self.stages_run = self.widths[-1], self.n_stages
-        self._rehearsed: tuple[int, int] | None = None  # width and stages
+        self.rehearsed: tuple[int, int] | None = None
         self._rates_C: Tensor | None = None  # the rates on the device, where recorded work reads them
         self.start_step(1)
         self.start_request()
@@ -106,15 +107,6 @@ class Policy:
         self._expected, self._gains = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
         self._steps_off = 0  # how many steps from now on go without a proposal
 
-    @contextmanager
-    def rehearsing(self, width: int, stages: int) -> Iterator[None]:
-        """In this context steps have this width and this many proposal stages (0: no proposal); nothing is decided."""
-        self._rehearsed = width, stages
-        try:
-            yield
-        finally:
-            self._rehearsed = None
-
     def start_step(self, n_slots: int) -> None:
         """Begin a step in which `n_slots` slots take part. Costs are measured separately for each number of slots."""
         if n_slots not in self._seconds:
@@ -125,8 +117,8 @@ class Policy:
     @property
     def rests(self) -> bool:
         """Whether this step goes without a proposal. The first one does, because gains are measured against it."""
-        if self._rehearsed:
-            return self._rehearsed[1] == 0
+        if self.rehearsed:
+            return self.rehearsed[1] == 0
         return self._steps_off > 0 or (self.automatic and 1 not in self.passes.medians)
 
     def fitting(self, width: int) -> int:
@@ -159,7 +151,7 @@ class Policy:
         Returns: the pruned tree; and the expected tokens by width, which `decide` must get once the host has read them.
             None if it has decided already.
         """
-        rehearsed, stages = self._rehearsed or (0, 0)
+        rehearsed, stages = self.rehearsed or (0, 0)
         if not self.automatic or (tree.width == 1 and not stages):
             return tree.pad_to(self.fitting(max(tree.width, rehearsed))), None
         if tree.on_host:
@@ -187,8 +179,8 @@ class Policy:
 
         The first proposal runs all stages, so that their seconds are known.
         """
-        if self._rehearsed:
-            return Budget(max_nodes, self._rehearsed[1])
+        if self.rehearsed:
+            return Budget(max_nodes, self.rehearsed[1])
         if not self.automatic:
             return Budget(max_nodes)
         self._proposals += 1

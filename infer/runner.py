@@ -134,14 +134,13 @@ class Runner:
         kinds = [(1, 0), *((width, stages) for stages in all_stages for width in policy.widths if self.max_nodes)]
         try:
             with self.graphs.rehearsal():
-                for length, (width, stages), fresh in product(lengths, kinds, (True, False)):
-                    state.committed = [range(length)] * cache.batch
+                for length, kind, fresh in product(lengths, kinds, (True, False)):
+                    state.committed, policy.rehearsed = [range(length)] * cache.batch, kind
                     for slot in range(cache.batch) if fresh else ():  # in its first step a drafter may need more
                         self.drafter.on_start(slot, self.rehearsed, cache)
-                    with policy.rehearsing(width, stages):
-                        self.step()
+                    self.step()
         finally:
-            state.committed = [[] for _ in range(cache.batch)]
+            state.committed, policy.rehearsed = [[] for _ in range(cache.batch)], None
 
     def step(self) -> Step:
         """Queue one step of all active slots."""
