@@ -1,7 +1,7 @@
 """Log-probabilities of tokens under the target's own distribution: the softmax of its logits, before a request's
 penalties, biases, temperature and filters (infer/choice/slots.py). They are computed only if a request asks for them.
 
-Shapes: B slots, N tree nodes, P places of a path, R rows, V vocabulary, k alternatives.
+Shapes: B slots, N tree nodes, P places of a path, V vocabulary, k alternatives.
 """
 
 from collections.abc import Sequence
@@ -22,22 +22,18 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-def logprobs_of(logits_RV: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's log-probability of its token, fp32 [R]; the k = MOST_LOGPROBS greatest ones, fp32 [R, k]; and their
-    ids, int64. k is fixed, because the order of equal ones must not depend on what other requests ask for."""
-    logprobs_RV = logits_RV.float().log_softmax(-1)
-    top = logprobs_RV.topk(min(MOST_LOGPROBS, logits_RV.shape[-1]), dim=-1)
-    return logprobs_RV.gather(-1, tokens_R[:, None])[:, 0], top.values, top.indices
-
-
 def path_logprobs(logits_BNV: Tensor, nodes_BP: Tensor, tokens_BP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`logprobs_of` the tokens that were chosen at a path's nodes: [B, P], [B, P, k] twice.
+    """For the tokens that were chosen at a path's nodes, their log-probabilities, fp32 [B, P]; the k = MOST_LOGPROBS
+    greatest ones at each node, fp32 [B, P, k]; and their ids, int64. Entries after the path's end are arbitrary.
 
-    It goes place by place, so that no more than [B, V] is alive in fp32. Entries after the path's end are arbitrary.
+    k is fixed, because the order of equal ones must not depend on what other requests ask for. The loop goes place by
+    place, so that no more than [B, V] is alive in fp32.
     """
-    slots_B = torch.arange(len(nodes_BP), device=nodes_BP.device)
-    places = zip(nodes_BP.unbind(1), tokens_BP.unbind(1), strict=True)
-    found = [logprobs_of(logits_BNV[slots_B, nodes_B], tokens_B) for nodes_B, tokens_B in places]
+    slots_B, found = torch.arange(len(nodes_BP), device=nodes_BP.device), []
+    for nodes_B, tokens_B in zip(nodes_BP.unbind(1), tokens_BP.unbind(1), strict=True):
+        logprobs_BV = logits_BNV[slots_B, nodes_B].float().log_softmax(-1)
+        top = logprobs_BV.topk(min(MOST_LOGPROBS, logprobs_BV.shape[1]), dim=1)
+        found.append((logprobs_BV.gather(1, tokens_B[:, None])[:, 0], top.values, top.indices))
     chosen, values, ids = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
     return chosen, values, ids
 

@@ -7,7 +7,6 @@ takes the steps. Shapes: T tokens of a prefill pass.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import product
 
@@ -257,7 +256,9 @@ class SlotPool:
         self, slot: int, prompt: Sequence[int], start: int, end: int, n_rows: int, needs: frozenset[str]
     ) -> None:
         """One pass of `n_rows` rows over the tokens prompt[start:end] of this slot."""
-        with self._prefill_threads(end - start):
+        in_c = prompt_in_c(end - start, self.model.embed_tokens.weight.dtype)
+        threads = library.decoding if in_c else library.free_processors
+        with threads(self.runner.on_cpu):
             output = self._forward(slot, prompt[start:end], n_rows, needs)
             self.drafter.on_prefill(slot, prompt, start, end, output.first(end - start))
 
@@ -283,12 +284,6 @@ class SlotPool:
         if not self._row_counts:
             return read(*inputs)
         return runner.graphs.run(("read", slot, needs), (self.model, runner.cache), read, *inputs)
-
-    def _prefill_threads(self, n_tokens: int) -> AbstractContextManager[None]:
-        """The thread pool for a prefill pass of `n_tokens` tokens: that of the C kernels, or PyTorch's."""
-        if prompt_in_c(n_tokens, self.model.embed_tokens.weight.dtype):
-            return library.decoding(self.runner.on_cpu)
-        return library.free_processors(self.runner.on_cpu)
 
     def _assign(self) -> None:
         """Update the state to the sequences that now take part in steps."""
