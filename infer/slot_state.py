@@ -71,21 +71,11 @@ class SlotState:
         return self.of_slots(slice(0, stop)) if stop < len(self.roots) else self
 
     def run(self, key: tuple, owners: tuple, work: Callable[..., T], *inputs: Any, widest: int = 1) -> T:
-        """Queue `work(state, *inputs)` on the device. On a CPU this is a plain call. Where steps are recorded, the
-        second call with a key records the work, and later calls replay it (infer/graphs.py).
+        """Queue `work(state, *inputs)` on the device. On a CPU this is a plain call; where steps are recorded, it is
+        `Graphs.run`, which explains the arguments.
 
-        Args:
-            key: the name of the work, and everything else on the host that it depends on.
-            owners: objects whose memory the work uses beside the state and the inputs, such as a network and a cache.
-            work: only queues work. Of its state it may use roots, positions, active, history and sampling (as `best`
-                does). It must not read a tensor on the host.
-            inputs: tensors, or tuples or dataclasses of them.
-            widest: rows of the widest pass in the work, for each slot.
-
-        Returns: what the work returned. If it is recorded, the next call with this key overwrites the result.
+        owners: without the state, of which the work may use roots, positions, active, history and sampling.
         """
-        if not self.graphs.recording:
-            return work(self, *inputs)
         owners = *owners, self.history, self.sampling, self.roots, self.positions, self.active
         return self.graphs.run(key, owners, partial(work, self), *inputs, widest=widest)
 
@@ -97,13 +87,6 @@ class SlotState:
     def best(
         self, logits_BTV: Tensor, offset: int, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The `count` best candidates of each node for the token `offset` after the root, ranked with the noise that
-        the target's choice will use, and with penalties and bans of the root's history.
-
-        Args:
-            logits_BTV: of nodes at this depth.
-            token_ids: int64 [V], the target's ids of a restricted draft vocabulary; None: all, in order.
-
-        Returns: log-probabilities, and indices into V.
-        """
+        """`SlotSampling.best` after the roots: the `count` best candidates of each node for the token `offset` after
+        the root. Returns log-probabilities, and indices into V."""
         return self.sampling.best(logits_BTV, self.history, self.positions, offset, count, token_ids)
