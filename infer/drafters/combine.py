@@ -8,7 +8,7 @@ step reads everything that its drafters need there at once. Shapes: B slots, N n
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Annotated
 
 from pydantic import Field
@@ -42,6 +42,8 @@ class Combined(Drafter):
         most = max(MOST_NODES, *(drafter.max_nodes for drafter in drafters))
         self.max_nodes = min(sum(drafter.max_nodes for drafter in drafters), most)
         self.max_depth = max(drafter.max_depth for drafter in drafters)
+        # Where each drafter's own classes begin; the last one is their number. Nodes that several propose come after.
+        self._first_classes = list(accumulate((drafter.n_classes for drafter in drafters), initial=0))
 
     @property
     def needs(self) -> frozenset[str]:
@@ -53,23 +55,22 @@ class Combined(Drafter):
 
     @property
     def n_classes(self) -> int:
-        return 2 * sum(drafter.n_classes for drafter in self.parts)
+        return 2 * self._first_classes[-1]
 
     @property
     def class_stages(self) -> Sequence[int]:
-        drafters = self.parts
-        if not any(map(_staged, drafters)):
-            return [stage for drafter in drafters for stage in drafter.class_stages] * 2
-        stages = [drafter.class_stages if _staged(drafter) else [0] * drafter.n_classes for drafter in drafters]
-        return [stage for of_drafter in stages for stage in of_drafter] * 2
+        stages = [drafter.class_stages for drafter in self.parts]
+        if any(max(one) > 1 for one in stages):  # beside a drafter with several, one with a single stage has none
+            stages = [one if max(one) > 1 else [0] * len(one) for one in stages]
+        return [*chain.from_iterable(stages)] * 2
 
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         limits = [min(budget.max_nodes, drafter.max_nodes) for drafter in self.parts]
-        trees, first_class = dict[int, TokenTree](), 0
-        for i, drafter in enumerate(self.parts):
-            if not isinstance(drafter, HostDrafter):
-                trees[i] = drafter.propose(state, replace(budget, max_nodes=limits[i], first_class=first_class))
-            first_class += drafter.n_classes
+        trees = {
+            i: drafter.propose(state, replace(budget, max_nodes=limits[i], first_class=self._first_classes[i]))
+            for i, drafter in enumerate(self.parts)
+            if not isinstance(drafter, HostDrafter)
+        }
         # One read of everything: the roots, and of each drafter its tree, or the rows that it needs to look up.
         unread = [
             (drafter.device_rows(state),) if isinstance(drafter, HostDrafter) else trees[i].unread
@@ -89,18 +90,11 @@ class Combined(Drafter):
         """One trie a slot of the proposed nodes, at most `max_nodes`. proposals: one of each drafter."""
         tries = []
         for slot, root in enumerate(roots):
-            trie, first_class, turns = Trie(root), 0, []
-            for drafter, proposal in zip(self.parts, proposals, strict=True):
-                turns.append(_add_nodes(trie, proposal, slot, first_class, self.n_classes // 2))
-                first_class += drafter.n_classes
-            _take_turns(trie, turns, max_nodes)
+            trie, (*firsts, shared) = Trie(root), self._first_classes
+            of_drafters = zip(proposals, firsts, strict=True)
+            _take_turns(trie, [_add_nodes(trie, one, slot, first, shared) for one, first in of_drafters], max_nodes)
             tries.append(trie)
         return tries
-
-
-def _staged(drafter: Drafter) -> bool:
-    """Whether it proposes in stages, one pass of its draft after another."""
-    return max(drafter.class_stages) > 1
 
 
 def _as_lists(tries: Sequence[Trie]) -> Lists:

@@ -104,11 +104,13 @@ class TokenSwiftDrafter(HeadsDrafter):
 
     def _may_pass(self, batch: int, capacity: int) -> bool:
         """Whether the draft pass may ever run on a full cache of this size."""
-        return self._pass_allowed and (self._draft_pass == "always" or self._pass_pays([capacity] * batch))
+        return self._pass_allowed and self._pass_pays([capacity] * batch)
 
     def _pass_pays(self, lengths: Sequence[int]) -> bool:
-        """Whether weights and selected rows are under half the bytes of weights and all rows. Of experts, each root
-        reads its own. lengths: contexts'; 0 for a free slot."""
+        """Whether to run a draft pass over these contexts: always, or if weights and selected rows are under half the
+        bytes of weights and all rows. Of experts, each root reads its own. lengths: 0 for a free slot."""
+        if self._draft_pass == "always":
+            return True
         config, dtype = self.target.model.config, self.target.model.embed_tokens.weight.dtype
         all_rows, selected = sum(lengths), sum(min(length, self._selection.budget) for length in lengths)
         taken = sum(map(bool, lengths)) * config.experts.per_token / config.experts.number if config.experts else 1.0
@@ -140,9 +142,7 @@ class TokenSwiftDrafter(HeadsDrafter):
 
     def plan(self, state: SlotState, budget: Budget) -> tuple[int, bool]:
         """The number of nodes, and whether the proposal has a draft pass."""
-        always = self._draft_pass == "always"
-        takes_pass = self._selected is not None and (always or self._pass_pays([*map(len, state.committed)]))
-        return budget.max_nodes, takes_pass
+        return budget.max_nodes, self._selected is not None and self._pass_pays([*map(len, state.committed)])
 
     def grow(self, state: SlotState, budget: Budget, plan: tuple[int, bool]) -> TokenTree:
         """The heads' tree and the n-grams below each root; with a draft pass, below the token that the target itself
