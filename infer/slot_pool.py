@@ -105,8 +105,7 @@ class SlotPool:
             # Drafters read free slots' texts, too. What a slot held before, a rehearsal or another engine's use of the
             # drafter has made it forget.
             runner.state.positions.zero_()
-            if runner.graphs.recording:
-                self._record_if_possible(kinds)
+            self._record(kinds)
         runner.start()
 
     def _allocate(self, batch: int, capacity: int, n_kinds: int) -> None:
@@ -142,13 +141,23 @@ class SlotPool:
             self._kept = KeptPrompts(self.model, cache, self.prefill_chunk, widths[-1])
         runner.cache = cache  # set last, so that it stays None if an allocation fails
 
-    def _record_if_possible(self, kinds: Sequence[tuple[SlotSampling, bool]]) -> None:
-        """As `_record`. Where a target's passes do what cannot be recorded, nothing is recorded from now on.
+    def _record(self, kinds: Sequence[tuple[SlotSampling, bool]]) -> None:
+        """Record the prefill passes, and the steps of these kinds of sampling with or without log-probabilities, unless
+        they are recorded already; neither exists where nothing is recorded. All slots must be free.
 
-        Raises ValueError instead if recording is wanted."""
-        runner = self.runner
+        If the target's passes do what cannot be recorded, nothing is recorded from now on; ValueError if recording is
+        wanted."""
+        runner, begin, before = self.runner, time.perf_counter(), len(self.runner.graphs)
         try:
-            self._record(kinds)
+            if not self._samplings:
+                self._record_prompts()
+            for given, logprobs in kinds:
+                runner.state.sampling = sampling = self._recorded_sampling(given)
+                runner.state.logprobs = logprobs
+                if logprobs not in self._samplings[sampling]:
+                    self._samplings[sampling].add(logprobs)
+                    assert runner.cache is not None
+                    runner.rehearse((0, runner.cache.capacity))
         except RuntimeError as error:
             if not self.model.may_fail_to_record or isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -158,20 +167,7 @@ class SlotPool:
             runner.graphs.stop()
             self._samplings.clear()
             self._row_counts = ()
-
-    def _record(self, kinds: Sequence[tuple[SlotSampling, bool]]) -> None:
-        """Record the prefill passes, and the steps of these kinds of sampling with or without log-probabilities, unless
-        they are recorded already. All slots must be free."""
-        runner, begin, before = self.runner, time.perf_counter(), len(self.runner.graphs)
-        if not self._samplings:
-            self._record_prompts()
-        for given, logprobs in kinds:
-            runner.state.sampling = sampling = self._recorded_sampling(given)
-            runner.state.logprobs = logprobs
-            if logprobs not in self._samplings[sampling]:
-                self._samplings[sampling].add(logprobs)
-                assert runner.cache is not None
-                runner.rehearse((0, runner.cache.capacity))
+            return
         if count := len(runner.graphs) - before:
             self._log(f"recorded {count} pieces of work in {time.perf_counter() - begin:.1f} s")
 
