@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longdraft.kernels import backend
 from longdraft.kernels.transfer import from_host
+from longdraft.models.passes import spread
 from longdraft.models.tensor_parallel import TensorParallel
 
 ROOT, PAD = -1, -2
@@ -101,13 +102,10 @@ class TokenTree:
         """This tree of the first slots, extended to all slots with their roots alone."""
         if (some := len(self.tokens)) == len(roots_B):
             return self
-        shape, given = (len(roots_B), self.tokens.shape[1]), (self.tokens, self.parents, self.classes)
-        tokens, parents, classes = roots_B.new_zeros(shape), roots_B.new_full(shape, PAD), roots_B.new_zeros(shape)
-        tokens[:, 0], parents[:, 0] = roots_B, ROOT
-        for all_BN, some_BN in zip((tokens, parents, classes), given, strict=True):
-            if some_BN is not None:
-                all_BN[:some] = some_BN
-        return TokenTree(tokens, parents, None if self.classes is None else classes)
+        tree = TokenTree.roots(roots_B).pad_to(self.width)
+        tree.tokens[:some], tree.parents[:some] = self.tokens, self.parents
+        classes = None if self.classes is None else spread(self.classes, slice(some), len(roots_B))
+        return TokenTree(tree.tokens, tree.parents, classes)
 
     @staticmethod
     def from_chain(roots_B: Tensor, chain_BK: Tensor) -> "TokenTree":
