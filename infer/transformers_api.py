@@ -16,11 +16,11 @@ from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 from torch import Tensor
 from transformers import GenerationConfig
 
-from longdraft.infer.drafters.base import Drafter
+from longdraft.infer.drafters.base import Count, Drafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
 from longdraft.models.draft_folder import draft_method
@@ -42,7 +42,6 @@ def _as_list(ids: Any) -> Any:
 
 
 TokenIds = Annotated[tuple[Int, ...], BeforeValidator(_as_list)]
-Count = Annotated[Int, Field(ge=1)]
 
 
 class Supported(Schema):

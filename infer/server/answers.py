@@ -74,11 +74,8 @@ class Answers:
     def _choice(
         self, index: int, content: dict, reason: str | None = None, entries: Sequence[TokenLogprob] | None = None
     ) -> dict[str, Any]:
-        logprobs = None
-        if entries is not None and self._is_chat:
-            logprobs = chat_logprobs(self._tokenizer, entries)
-        elif entries is not None:
-            logprobs = completion_logprobs(self._tokenizer, entries)
+        as_logprobs = chat_logprobs if self._is_chat else completion_logprobs
+        logprobs = None if entries is None else as_logprobs(self._tokenizer, entries)
         calls = reason == "stop" and self._splitters and self._splitters[index].calls
         finish_reason = "tool_calls" if calls else reason and FINISH_REASONS[reason]
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
