@@ -158,7 +158,8 @@ class Policy:
             # Stable, so that parents come first.
             worth_BN, order_BN = self._worth(tree).sort(dim=1, descending=True, stable=True)
             if not rehearsed:
-                self.decide(_expected(worth_BN, torch.tensor([len(text) > 0 for text in state.committed])).tolist())
+                working_B = torch.tensor([len(text) > 0 for text in state.committed])
+                self.decide(_expected_by_width(worth_BN, working_B).tolist())
             width = min(rehearsed or self.width, tree.width)
             return tree.take(order_BN[:, :width]).pad_to(rehearsed or self.fitting(width)), None
         width = rehearsed or self.fitting(min(self.width, tree.width))
@@ -299,10 +300,10 @@ def _best(width: int, rates_C: Tensor, state: SlotState, tree: TokenTree) -> tup
     worth_BN, order_BN = worth_BN.masked_fill(tree.parents == PAD, 0.0).sort(dim=1, descending=True, stable=True)
     best = tree.take(order_BN[:, :width]).pad_to(width)
     _ = best.ancestors, best.depths  # verification asks for these, so they are recorded with the tree
-    return best, _expected(worth_BN, state.active)
+    return best, _expected_by_width(worth_BN, state.active)
 
 
-def _expected(worth_BN: Tensor, active_B: Tensor) -> Tensor:
+def _expected_by_width(worth_BN: Tensor, active_B: Tensor) -> Tensor:
     """Entry [w - 1]: expected tokens of the w best nodes, summed over active slots. worth_BN: in descending order."""
     return (worth_BN * active_B[:, None]).sum(0).cumsum(0)
 

@@ -17,14 +17,13 @@ from longdraft.infer.drafters.build import build_drafter
 from longdraft.infer.generation import ActiveSequence, Generation, Piece, Statistics
 from longdraft.infer.requests import Prompt, Request, read_requests
 from longdraft.infer.runner import Runner, Step
-from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.sampling import GREEDY, SamplingParams
 from longdraft.infer.slot_pool import SlotPool
 from longdraft.kernels import backend
 from longdraft.kernels.tree import MOST_ROWS
 from longdraft.models.schema import Bool, Instance, Int, Str, validated
 from longdraft.models.target import Target
 
-GREEDY = SamplingParams()
 # The kinds of sampling that a server records before its first request; any other kind is recorded at its first use.
 SERVED = (GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9))
 MOST_SLOTS = 8

@@ -91,6 +91,9 @@ class SamplingParams:
     logprobs: Logprobs | None = None
 
 
+GREEDY = SamplingParams()
+
+
 def draw_seed() -> int:
     """A fresh seed for a request that names none."""
     return secrets.randbits(63)

@@ -19,7 +19,7 @@ from longdraft.infer.generation import ActiveSequence
 from longdraft.infer.history import History
 from longdraft.infer.kept_prompts import KeptPrompts
 from longdraft.infer.runner import Runner
-from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.sampling import GREEDY, SamplingParams
 from longdraft.infer.slot_state import SlotState
 from longdraft.kernels.cpu import library
 from longdraft.kernels.linear import prompt_in_c
@@ -32,7 +32,6 @@ from longdraft.models.footprint import check_memory, estimate_memory, sizes, tex
 from longdraft.models.passes import Pass, TargetOutput, prompt_rows
 from longdraft.models.rope import LENGTH_DEPENDENT
 
-IDLE = SamplingParams()
 # Steps are recorded for at most this many kinds of sampling. A kind is the set of filters and penalties in use,
 # whatever their strength, with or without biases and bans, and with or without held-back end tokens.
 KINDS_OF_SAMPLING = 8
@@ -132,7 +131,7 @@ class SlotPool:
             positions=zeros_B.clone(),
             active=zeros_B.bool(),
             history=History(batch, capacity, self.device),
-            sampling=SlotSampling([IDLE] * batch, self.device),
+            sampling=SlotSampling([GREEDY] * batch, self.device),
             committed=[[] for _ in range(batch)],
             graphs=runner.graphs,
             ranks=self.model.ranks,
@@ -287,7 +286,7 @@ class SlotPool:
         given = [sequence and sequence.request.sampling for sequence in decoding]
         with on_device(self.device):
             # Where steps are recorded, a free slot has the parameters of another one, which saves a kind of sampling.
-            idle = next(one for one in given if one) if recording else IDLE
+            idle = next(one for one in given if one) if recording else GREEDY
             sampling = SlotSampling([one or idle for one in given], self.device)
             state.sampling = self._recorded_sampling(sampling) if recording else sampling
             fill_from_host(state.active, torch.tensor([one is not None for one in given]))

@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longdraft.infer.choice.penalties import column
-from longdraft.infer.sampling import SamplingParams
+from longdraft.infer.sampling import GREEDY, SamplingParams
 from longdraft.kernels import backend
 from longdraft.kernels.choice import top_p_border
 
 ALIGNED = 8  # the most fp32 numbers that a GPU loads at once
-GREEDY = SamplingParams()
 
 
 class Filters:
