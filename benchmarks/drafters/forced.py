@@ -85,10 +85,6 @@ class Forced(Drafter):
         return self.inner.learns_from
 
     @property
-    def n_classes(self) -> int:
-        return self.inner.n_classes
-
-    @property
     def class_stages(self) -> Sequence[int]:
         return self.inner.class_stages
 

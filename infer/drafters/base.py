@@ -70,16 +70,16 @@ class Drafter:
                 self.user = None
 
     @property
-    def n_classes(self) -> int:
-        """Number of node classes (`TokenTree.classes`). In a tree without classes, a node's class is its index."""
-        return 1 + self.max_nodes
+    def class_stages(self) -> Sequence[int]:
+        """For each class of nodes (`TokenTree.classes`), the stage of the proposal that adds them; 0 for the root's
+        class. A drafter that runs a pass for each level has one stage a level: it runs at most `Budget.stages`, and
+        asks `Budget.goes_on` between two. Others have one stage, or 0 when combined with a drafter that has several."""
+        return [0, *[1] * self.max_nodes]
 
     @property
-    def class_stages(self) -> Sequence[int]:
-        """For each class, the stage of the proposal that adds its nodes; 0 for the root's class. A drafter that runs a
-        pass for each level has one stage a level: it runs at most `Budget.stages`, and asks `Budget.goes_on` between
-        two. Others have one stage, or 0 when combined with a drafter that has several."""
-        return [0, *[1] * (self.n_classes - 1)]
+    def n_classes(self) -> int:
+        """Number of node classes."""
+        return len(self.class_stages)
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         """This request starts in this slot of the cache. Forget what was kept for the slot's previous request."""

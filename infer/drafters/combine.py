@@ -54,10 +54,6 @@ class Combined(Drafter):
         return frozenset().union(*(drafter.learns_from for drafter in self.parts))
 
     @property
-    def n_classes(self) -> int:
-        return 2 * self._first_classes[-1]
-
-    @property
     def class_stages(self) -> Sequence[int]:
         stages = [drafter.class_stages for drafter in self.parts]
         if any(max(one) > 1 for one in stages):  # beside a drafter with several, one with a single stage has none

@@ -84,10 +84,6 @@ class LongSpecDrafter(DeviceDrafter):
         self._passes: DraftPasses | None = None
 
     @property
-    def n_classes(self) -> int:
-        return 1 + self.max_depth * (len(SURPRISE) + 1)
-
-    @property
     def class_stages(self) -> Sequence[int]:
         return [0, *(level for level in range(1, 1 + self.max_depth) for _ in range(len(SURPRISE) + 1))]
 

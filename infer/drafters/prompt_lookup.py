@@ -81,8 +81,8 @@ class PromptLookup(HostDrafter):
         self.max_nodes, self.max_depth = length * (candidates + 1), length
 
     @property
-    def n_classes(self) -> int:
-        return 1 + 2 * TOP_K * len(GROUPS)
+    def class_stages(self) -> Sequence[int]:
+        return [0, *[1] * (2 * TOP_K * len(GROUPS))]
 
     def fill(self, trie: Trie, table: NgramIndex, max_nodes: int) -> None:
         found, worth = self._collect(table, trie.tokens[0])

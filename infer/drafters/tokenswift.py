@@ -99,8 +99,9 @@ class TokenSwiftDrafter(HeadsDrafter):
         return super().needs if self._selected is None else super().needs | self._selected.needs
 
     @property
-    def n_classes(self) -> int:
-        return JoinedTree.n_classes(self._heads_classes, self.ngrams) if self.ngrams else self._heads_classes
+    def class_stages(self) -> Sequence[int]:
+        joined = JoinedTree.n_classes(self._heads_classes, self.ngrams) if self.ngrams else self._heads_classes
+        return [0, *[1] * (joined - 1)]
 
     def _may_pass(self, batch: int, capacity: int) -> bool:
         """Whether the draft pass may ever run on a full cache of this size."""
