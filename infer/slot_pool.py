@@ -83,7 +83,8 @@ class SlotPool:
         """Prepare `batch` empty slots for sequences of at most `longest` tokens. Where steps are recorded, those for
         these parameters are recorded now. stayed: whether no other engine has used the drafter since this one did."""
         runner, kinds = self.runner, list[tuple[SlotSampling, bool]]()
-        for params in _different(samplings) if runner.graphs.recording else ():
+        recorded = samplings if runner.graphs.recording else ()  # seed and length make no kind of sampling
+        for params in dict.fromkeys(replace(one, seed=0, max_new_tokens=1 << 60) for one in recorded):
             sampling, logprobs = SlotSampling([params] * batch, self.device), params.logprobs is not None
             if all(sampling.kind != known.kind or logprobs != asked for known, asked in kinds):
                 kinds.append((sampling, logprobs))
@@ -323,15 +324,6 @@ class SlotPool:
         if self._kept is not None:
             self._kept.leave(slot)
         self.runner.cache.reset([slot])
-
-
-def _different(samplings: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """The distinct parameters, ignoring seed and length."""
-    found = list[SamplingParams]()
-    for params in (replace(one, seed=0, max_new_tokens=1 << 60) for one in samplings):
-        if params not in found:
-            found.append(params)
-    return found
 
 
 def memory_parts(
