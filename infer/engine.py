@@ -193,11 +193,9 @@ class Engine:
 
     def _collect(self, decoding: list[ActiveSequence | None], step: Step) -> Iterator[Piece]:
         """Read a step, and give its tokens to the sequences that it decoded and that have not finished meanwhile."""
-        present = [sequence is not None and not sequence.result.finish_reason for sequence in decoding]
+        present = {slot: one for slot, one in enumerate(decoding) if one and not one.result.finish_reason}
         self.runner.read(step, present)
-        for slot, sequence in enumerate(decoding):
-            if sequence is None or sequence.result.finish_reason:
-                continue
+        for slot, sequence in present.items():
             piece = sequence.commit(step.tokens[slot], step.logprobs[slot] if step.logprobs else ())
             if sequence.result.stats.steps == 0:
                 sequence.result.stats.first_token_seconds = step.read_at - sequence.began

@@ -7,7 +7,7 @@ Shapes: B slots, N tree nodes.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -231,10 +231,10 @@ class Runner:
         assert self.lag or torch.equal(tree.tokens[:, 0], state.roots), "node 0 of the drafter's tree is not the root"
         return tree
 
-    def read(self, step: Step, present: Sequence[bool] = ()) -> Step:
+    def read(self, step: Step, present: Container[int] | None = None) -> Step:
         """Wait for a step's results, let the policy learn from them, and return the step with them.
 
-        present: for each slot, whether it still has the request of that step; empty: all have.
+        present: the slots that still have the request of that step; None: all.
         """
         assert self._began is not None
         results, *rest = step.results.lists()
@@ -252,7 +252,7 @@ class Runner:
         self._queued -= 1
         self._began = (step.read_at, now) if self._queued else None
         if self.policy.automatic:
-            taking_part = [slot for slot, new in enumerate(step.tokens) if new and (not present or present[slot])]
+            taking_part = [slot for slot, new in enumerate(step.tokens) if new and (present is None or slot in present)]
             for slot in taking_part if proposed.width > 1 else ():
                 self.policy.learn(slot, proposed.lists, step.tokens[slot])
             if expected is not None:

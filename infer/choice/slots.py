@@ -47,8 +47,8 @@ class SlotSampling:
 
     def __init__(self, params: list[SamplingParams], device: torch.device):
         self.params, self.device = params, device
-        signed = [(p.seed or 0) - 2**64 if (p.seed or 0) >= 2**63 else (p.seed or 0) for p in params]
-        self.seeds = integers(signed, device)
+        seeds = [p.seed or 0 for p in params]
+        self.seeds = integers([seed - 2**64 if seed >= 2**63 else seed for seed in seeds], device)
         self.greedy = all(p.temperature == 0 for p in params)
         self.penalties = Penalties(params, device)
         self.filters = Filters(params, device)

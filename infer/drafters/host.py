@@ -87,8 +87,7 @@ class HostDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
-        tries = self.tries(state, self.device_rows(state).tolist(), budget.max_nodes)
-        return TokenTree.from_tries(tries)
+        return TokenTree.from_tries(self.tries(state, self.device_rows(state).tolist(), budget.max_nodes))
 
 
 def _device_rows(state: SlotState) -> Tensor:
