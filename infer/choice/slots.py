@@ -41,7 +41,7 @@ class SlotSampling:
     A free slot is greedy; where steps are recorded, it has the parameters of another slot.
 
     Attributes:
-        seeds: int64 [B]. temperatures: fp32 [B], 0 for a greedy slot.
+        seeds: int64 [B]. temperatures: fp32 [B], 0 for a greedy slot. divisors: fp32 [B, 1], 1 for it.
         greedy: whether all slots are greedy.
     """
 
@@ -54,7 +54,7 @@ class SlotSampling:
         self.filters = Filters(params, device)
         self.temperatures = from_host(torch.tensor([p.temperature for p in params], dtype=torch.float32), device)
         self._sampled = self.temperatures[:, None] > 0
-        self._divisors = torch.where(self._sampled, self.temperatures[:, None], 1.0)
+        self.divisors = torch.where(self._sampled, self.temperatures[:, None], 1.0)
         self._noise_rows: list[dict[int, Tensor]] = [{} for _ in params]  # of each slot, by position
         self._noise_width = 0  # the widest vocabulary that noise was asked for
         self._of_slots: dict[tuple[int, int], SlotSampling] = {}
@@ -80,7 +80,7 @@ class SlotSampling:
 
     @property
     def _columns(self) -> tuple[Tensor | None, ...]:
-        temperatures = self.temperatures, self._sampled, self._divisors
+        temperatures = self.temperatures, self._sampled, self.divisors
         return self.seeds, *temperatures, *self.filters.columns, *self.penalties.columns
 
     @property
@@ -137,7 +137,7 @@ class SlotSampling:
             return best_tokens(logits_BTV, count)
         width = logits_BTV.shape[-1] if token_ids is None else self.penalties.width_of(token_ids)
         noise_BV = self.noise(positions_B + offset, width)
-        return best_tokens(logits_BTV, count, self._divisors[:, 0], noise_BV, token_ids)
+        return best_tokens(logits_BTV, count, self.divisors[:, 0], noise_BV, token_ids)
 
     def choose(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
         """The choice rule: the target's token at positions_B + 1, int64 [B].
@@ -188,4 +188,4 @@ class SlotSampling:
 
     def filtered(self, logits_BNV: Tensor) -> Tensor:
         """Logits / T in fp32, with -inf for what the filters drop."""
-        return self.filters.apply(logits_BNV.float() / self._divisors[..., None])
+        return self.filters.apply(logits_BNV.float() / self.divisors[..., None])

@@ -146,9 +146,7 @@ class TokenRecycling(DeviceDrafter):
             return ids_BLK
         noise_BV = state.sampling.noise(state.positions + depth, self.vocab_size)
         noise_BLK = noise_BV.gather(1, ids_BLK.clamp(min=0).flatten(1)).view_as(ids_BLK)
-        temperatures_B11 = state.sampling.temperatures[:, None, None]
-        divisors_B11 = temperatures_B11.masked_fill(temperatures_B11 == 0, 1.0)
-        scores_BLK = self.logits[tokens_BL].float() / divisors_B11 + noise_BLK
+        scores_BLK = self.logits[tokens_BL].float() / state.sampling.divisors[..., None] + noise_BLK
         # Stable, so that in a greedy slot candidates with equal fp16 logits keep the table's order.
         return ids_BLK.gather(2, scores_BLK.sort(dim=2, descending=True, stable=True).indices)
 

@@ -52,7 +52,7 @@ class Margins(SlotSampling):
 
     def choose(self, logits_BV, history, positions_B):
         best = self.scores(logits_BV, history, positions_B).float().topk(2).values
-        gaps = [(best[:, 0] - best[:, 1]) * self._divisors[:, 0]]
+        gaps = [(best[:, 0] - best[:, 1]) * self.divisors[:, 0]]
         penalised_BV = self.penalties.apply(logits_BV[:, None], history, positions_B[:, None])[:, 0]
         for params, row in zip(self.params, penalised_BV, strict=True):
             gaps += [self.border(params, row)] if params.temperature else []
