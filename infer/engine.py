@@ -78,7 +78,7 @@ class Engine:
         if max_length is not None and max_length > limit:
             raise ValueError(f"max_length: {max_length}, but the target has {limit} positions; give at most that many")
         if isinstance(drafter, str):
-            drafter = build_drafter(drafter, target, draft, options or {})
+            drafter = build_drafter(drafter, target, draft, options)
         elif draft is not None or options:
             raise ValueError("draft and options apply to a named drafter; a Drafter instance already has its own")
         self.target, self.slots, self.drafter, self.ranks = target, slots, drafter, target.model.ranks
