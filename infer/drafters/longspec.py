@@ -169,13 +169,14 @@ class DraftPasses:
         cache: the target's.
         window: how many positions before its own a query reads at most: the configured window, or fewer positions.
         kept: the block's own keys and values [B, P + rows of a tree, K, d]; the token at position p has row p % P.
-        keeps_roots: whether a root's keys are kept once it was a query.
+        keeps_all: whether rows are kept of all positions, with those of roots that were queries, or of the last
+            `window` positions without them.
 
     Args:
         tree_rows: the most rows of a tree that are ever queries.
     """
 
-    keeps_roots = False
+    keeps_all = False
 
     def __init__(self, draft: LongSpec, model: Decoder, head: LMHead, cache: KVCache, tree_rows: int):
         self.draft, self.cache, self._head = draft, cache, head
@@ -192,12 +193,8 @@ class DraftPasses:
     @classmethod
     def kept_shape(cls, config: LongSpecConfig, batch: int, capacity: int, tree_rows: int) -> tuple[int, ...]:
         """The shape of keys and values together, for a cache of the target with `batch` slots of `capacity` rows."""
-        return 2, batch, cls.n_positions(config, capacity) + tree_rows, config.n_kv_heads, config.head_dim
-
-    @staticmethod
-    def n_positions(config: LongSpecConfig, capacity: int) -> int:
-        """P: the number of positions whose keys and values are kept, at least the `window`."""
-        return min(config.window, config.max_positions)
+        n_positions = capacity if cls.keeps_all else min(config.window, config.max_positions)
+        return 2, batch, n_positions + tree_rows, config.n_kv_heads, config.head_dim
 
     def note_prompt(self, length: int) -> None:
         """Another sequence starts on a slot. length: tokens of its prompt."""
@@ -206,7 +203,7 @@ class DraftPasses:
     def note_step(self, most: int) -> None:
         """A step committed at most `most` tokens to each slot."""
         self.usual = most
-        self._missing = min(self._missing + most - (self._roots_queried and self.keeps_roots), self.window)
+        self._missing = min(self._missing + most - (self._roots_queried and self.keeps_all), self.window)
         self._roots_queried = False
 
     def begin(self, state: SlotState) -> int:
@@ -280,7 +277,7 @@ def _attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask_BTS: Tensor) ->
 class _CPasses(DraftPasses):
     """Passes by one C call a level, over keys and values of all positions; those before the window are not read."""
 
-    keeps_roots = True
+    keeps_all = True
 
     def __init__(self, draft: LongSpec, model: Decoder, head: LMHead, cache: KVCache, tree_rows: int):
         super().__init__(draft, model, head, cache, tree_rows)
@@ -297,10 +294,6 @@ class _CPasses(DraftPasses):
             config.n_heads, config.n_kv_heads, config.rms_norm_eps, self.window + 1,  # and a row's own key
             self.kept, (cache.keys[-1], cache.values[-1]),
         )  # fmt: skip
-
-    @staticmethod
-    def n_positions(config: LongSpecConfig, capacity: int) -> int:
-        return capacity
 
     def catch_up(self, state: SlotState, n_missing: int) -> None:
         if len(state.roots) * n_missing <= rows.MOST_LINEAR_ROWS:
