@@ -60,10 +60,9 @@ class Policy:
     """Measures rates and seconds, and decides by them what to draft and to verify.
 
     Args:
-        n_classes: the drafter's number of node classes.
+        class_stages: for each class of nodes, the stage of the proposal that it comes from (`Drafter.class_stages`).
         widths: query tokens that a pass may have, 1 included.
         automatic: False verifies all nodes of every proposal.
-        stages: for each class, the stage of the proposal that it comes from (`Drafter.class_stages`).
         on_host: whether the host reads results without waiting for a device. Before measurements, a query token in each
             of B slots is then assumed to cost as much as B in one slot.
 
@@ -75,17 +74,13 @@ class Policy:
     """
 
     def __init__(
-        self,
-        n_classes: int,
-        widths: Sequence[int],
-        automatic: bool = True,
-        stages: Sequence[int] = (),
-        on_host: bool = False,
+        self, class_stages: Sequence[int], widths: Sequence[int], automatic: bool = True, on_host: bool = False
     ):
         self.widths, self.automatic, self._on_host = tuple(sorted(set(widths))), automatic, on_host
-        self.stage_of_class, self.n_stages = tuple(stages), max((1, *stages))
+        self.class_stages, self.n_stages = tuple(class_stages), max(1, *class_stages)
         # The rates of the nodes' classes, then each stage's: how often it is right where the stage above it is.
-        zeros, self._stages_from = [0.0] * (n_classes + 1 + self.n_stages), n_classes
+        self._stages_from = len(self.class_stages)
+        zeros = [0.0] * (self._stages_from + 1 + self.n_stages)
         self._earlier = Rates(zeros, zeros.copy(), EARLIER_FADING)  # of all requests so far
         self._seconds: dict[int, tuple[Seconds, Seconds]] = {}  # by the number of slots
         self._proposals, self._more_stages, self._working = 0, 0, list[int]()
@@ -203,7 +198,7 @@ class Policy:
         for slot in self._working:
             classes = [0, *(first_class + kind for kind in proposal.classes_of(slot)[1:])]
             worth = worth_of(proposal.parents[slot], classes, self._rates.values)
-            stages = [self.stage_of_class[kind] for kind in classes]
+            stages = [self.class_stages[kind] for kind in classes]
             stage = max(stages)
             chance = self.chance(1 + stage)
             children = [chance * worth[node] for node, its_stage in enumerate(stages) if its_stage == stage]
@@ -236,8 +231,8 @@ class Policy:
         events = found.copy()
         if self.n_stages > 1:
             nodes = zip(proposal.classes_of(slot)[1:], proposal.parents[slot][1:], strict=True)
-            proposed = {self.stage_of_class[kind] for kind, parent in nodes if parent >= 0} - {0}
-            right = {0, *(self.stage_of_class[kind] for kind, hit in found if hit)}
+            proposed = {self.class_stages[kind] for kind, parent in nodes if parent >= 0} - {0}
+            right = {0, *(self.class_stages[kind] for kind, hit in found if hit)}
             tried = (stage for stage in proposed if stage - 1 in right and stage <= len(committed))
             events += [(self._stages_from + stage, stage in right) for stage in tried]
         for kind, hit in events:

@@ -106,7 +106,7 @@ class Runner:
         # The prompt is longer than what drafters usually have to catch up with.
         length = min(64 + 2 * drafter.max_depth, model.config.max_positions - 1)
         self.rehearsed = Request(0, [0] * length, SamplingParams(seed=0, max_new_tokens=1))
-        self.policy = Policy(drafter.n_classes, widths, automatic, drafter.class_stages, on_host=self.on_cpu)
+        self.policy = Policy(drafter.class_stages, widths, automatic, on_host=self.on_cpu)
         self._began: tuple[float, float] | None = None  # time and work clock when the next step to be read began
         self._queued = 0  # steps that are not read yet
         self._disturbed = 0  # how many of the next steps to be read have an untypical time

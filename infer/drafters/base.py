@@ -76,11 +76,6 @@ class Drafter:
         asks `Budget.goes_on` between two. Others have one stage, or 0 when combined with a drafter that has several."""
         return [0, *[1] * self.max_nodes]
 
-    @property
-    def n_classes(self) -> int:
-        """Number of node classes."""
-        return len(self.class_stages)
-
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         """This request starts in this slot of the cache. Forget what was kept for the slot's previous request."""
         for part in self.parts:

@@ -43,7 +43,7 @@ class Combined(Drafter):
         self.max_nodes = min(sum(drafter.max_nodes for drafter in drafters), most)
         self.max_depth = max(drafter.max_depth for drafter in drafters)
         # Where each drafter's own classes begin; the last one is their number. Nodes that several propose come after.
-        self._first_classes = list(accumulate((drafter.n_classes for drafter in drafters), initial=0))
+        self._first_classes = list(accumulate((len(drafter.class_stages) for drafter in drafters), initial=0))
 
     @property
     def needs(self) -> frozenset[str]:

@@ -22,9 +22,14 @@ WIDTHS, STAGES = (1, 2, 4, 8), (0, 1, 2, 3)
 PROMPT = [5, 9, 2, 7, 11, 30, 2, 9, 4, 4, 1, 17, 3]
 
 
-def policy_with(seconds, n_classes=8, widths=WIDTHS, **options):
+def classes(count):
+    """This many classes of a drafter with one stage, as `Drafter.class_stages`."""
+    return [0, *[1] * (count - 1)]
+
+
+def policy_with(seconds, n_classes=8, widths=WIDTHS, stages=None):
     """A policy whose passes take these seconds, by width; on the host, where it decides at once."""
-    policy = Policy(n_classes, widths, on_host=True, **options)
+    policy = Policy(stages or classes(n_classes), widths, on_host=True)
     for width, taken in seconds.items():
         policy.passes.record(width, taken)
     return policy
@@ -86,7 +91,7 @@ def test_nodes_that_prove_right_come_first_and_the_others_are_left_out():
 
 def test_unverified_nodes_are_learned_from_too():
     """Pruned nodes are judged by the committed tokens too, as far as those reach."""
-    policy = Policy(8, WIDTHS)
+    policy = Policy(classes(8), WIDTHS)
     proposal = tree([[5, 6, 7]])
     learn(policy, proposal, [5])  # depth 2 and 3 stay unknown
     assert policy._rates.values[1] > policy._rates.values[2] == policy._rates.values[3]
@@ -95,7 +100,7 @@ def test_unverified_nodes_are_learned_from_too():
 
 
 def test_a_request_starts_with_what_earlier_ones_taught():
-    policy = Policy(8, WIDTHS)
+    policy = Policy(classes(8), WIDTHS)
     learn(policy, tree([[5], [6]]), [6], times=50)
     policy.start_request()
     rates = policy._rates.values
@@ -118,7 +123,7 @@ def test_without_choosing_a_pass_is_hardly_wider_than_its_tree():
 
 
 def test_without_choosing_every_node_is_verified():
-    policy = Policy(8, (1, 40), automatic=False)
+    policy = Policy(classes(8), (1, 40), automatic=False)
     proposal = tree([[5], [6], [7]])
     kept = prune(policy, proposal)
     assert kept.width == 40 and kept.paths() == proposal.paths()
@@ -146,7 +151,7 @@ def test_the_likeliest_nodes_are_picked_parents_first(monkeypatch, on_host):
     once from lists, and later from what was expected of a tree on a device, which must not be read."""
     monkeypatch.setattr(TokenTree, "on_host", on_host)
     torch.manual_seed(2)
-    policy = Policy(64, (*WIDTHS, 16))
+    policy = Policy(classes(64), (*WIDTHS, 16))
     for _ in range(40):
         policy._rates.values = torch.rand(64).clamp(min=1e-3).tolist()
         proposal = TokenTree.from_paths([1, 2], [torch.randint(4, (5, 3)).tolist() for _ in range(2)])
@@ -174,7 +179,7 @@ def test_the_likeliest_nodes_are_picked_parents_first(monkeypatch, on_host):
 
 def test_where_the_host_may_not_wait_a_later_width_is_decided(monkeypatch):
     monkeypatch.setattr(TokenTree, "on_host", False)
-    policy, proposal = Policy(8, WIDTHS), tree([[5], [6], [7]])
+    policy, proposal = Policy(classes(8), WIDTHS), tree([[5], [6], [7]])
     kept, expected = policy.prune(proposal, slots())
     assert kept.width == 4 and policy.width == 8
     policy.decide(expected.tolist())

@@ -82,8 +82,8 @@ def test_classes_tell_the_drafter_its_own_class_and_agreement():
     combined = Combined([first, second])
     tree = combined.propose(state_of([0]), Budget(24))
     kinds = {tuple(path): kind for path, kind in zip(tree.paths()[0], tree.classes[0, 1:].tolist(), strict=True)}
-    alone = first.n_classes + second.n_classes
-    assert combined.n_classes == 2 * alone == 2 * (25 + 11)
+    alone = len(first.class_stages) + len(second.class_stages)
+    assert len(combined.class_stages) == 2 * alone == 2 * (25 + 11)
     # [1] is the first drafter's node 1 and the second one agrees; its own others come after the first one's 25.
     assert kinds == {(1,): alone + 1, (1, 2): 2, (1, 3): 25 + 9, (4,): 25 + 7}
 

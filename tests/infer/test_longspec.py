@@ -241,7 +241,7 @@ def test_children_differ_and_classes_say_how_sure_the_draft_was(target):
         pairs = list(zip(tree.parents[slot].tolist(), tree.tokens[slot].tolist(), strict=True))
         assert len(set(pairs)) == 73
     assert tree.depths[0].bincount().tolist() == [1, 8, 16, 16, 16, 16]
-    assert int(tree.classes.max()) < drafter.n_classes and (tree.classes[:, 0] == 0).all()
+    assert int(tree.classes.max()) < len(drafter.class_stages) and (tree.classes[:, 0] == 0).all()
     for level in range(1, 6):  # levels share no class, and what is likelier has the lower one
         mine = tree.classes[tree.depths == level]
         assert int(mine.min()) > 10 * (level - 1) and int(mine.max()) <= 10 * level

@@ -91,7 +91,7 @@ def test_a_smaller_room_takes_the_first_nodes(sequence, max_nodes, length, candi
     assert some == paths[:max_nodes] and len(paths) <= drafter.max_nodes
     assert len({tuple(path) for path in paths}) == len(paths), "siblings carry different tokens"
     assert max(map(len, paths), default=0) <= drafter.max_depth
-    assert whole.classes is not None and int(whole.classes.max()) < drafter.n_classes
+    assert whole.classes is not None and int(whole.classes.max()) < len(drafter.class_stages)
     assert torch.equal(tree.ancestors, replace(tree).ancestors) and torch.equal(tree.depths, replace(tree).depths)
     assert (tree.parents < torch.arange(tree.width)).all()
 

@@ -160,7 +160,7 @@ def test_the_frequent_ngrams_of_a_text_are_in_its_tree(target, watched, options,
     own, ngram_nodes = 1 + len(drafter.shape.nodes) + ("budget" in options), 0  # the heads' classes come first
     for tree, committed, positions, budget in seen:
         assert budget.max_nodes == min(max_nodes, drafter.max_nodes)
-        assert tree.depths.max() <= drafter.max_depth and int(tree.classes.max()) < drafter.n_classes
+        assert tree.depths.max() <= drafter.max_depth and int(tree.classes.max()) < len(drafter.class_stages)
         ngram_nodes += int(((tree.classes >= own) & (tree.parents >= 0)).sum())
         for slot, tokens in enumerate(committed if max_nodes == 200 else []):
             if tokens:
