@@ -102,8 +102,8 @@ class SlotPool:
             for slot in range(batch):  # a call that was left early may have left requests there
                 self._empty(slot)
             runner.state.active.zero_()
-            # Drafters read free slots' texts, too. What a slot held before, a rehearsal or another engine's use of the
-            # drafter has made it forget.
+            # Drafters read the texts of free slots, too, but after a rehearsal, or for another engine, they no longer
+            # have what belongs to the last one there.
             runner.state.positions.zero_()
             self._record(kinds)
         runner.start()
