@@ -16,15 +16,15 @@ What it shows:
 - `late`: waits for events after later work was queued, as in `HostCopy`. `queued`: copies without a wait.
 - An operation on tensors of two devices raises, as in PyTorch.
 - The first replay of recorded work (infer/graphs.py) runs it with all waits and copies banned. Later replays do what a
-  CUDA graph does: the same operations on the same memory, whatever the host's values are by then.
+  CUDA graph does: the same operations on the same memory, whatever the host's values are by then. After each, the
+  memory that the work allocated holds something else, as other recorded work may have it.
 - `calls`: how often each operation is called, views included; kernels by their function, as "triton: choose".
 - `launches`: what the host launches outside recorded work, replays included, by operation and place.
 
 What it does not show: speed; a kernel's arithmetic, memory or launch, because references replace Triton's and Liger's
-kernels and flash-attention (segment_attention.py); what CUDA's libraries would choose. Memory that recorded work
-allocates is never reused, so a read of it after other work goes unnoticed (tests/infer/test_graphs.py checks that).
-There is one device and one stream, so no races. Every operation accepts a host tensor without dimensions, which is
-wrong for some (`cat`). A tensor that PyTorch makes in C++ with another tensor's options is on the host.
+kernels and flash-attention (segment_attention.py); what CUDA's libraries would choose. There is one device and one
+stream, so no races. Every operation accepts a host tensor without dimensions, which is wrong for some (`cat`). A tensor
+that PyTorch makes in C++ with another tensor's options is on the host.
 
 The fixture `pretended_cuda` is this module.
 """
@@ -237,15 +237,18 @@ class PretendedCuda:
                             made = tree_leaves(made)
                             for place, still in own:
                                 still.copy_(made[place])
-                return
-            tape.clear()  # left by a first replay that failed
-            before, self._tape = self.calls.copy(), tape
-            try:
-                with self.no_waits("in recorded work"):
-                    work()
-            finally:
-                self._tape = None
-            calls.update(self.calls - before)
+            else:
+                tape.clear()  # left by a first replay that failed
+                before, self._tape = self.calls.copy(), tape
+                try:
+                    with self.no_waits("in recorded work"):
+                        work()
+                finally:
+                    self._tape = None
+                calls.update(self.calls - before)
+            for *_, own in tape:
+                for _, made in own:
+                    made.untyped_storage().fill_(113)
 
         return replay
 
@@ -414,7 +417,7 @@ class PretendedCuda:
         else:
             self._watch(name, args, kwargs, hosts)
         made = call(*values, **named)
-        if self._tape is not None and not free:
+        if self._tape is not None and not func.is_view:
             self._done(call, values, named, made)
         return Pretended(made) if type(made) is Tensor else _map(Pretended, made)
 

@@ -22,50 +22,26 @@ VOCAB, NEW = 61, 5
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "T1": SamplingParams(temperature=1.0),
-    "top_p_penalties": SamplingParams(
-        temperature=1.0,
-        top_p=0.9,
-        contextual_penalty=1.2,
-        contextual_window=8,
-        presence_penalty=0.2,
-        logit_bias={3: 1.0},
-        stop_token_ids=(11,),
-        min_new_tokens=3,
-        logprobs=2,
+    "all": SamplingParams(
+        temperature=1.0, top_k=20, top_p=0.9, min_p=0.02, eta_cutoff=0.001, min_tokens_to_keep=3,
+        contextual_penalty=1.2, contextual_window=8, presence_penalty=0.2, logit_bias={3: 1.0}, stop_token_ids=(11,),
+        min_new_tokens=3, logprobs=2,
     ),
-}
+}  # fmt: skip
 # Waits a step: none but for tables of the host, and in TriForce for how far its inner level is: where each inner pass
 # commits one token, three times in six passes, and never where that is known.
 BUDGETS = {
-    "plain": 0,
-    "medusa": 0,
-    "tokenswift": 0,
-    "tokenswift_5": 0,
-    "tokenswift_draft_pass": 0,
-    "draft_pass_alone": 0,
-    "longspec": 0,
-    "token_recycling": 0,
-    "prompt_lookup": 1,
-    "small_model": 0,
-    "triforce": 3,
-    "triforce_self": 0,
-    "token_recycling+prompt_lookup": 1,
-    "tokenswift_5+prompt_lookup": 1,
+    "plain": 0, "medusa": 0, "tokenswift": 0, "tokenswift_5": 0, "tokenswift_draft_pass": 0, "draft_pass_alone": 0,
+    "longspec": 0, "token_recycling": 0, "prompt_lookup": 1, "small_model": 0, "triforce": 3, "triforce_self": 0,
+    "token_recycling+prompt_lookup": 1, "tokenswift_5+prompt_lookup": 1, "longspec+token_recycling": 1,
     "triforce+prompt_lookup": 4,
-}
-
+}  # fmt: skip
 # The most that the host launches in a step, replays and copies among it: with log-probabilities, a few more.
 LAUNCHES = {
-    "plain": 4,
-    "medusa": 9,
-    "tokenswift": 9,
-    "longspec": 9,
-    "token_recycling": 9,
-    "small_model": 9,
-    "prompt_lookup": 6,
-    "token_recycling+prompt_lookup": 10,
+    "plain": 4, "medusa": 9, "tokenswift": 9, "longspec": 9, "token_recycling": 9, "small_model": 9,
+    "prompt_lookup": 6, "token_recycling+prompt_lookup": 10,
     "triforce_for_all": 42,  # five in each of at most six inner passes
-}
+}  # fmt: skip
 
 # Whose drafts do not depend on when a slot takes its next prompt, nor on what the host knows of a cache.
 SAME_DRAFTS = (
@@ -142,7 +118,7 @@ def test_a_drafter_decodes_on_a_device_and_keeps_its_budget(
         on_cpu = {kind: accepted(engine.generate(prompts, params)) for kind, params in calls.items()}
     if not recorded:  # what steers the work is the same
         del calls["greedy"], calls["T1"]
-    elif name not in ("plain", "triforce"):  # with top_p there is more to do, and two show what sampling alone does
+    elif name not in ("plain", "triforce"):  # with all there is more to do, and two show what sampling alone does
         del calls["T1"]
     with pretended_cuda.PretendedCuda() as gpu:
         for owner, method in ((Runner, "step"), (Filters, "apply"), (SelectedCache, "build")):
@@ -184,7 +160,7 @@ def test_a_request_waits_for_no_recording_and_a_step_launches_little(made, prete
             return taken
 
         engine.runner.step = counted
-        for kind in ("greedy", "top_p_penalties"):  # with the least to launch and with the most
+        for kind in ("greedy", "all"):  # with the least to launch and with the most
             params = [replace(SAMPLINGS[kind], seed=seed, max_new_tokens=NEW * 4) for seed in (1, 2)]
             recorded = 0
             for _ in engine.stream([prompt, prompt[::-1]], params):
