@@ -4,36 +4,22 @@ LONGDRAFT_TEST_DEVICE=cpu runs the same tests on the CPU, which shows that the t
 share with tests/infer and tests/kernels are loaded from there.
 """
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from runpy import run_path
 
 import pytest
 import torch
 
-TESTS = Path(__file__).parent.parent
-
-
-def load(file: str) -> ModuleType:
-    """A file of tests/ as a module of its own."""
-    path = TESTS / file
-    spec = importlib.util.spec_from_file_location(f"shared_{path.parent.name}_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_infer = load("infer/conftest.py")
-plain_tokens, seeded = _infer.plain_tokens, _infer.seeded
+_infer = run_path(str(Path(__file__).parents[1] / "infer" / "conftest.py"))
+plain_tokens, seeded = _infer["plain_tokens"], _infer["seeded"]
 
 
 @pytest.fixture
 def margins() -> type:
     """`smallest`: the closest decision of the last `plain_tokens`, in logits."""
-    return _infer.Margins
+    return _infer["Margins"]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from longdraft.kernels.linear import linear
 from longdraft.kernels.linear_loss import GPU_CHUNK_BYTES, linear_loss
 from longdraft.kernels.rank_sum import rank_sum
 from longdraft.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm
-from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, rotate_append_reference
+from longdraft.kernels.rotate import rotate
 from longdraft.kernels.segment_attention import Segment, read_keys, segment_attention
 from longdraft.kernels.segment_attention import segment_attention_reference as segment_reference
 from longdraft.kernels.selection import chunk_means, gather_rows, key_scores, top_keys
@@ -333,34 +333,6 @@ def test_what_a_layer_does_between_products(device, trees, width, dtype):
         assert (ours - truth).norm() <= 8 * torch.finfo(dtype).eps * truth.norm()
 
 
-@pytest.mark.parametrize("with_norms", [False, True], ids=["", "norms"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("n_rows", [1, 7, 300])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_rotation_with_the_caches_rows(device, trees, heads, n_rows, dtype, with_norms):
-    """The cache is full of NaN, and only the pass's rows change."""
-    n_heads, n_kv, width = heads
-    lengths = torch.tensor([7, 0, 3])
-    qkv = trees.draw(3, n_rows, n_heads + 2 * n_kv + 2, width, seed=1).to(dtype)[:, :, 1:-1]
-    angles = trees.draw(3, n_rows, width // 2, seed=2)
-    tables = angles.cos()[:, :, None, None], torch.stack((-angles.sin(), angles.sin()), 2)[:, :, None]
-    tables = [table.to(dtype) for table in tables]
-    weights = [trees.draw(width, seed=seed).to(dtype) for seed in (3, 4)]
-    caches = [torch.full((3, n_rows + 9, n_kv, width), float("nan"), dtype=dtype) for _ in range(2)]
-    moved = [cache.to(device) for cache in caches]
-    norms = HeadNorms(*weights, n_heads, 1e-5) if with_norms else None
-    norms_there = HeadNorms(*(weight.to(device) for weight in weights), n_heads, 1e-5) if with_norms else None
-    want = rotate_append_reference(qkv, *tables, *caches, lengths, norms)
-    there = [qkv.to(device), *(table.to(device) for table in tables)]
-    found = rotate_append(*there, *moved, lengths.to(device), norms_there)
-    few_roundings(found, want)
-    for ours, theirs in zip(moved, caches, strict=True):
-        few_roundings(ours, theirs)
-    assert torch.equal(rotate(there[0][:, :, :-n_kv], *there[1:], norms_there), found)
-    alone = [part[:, -1:].contiguous() for part in there]
-    assert torch.equal(rotate(alone[0][:, :, :-n_kv], *alone[1:], norms_there), found[:, -1:])
-
-
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_fused_loss(device, shared, plain, monkeypatch, implementation, dtype):
@@ -472,22 +444,6 @@ def test_top_ps_border(device, vocab):
     assert torch.equal(top_p_border(scores[1:, -1:].contiguous(), top_p_B11[1:]), found[1:, -1:])
 
 
-def test_ties_infinities_and_nan_are_chosen_as_on_the_cpu(device):
-    inf, nan = float("inf"), float("nan")
-    logits = torch.full((1, 6, 3000), -2.0)
-    logits[0, 0, [1100, 2500]] = 1.0
-    logits[0, 1, 40], logits[0, 1, 1030] = 0.0, -0.0
-    logits[0, 2] = -inf
-    logits[0, 3, [2048, 2047]] = inf
-    logits[0, 4, 5], logits[0, 4, [1500, 1400]] = inf, nan
-    zeros = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 6, dtype=torch.int64)
-    for temperature in (0.0, 0.5):
-        given = logits, *zeros, torch.tensor([temperature])
-        found = choose(*(part.to(device) for part in given)).cpu()
-        rows = slice(None) if temperature == 0.0 else slice(2, 5)  # noise breaks the other ties
-        assert torch.equal(found[:, rows], choose(*given)[:, rows])
-
-
 def test_offsets_beyond_31_bits(device):
     """The last rows of a cache of more than 2**31 numbers are scored, picked and kept."""
     rows, n_kv, width = 2**21 + 64, 8, 128
@@ -511,45 +467,3 @@ def test_offsets_beyond_31_bits(device):
     lengths, kept = torch.tensor([rows - 8], device=device), torch.tensor([[1, 4, 7]], device=device)
     keep_rows(cache[0], cache[1], lengths, kept, torch.tensor([3], device=device))
     assert cache[0, 0, 0, -8:, 3, 77].tolist() == cache[1, 0, 0, -8:, 0, 0].tolist() == [2, 5, 8, 4, 5, 6, 7, 8]
-
-
-def test_choice_path_and_commit_are_recorded_and_replayed(device, shared):
-    """One CUDA graph is replayed with other contents in the same memory: the host reads nothing in it."""
-    if device.type != "cuda" or backend.triton_kernels("choice", device.type) is None:
-        pytest.skip("needs a CUDA device and Triton")
-    builders, vocab, n_nodes = shared("kernels/test_tree.py"), 7, 30
-    temperatures = torch.tensor([0.0, 1.0, 0.5], device=device)
-    active = torch.tensor([True, True, False], device=device)
-
-    def step(tokens, parents, logits, seeds, positions, keys, values, lengths):
-        choices = choose(logits, seeds, positions, temperatures)
-        rows, chosen, counts = accepted_path(tokens, parents, choices, active, 5)
-        keep_rows(keys, values, lengths, rows, counts)
-        return choices, rows, chosen, counts
-
-    def contents(seed):
-        generator = torch.Generator().manual_seed(seed)
-        tokens, parents, _ = builders.tries(3, n_nodes, seed)
-        logits = torch.randn(3, n_nodes, vocab, generator=generator)
-        seeds = torch.randint(2**60, (3,), generator=generator)
-        positions = torch.randint(2**20, (3, n_nodes), generator=generator)
-        caches = [torch.randn(2, 3, n_nodes + 20, 2, 16, generator=generator) for _ in range(2)]
-        lengths = torch.randint(20, (3,), generator=generator)
-        return [part.to(device) for part in (tokens, parents, logits, seeds, positions, *caches, lengths)]
-
-    held = contents(0)
-    step(*[part.clone() for part in held])  # compiled before it is recorded
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(*held)
-    longest = 0
-    for seed in (1, 2, 3):
-        fresh = contents(seed)
-        for place_held, part in zip(held, fresh, strict=True):
-            place_held.copy_(part)
-        graph.replay()
-        want = step(*fresh)
-        assert all(torch.equal(a, b) for a, b in zip((*out, *held), (*want, *fresh), strict=True))
-        longest = max(longest, int(want[3].max()))
-    assert longest > 1, "some path should have more than its root"
