@@ -156,6 +156,19 @@ def test_answers_are_those_of_a_plain_loop(target, chats, arguments, answered, c
     assert shown.out.startswith("Answered: ") and "Loading" not in shown.err
 
 
+def test_answers_end_as_the_given_template_says(folder, arguments, answered, tmp_path):
+    """Of a target whose own files name no end that it writes."""
+    target = shutil.copytree(folder, tmp_path / "target")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        content = json.loads((target / name).read_text())
+        other = {"eos_token": "<|other|>"} if "eos_token" in content else {"eos_token_id": None}
+        (target / name).write_text(json.dumps(content | other))
+    template = (target / "chat_template.jinja").rename(tmp_path / "template.jinja")
+    given = [*arguments, "--target", str(target), "--chat-template", str(template), "--out", str(tmp_path / "out")]
+    assert main(given) == 0
+    assert records(tmp_path / "out") == records(answered) != []
+
+
 @pytest.mark.parametrize(
     "speed",
     ["--batch 3 --drafter prompt_lookup", "--batch 8 --drafter token_recycling --option nodes=20 --nodes 5"],
