@@ -1,9 +1,9 @@
 """The main job by its commands, on a tiny real checkpoint, and their errors."""
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
+from runpy import run_path
 from unittest.mock import Mock
 
 import pytest
@@ -17,11 +17,7 @@ from longdraft.models import hf, tensor_parallel
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_spec = importlib.util.spec_from_file_location("shared_train_conftest", ROOT / "tests" / "train" / "conftest.py")
-assert _spec is not None and _spec.loader is not None
-_training = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_training)
-train_command = _training.train_command
+train_command = run_path(str(ROOT / "tests" / "train" / "conftest.py"))["train_command"]
 
 
 @pytest.fixture(scope="module")
