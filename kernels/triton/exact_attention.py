@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longdraft.kernels.triton.tree_attention import LOG2E, NO_WINDOW, _add, _device, _store
+from longdraft.kernels.triton.tree_attention import LOG2E, NO_WINDOW, _add, _device
 from longdraft.kernels.triton.tuning import at_least_16
 
 BLOCK = tl.constexpr(64)  # keys at a time
@@ -45,6 +45,15 @@ def _run(i, WINDOW: tl.constexpr, RUN: tl.constexpr):
     b_length = RUN << b_doubled
     b_begin = b_length * (i if WINDOW else i - 8 * b_doubled)
     return b_begin, b_begin + b_length
+
+
+@triton.jit
+def _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_m, scale, WIDTH: tl.constexpr):
+    """Write a run's mean of the values and its log-sum-exp, base 2; -inf where nothing was read."""
+    b_some = tl.where(b_sum == 0.0, 1.0, b_sum)
+    m_md = m_m[:, None] & (o_d < WIDTH)[None, :]
+    tl.store(p_out + o_run[:, None] * WIDTH + o_d[None, :], b_out / b_some[:, None], mask=m_md)
+    tl.store(p_lse + o_run, tl.where(b_sum == 0.0, float("-inf"), b_most * scale + tl.log2(b_some)), mask=m_m)
 
 
 # Do not specialize on numbers that change from pass to pass: each special value would be another compilation.

@@ -101,15 +101,6 @@ def _add(b_most, b_sum, b_out, b_s, b_v, scale, MASKED: tl.constexpr, PRECISION:
     return b_next, b_sum * b_keep + tl.sum(b_p, 1), b_out
 
 
-@triton.jit
-def _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_m, scale, WIDTH: tl.constexpr):
-    """Write a run's mean of the values and its log-sum-exp, base 2; -inf where nothing was read."""
-    b_some = tl.where(b_sum == 0.0, 1.0, b_sum)
-    m_md = m_m[:, None] & (o_d < WIDTH)[None, :]
-    tl.store(p_out + o_run[:, None] * WIDTH + o_d[None, :], b_out / b_some[:, None], mask=m_md)
-    tl.store(p_lse + o_run, tl.where(b_sum == 0.0, float("-inf"), b_most * scale + tl.log2(b_some)), mask=m_m)
-
-
 # Do not specialize on numbers that change from pass to pass: each special value would be another compilation.
 @triton.jit(do_not_specialize=["n_rows", "n_own", "group", "n_kv", "n_splits", "window"])
 def _runs(
@@ -192,8 +183,11 @@ def _runs(
                 b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
                 b_most, b_sum, b_out = _add(b_most, b_sum, b_out, b_s, b_v, scale, False, PRECISION)
 
+    b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+    b_lse = tl.where(b_sum == 0.0, float("-inf"), b_most * scale + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum)))
     o_run = ((i_bk * n_splits + i_split) * n_m + o_m).to(tl.int64)
-    _store(p_out, p_lse, b_most, b_sum, b_out, o_run, o_d, m_m, scale, WIDTH)
+    tl.store(p_out + o_run[:, None] * WIDTH + o_d[None, :], b_out, mask=m_md)
+    tl.store(p_lse + o_run, b_lse, mask=m_m)
 
 
 @triton.jit(do_not_specialize=["n_rows", "group", "n_kv", "n_splits"])
