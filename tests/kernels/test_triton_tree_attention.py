@@ -46,6 +46,26 @@ def expected_lse(q, keys, lengths, masks, window):
     return scores.masked_fill(~opened[:, :, None], float("-inf")).logsumexp(-1).float()
 
 
+def drawn(trees, lengths, n_rows, n_heads, n_kv, width, is_tree, spare=0):
+    """Queries, a poisoned cache of `spare` more rows than are needed, lengths and masks."""
+    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + spare, n_kv, width)
+    masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))]) if is_tree else None
+    return trees.draw(len(lengths), n_rows, n_heads, width, seed=7), keys, values, torch.tensor(lengths), masks
+
+
+def check(q, keys, values, lengths_B, masks, window, *options, allowed=2e-6, padding=False):
+    """Holds outputs and log-sum-exps against the reference. Padding has no place in a history, so its output under a
+    window is undefined, but finite."""
+    wanted = reference(q.float(), keys, values, lengths_B, masks, window)[0]
+    lse = expected_lse(q, keys, lengths_B, masks, window)
+    out, found = run(q, keys, values, lengths_B, masks, window, *options)
+    read = torch.ones_like(wanted[:, :, 0, 0], dtype=torch.bool)
+    if masks is not None and window is not None and not padding:
+        read &= masks.any(-1)
+    assert out.isfinite().all() and (out - wanted)[read].abs().max() < allowed
+    torch.testing.assert_close(found[read], lse[read], rtol=0, atol=allowed)
+
+
 CASES = [
     # heads, key heads, width, lengths, rows
     (4, 4, 16, [0], 1),
@@ -71,15 +91,7 @@ COMBINED = [
 @pytest.mark.parametrize(("case", "tree", "window"), COMBINED, ids=str)
 def test_against_the_reference(trees, case, tree, window):
     n_heads, n_kv, width, lengths, n_rows = case
-    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows + 5, n_kv, width)
-    q = trees.draw(len(lengths), n_rows, n_heads, width, seed=7)
-    masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
-    lengths_B = torch.tensor(lengths)
-    wanted = reference(q, keys, values, lengths_B, masks, window)[0]
-    lse = expected_lse(q, keys, lengths_B, masks, window)
-    out, found = run(q, keys, values, lengths_B, masks, window, 3)
-    assert (out - wanted).abs().max() < 2e-6
-    torch.testing.assert_close(found, lse, rtol=0, atol=2e-6)
+    check(*drawn(trees, lengths, n_rows, n_heads, n_kv, width, tree, spare=5), window, 3, padding=True)
 
 
 def at_borders(block: int) -> list[int]:
@@ -94,29 +106,14 @@ def test_lengths_at_the_borders_of_blocks(trees, small_blocks, tree, window, n_s
     """A window of 160 leaves whole blocks between the keys that only some rows read and the pass's own rows."""
     n_rows, width = 7, 32
     lengths = at_borders(blocks(2 * n_rows, width, 4, 99 * 1024)[1])
-    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, width)
-    q, lengths_B = trees.draw(len(lengths), n_rows, 2, width, seed=7), torch.tensor(lengths)
-    masks = torch.stack([trees.random_tree(n_rows, seed) for seed in range(len(lengths))]) if tree else None
-    wanted = reference(q, keys, values, lengths_B, masks, window)[0]
-    lse = expected_lse(q, keys, lengths_B, masks, window)
-    out, found = run(q, keys, values, lengths_B, masks, window, n_splits)
-    # Padding has no place in a history, so its output under a window is undefined, but finite.
-    read = torch.ones(1, n_rows, dtype=torch.bool) if masks is None or window is None else masks.any(-1)
-    read = read.expand(len(lengths), -1)
-    assert out.isfinite().all() and (out - wanted)[read].abs().max() < 2e-6
-    torch.testing.assert_close(found[read], lse[read], rtol=0, atol=2e-6)
+    check(*drawn(trees, lengths, n_rows, 2, 1, width, tree), window, n_splits)
 
 
 @pytest.mark.parametrize("n_rows", [1, 16, 65, 128])
 def test_passes_of_all_widths(trees, merged, n_rows):
     """Trees, whose ancestors are two words, and chains under a window."""
-    lengths = [29, 260]
-    keys, values = trees.poisoned(lengths, n_rows, max(lengths) + n_rows, 1, 16)
-    q, lengths_B = trees.draw(2, n_rows, 1, 16, seed=7), torch.tensor(lengths)
-    trees = torch.stack([trees.random_tree(n_rows, seed) for seed in range(2)])
-    for masks, window in ((trees, None), (None, 200)):
-        out, _ = run(q, keys, values, lengths_B, masks, window, 1)
-        assert (out - reference(q, keys, values, lengths_B, masks, window)[0]).abs().max() < 2e-6
+    for is_tree, window in ((True, None), (False, 200)):
+        check(*drawn(trees, [29, 260], n_rows, 1, 1, 16, is_tree), window, 1)
 
 
 @pytest.mark.parametrize("choice", [None, *LARGE], ids=str)
@@ -160,11 +157,9 @@ def test_large_blocks(trees, merged, choice, n_rows, length, is_tree, window, n_
     """Several blocks of 128 keys and a part of one, also under a window that leaves whole blocks between the keys that
     only some rows read and the pass's own rows; runs of which some are empty; a cache that is shorter than a block."""
     n_heads = 4 if n_rows < 64 else 2  # up to 256 queries of a key head
-    keys, values = (x.to(DTYPE) for x in trees.poisoned([length], n_rows, length + n_rows, 1, 16))
-    q, lengths_B = trees.draw(1, n_rows, n_heads, 16, seed=7).to(DTYPE), torch.tensor([length])
-    masks = trees.random_tree(n_rows, 0)[None] | torch.eye(n_rows, dtype=torch.bool) if is_tree else None
-    out, _ = run(q, keys, values, lengths_B, masks, window, n_splits, choice)
-    assert (out - reference(q.float(), keys, values, lengths_B, masks, window)[0]).abs().max() < ALLOWED
+    *tensors, lengths_B, masks = drawn(trees, [length], n_rows, n_heads, 1, 16, is_tree)
+    masks = masks | torch.eye(n_rows, dtype=torch.bool) if is_tree else None
+    check(*(x.to(DTYPE) for x in tensors), lengths_B, masks, window, n_splits, choice, allowed=ALLOWED)
 
 
 def test_a_row_that_may_read_nothing_is_zero(trees):
