@@ -292,13 +292,15 @@ def test_the_evaluation_is_a_direct_computation(alone, config_file, opened, targ
     per_row = [direct(method, target, read_batch(rows, [EpochRow(0, row)])) for row in used]
     n_ranked = None
     for part in range(len(method.part_names)):
-        losses, ranks, chosen = [], [], []
+        losses, ranks, chosen, overlaps = [], [], [], []
         for row in per_row:
-            loss, rank, choice_rank = row[part]
+            loss, rank, choice_rank, overlap = row[part]
             losses, ranks = losses + loss, ranks + rank
             step = max(1, len(loss) // -(-choices // 4))
             chosen += choice_rank[::step][: -(-choices // 4)]
+            overlaps += overlap[::step][: -(-choices // 4)]
         assert found["part_loss"][part] == pytest.approx(np.mean(losses), rel=1e-5)
+        assert found["overlaps"][part] == pytest.approx(np.mean(overlaps), rel=1e-5)
         for k in range(3):
             assert found["rank_rates"][part][k] == pytest.approx(np.mean(np.array(ranks) == k))
             assert found["choice_rates"][part][k] == pytest.approx(np.mean(np.array(chosen) == k))
@@ -311,15 +313,15 @@ def test_the_evaluation_is_a_direct_computation(alone, config_file, opened, targ
 
 
 def direct(method, target, batch):
-    """For each part and label: its cross-entropy, its rank, and the rank of the target's choice; 99 where the draft
-    cannot propose it."""
+    """For each part and label: its cross-entropy, its rank, and the rank of the target's choice, 99 where the draft
+    cannot propose it; and the sum of the smaller one of both probabilities of each token."""
     model, draft = target.model, method.draft
     head = model.lm_head.weight
     ids = getattr(draft, "token_ids", None)
     ids = torch.arange(97) if ids is None else ids
     parts = []
     for number in range(len(method.part_names)):
-        result = [], [], []
+        result = [], [], [], []
         for start, stop in pairwise(batch.borders):
             tokens, supervised = batch.tokens[start:stop], batch.supervised[start:stop]
             seen = model(Pass(tokens[None], needs={"logits", "pre_norm", "post_norm", "last_kv"}))
@@ -343,5 +345,7 @@ def direct(method, target, batch):
                 result[1].append(order.index(label))
                 wanted = int(choice[t + distance - 1])
                 result[2].append(order.index(wanted) if wanted in order else 99)
+                p = seen.logits[0, t + distance - 1].softmax(0)[ids]
+                result[3].append(float(torch.minimum(p, logits.softmax(0)).sum()))
         parts.append(result)
     return parts
