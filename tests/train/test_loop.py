@@ -4,6 +4,7 @@ and the effects of a loss that is not finite."""
 import gc
 import json
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from longdraft.data_prep.shards import Row, ShardSet
 from longdraft.models.draft_folder import read_info
 from longdraft.models.drafts.heads import TokenSwift, TokenSwiftConfig
 from longdraft.models.hf import load_target
+from longdraft.models.passes import Pass
 from longdraft.train import checkpoint
 from longdraft.train.batches import step_rows
 from longdraft.train.config import DTYPES, OptimizerSection
@@ -26,6 +28,7 @@ from longdraft.train.methods.build import open_method
 from longdraft.train.ranks import TrainingError
 from longdraft.train.setup import open_rows
 from longdraft.train.step import learning_rate
+from longdraft.train.teacher import Teacher
 from longdraft.train.tracking import Tracker, _flat, read_metrics, wandb_mode
 
 
@@ -45,6 +48,26 @@ def test_norms_do_not_decay():
     assert others["weight_decay"] == 0.0 and [p.ndim for p in others["params"]] == [1] * 6
     (only,) = parameter_groups(TokenSwift(TokenSwiftConfig(8, 1e-5, kind="silu_chain")), 0.1)
     assert only["weight_decay"] == 0.1 and len(only["params"]) == 3
+
+
+def test_teacher_sees_each_piece_alone_and_gives_its_own_choices(target):
+    tokens_N = torch.randint(97, (31,), generator=torch.Generator().manual_seed(0))
+    borders, teacher = [0, 11, 12, 31], Teacher(target.model)
+    needs = {"pre_norm", "post_norm", "last_kv"}
+    seen = teacher.forward(tokens_N, borders, None, needs)
+    assert seen.logits is None and not seen.pre_norm.requires_grad
+    for start, stop in pairwise(borders):
+        alone = target.model(Pass(tokens_N[None, start:stop], needs=needs | {"logits"}))
+        for field in ("pre_norm", "post_norm"):
+            torch.testing.assert_close(getattr(seen, field)[start:stop], getattr(alone, field)[0], rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(seen.last_kv, alone.last_kv, strict=True):
+            torch.testing.assert_close(ours[start:stop], theirs[0], rtol=1e-5, atol=1e-5)
+        choices, totals = teacher.choices(seen.post_norm[start:stop])
+        assert torch.equal(choices, alone.logits[0].argmax(-1))
+        torch.testing.assert_close(totals, alone.logits[0].logsumexp(-1))
+    assert [found.shape for found in teacher.choices(seen.post_norm[:0])] == [(0,), (0,)]
+    only = teacher.forward(tokens_N, borders, None, {"last_kv"})
+    assert only.pre_norm is None and only.post_norm is None
 
 
 def test_what_training_brought_is_told_where_it_began_with_a_draft():
