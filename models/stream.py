@@ -35,10 +35,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """nn.Linear through kernels/linear.py, which fuses the norm before it, the gate after it and the residual.
-
-    ZeRO-3 gathers a trained module's weights only around its own call, so no other module may read them.
-    """
+    """nn.Linear through kernels/linear.py, which fuses the norm before it, the gate after it and the residual."""
 
     def reset_parameters(self) -> None:
         """Do nothing: a target's weights are loaded, and a draft initialises its own with its own generator."""
@@ -55,6 +52,8 @@ class Linear(nn.Linear):
         weight, bias = self.weight, self.bias
         if first_row:
             weight, bias = weight[first_row:], None if bias is None else bias[first_row:]
+        if norm is not None and norm.weight.requires_grad:
+            input, norm = norm(input), None  # ZeRO-3 gathers a module's weights only around its own call
         norm_and_eps = None if norm is None else (norm.weight, norm.eps)
         return linear(input, weight, bias, norm=norm_and_eps, gated=gated, residual=residual)
 

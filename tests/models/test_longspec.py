@@ -119,6 +119,27 @@ def test_every_row_is_the_formula(target, window, offset):
         torch.testing.assert_close(out[start:stop], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_in_training_a_module_reads_its_own_weights_alone(target):
+    """As ZeRO-3 needs it, which gathers a module's weights around its own call."""
+    draft, row = drafted(target, final_norm=True), row_of(target)
+    expected = draft.states(*row, planned(draft)).detach()
+    for module in draft.modules():
+        weights = {parameter: parameter.data for parameter in module.parameters(recurse=False)}
+
+        def gather(*_, weights=weights):
+            for parameter, data in weights.items():
+                parameter.data = data
+
+        def release(*_, weights=weights):
+            for parameter in weights:
+                parameter.data = parameter.new_empty(0)
+
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(release)
+        release()
+    assert torch.equal(draft.states(*row, planned(draft)), expected)
+
+
 def may_read(window: int) -> tuple[Tensor, Tensor]:
     """Bool [N, N]: whose embedding, and whose target key, each token's state depends on, by the definition."""
     n = BORDERS[-1]
