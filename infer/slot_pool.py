@@ -105,7 +105,8 @@ class SlotPool:
             # Drafters read the texts of free slots, too, but after a rehearsal, or for another engine, they no longer
             # have what belongs to the last one there.
             runner.state.positions.zero_()
-            self._record(kinds)
+            if runner.graphs.recording:
+                self._record(kinds)
         runner.start()
 
     def _allocate(self, batch: int, capacity: int, n_kinds: int) -> None:
@@ -143,7 +144,7 @@ class SlotPool:
 
     def _record(self, kinds: Sequence[tuple[SlotSampling, bool]]) -> None:
         """Record the prefill passes, and the steps of these kinds of sampling with or without log-probabilities, unless
-        they are recorded already; neither exists where nothing is recorded. All slots must be free.
+        they are recorded already. All slots must be free.
 
         If the target's passes do what cannot be recorded, nothing is recorded from now on; ValueError if recording is
         wanted."""
