@@ -2,12 +2,15 @@
 
 Rows are picked for one slot at a time, separately for each layer and KV head; kernels/selection.py computes the scores.
 A decoder runs on it as on a full cache, with explicit positions: attention does not depend on the order of rows, and
-keys are stored after RoPE.
+keys are stored after RoPE. Where it does, in layers with a sliding window, the text's last tokens take the place of a
+selection; linear attention keeps no rows, and its states are copied.
 Shapes: L layers, B slots, S tokens of the full cache, M rows copied at once, H query heads, K KV heads, d head width, R
 rows picked, C chunks.
 """
 
+import copy
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +20,7 @@ from longdraft.infer.accept import AcceptResult
 from longdraft.infer.slot_state import SlotState
 from longdraft.kernels.selection import chunk_means, gather_rows, top_keys
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.footprint import Allocations, cache_rows
+from longdraft.models.footprint import Allocations, cache_rows, delta_states
 from longdraft.models.kv_cache import KVCache
 
 
@@ -76,9 +79,10 @@ class Selection:
 
     def allocations(self, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int, tail: int) -> Allocations:
         """What a SelectedCache on a full cache of `capacity` rows a slot will allocate, by name."""
-        named = {"selected cache": cache_rows(like, batch * (self.rows(capacity) + tail + 1), dtype)}
+        n_rows = batch * (self.rows(capacity) + tail + 1)
+        named = {"selected cache": [*cache_rows(like, n_rows, dtype), *delta_states(like, batch, dtype)]}
         if self.chunk > 1 and not self.recent:
-            means = like.n_layers, capacity // self.chunk, like.n_kv_heads, like.head_dim
+            means = len(like.attention_layers), capacity // self.chunk, like.n_kv_heads, like.head_dim
             named["chunk means"] = [(means, dtype)]
         return named
 
@@ -101,15 +105,29 @@ class SelectedCache(KVCache):
         tail: rows for passes on this cache, committed and pending.
         depth: depth of the longest path that a step usually accepts.
         stride: committed tokens after which a slot is rebuilt even if there is room.
+        windows: of the full cache's layers, None for one without. A layer with a window, which counts rows, holds the
+            text's last tokens in their order instead of a selection.
     """
 
-    def __init__(self, full: KVCache, selection: Selection, tail: int, depth: int = 0, stride: int = sys.maxsize):
+    def __init__(
+        self,
+        full: KVCache,
+        selection: Selection,
+        tail: int,
+        depth: int = 0,
+        stride: int = sys.maxsize,
+        windows: Sequence[int | None] = (),
+    ):
         self.full, self.selection, self._depth, self._stride = full, selection, depth, stride
         self.fixed, self.budget = selection.fixed, selection.rows(full.capacity)
         # The extra last row takes writes that nobody reads, so that slots of unequal counts share one indexed copy.
         (n_layers, batch, _, n_kv_heads, head_dim), keys = full.keys.shape, full.keys
         capacity = self.budget + tail + 1
         super().__init__(n_layers, batch, capacity, n_kv_heads, head_dim, keys.dtype, keys.device)
+        self.delta = copy.deepcopy(full.delta)
+        slides = {layer: window for layer, window in enumerate(windows) if window is not None}
+        self._sliding_L11 = torch.tensor([*slides], dtype=torch.int64, device=keys.device)[:, None, None]
+        self._window = min(max(slides.values(), default=0), self.budget)
         self.held = torch.zeros_like(self.lengths)
         self._written = torch.full_like(self.lengths, -self.fixed)  # ring writes since row `fixed` was the next one
         # For each slot: how many tokens fit after a build (into free rows or, after a pick, over the picked ones), and
@@ -169,6 +187,7 @@ class SelectedCache(KVCache):
         def copy(_: SlotState) -> None:
             self._copy_new(most, self.full.lengths)
             self.lengths.copy_(self.held.clamp(max=self.budget))
+            self._copy_unselected()
 
         state.run(("follow", most), (self, self.full), copy)
         self._since = [since + most for since in self._since]
@@ -196,6 +215,7 @@ class SelectedCache(KVCache):
         self._copy_new(max(1, total - held), limits_B)
         self._since[slot] = total - held
         self.lengths[slot].fill_(min(total, self.budget))
+        self._copy_unselected()
 
     def _copy_new(self, most: int, lengths_B: Tensor) -> None:
         """Copy the full cache's rows from `held` up to lengths_B, at most `most` a slot, into the ring. Rows that a
@@ -212,15 +232,15 @@ class SelectedCache(KVCache):
         self.held.add_(counts_B)
         self._written.add_(counts_B)
 
-
-def can_select(like: DecoderConfig) -> bool:
-    """Whether selected rows can stand for a full cache. A sliding window counts rows, and selected ones are unordered;
-    linear attention has no rows."""
-    return like.delta is None and not any(like.windows)
-
-
-def refuse_unselectable(like: DecoderConfig, what: str) -> None:
-    """Raise ValueError, about `what`, unless `can_select`."""
-    if not can_select(like):
-        layers = "sliding windows" if like.delta is None else "linear attention"
-        raise ValueError(f"{what} does not support this model's {layers}; use a drafter without a partial cache")
+    def _copy_unselected(self) -> None:
+        """Bring what is not selected to the full cache's state: the last rows of layers with a sliding window, and the
+        states of linear attention."""
+        if self._window:
+            behind_M = torch.arange(-self._window, 0, device=self.lengths.device)
+            positions_BM, rows_BM = self.full.lengths[:, None] + behind_M, self.lengths[:, None] + behind_M
+            rows_BM = rows_BM.masked_fill(rows_BM < 0, self.capacity - 1)
+            where = self._sliding_L11, self._slots_B1
+            source, rows = (*where, positions_BM.clamp(min=0)), (*where, rows_BM)
+            self.keys[rows], self.values[rows] = self.full.keys[source], self.full.values[source]
+        if self.delta is not None and self.full.delta is not None:
+            self.delta.follow(self.full.delta)

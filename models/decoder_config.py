@@ -113,6 +113,11 @@ class DecoderConfig:
         given = self.sliding_windows or (None,) * self.n_layers
         return tuple(None if window is None or window >= self.max_positions else window for window in given)
 
+    @property
+    def cache_windows(self) -> list[int | None]:
+        """The windows of `attention_layers`."""
+        return [self.windows[layer] for layer in self.attention_layers]
+
     def rope_of(self, layer: int) -> RopeConfig:
         """The RoPE of a layer; -1 is the last one."""
         windowed = self.sliding_windows is not None and self.sliding_windows[layer] is not None

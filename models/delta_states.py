@@ -53,8 +53,13 @@ class DeltaStates:
         """Make a slot's state a copy of this one."""
         self.memory[:, slot], self.inputs[:, slot] = state
 
-    def reset(self, slot: int) -> None:
-        """Forget a slot's text."""
+    def follow(self, other: "DeltaStates") -> None:
+        """Become equal to the committed states of another cache of the same shape."""
+        self.memory.copy_(other.memory)
+        self.inputs.copy_(other.inputs)
+
+    def reset(self, slot: int | slice) -> None:
+        """Forget the text of one slot, or of several."""
         self.memory[:, slot].fill_(0)
         self.inputs[:, slot].fill_(0)
 

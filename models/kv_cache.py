@@ -112,9 +112,14 @@ class KVCache:
         rows = slice(first, first + keys_LRKd.shape[1])
         self.keys[:, slot, rows], self.values[:, slot, rows] = keys_LRKd, values_LRKd
 
-    def rewind(self, lengths_B: Tensor) -> None:
-        """Drop committed rows: go back to `lengths_B` (int64, each at most the present length)."""
-        assert self.delta is None, "linear attention cannot go back"
+    def rewind(self, lengths_B: Tensor, states: DeltaStates | None = None) -> None:
+        """Drop committed rows: go back to `lengths_B` (int64, each at most the present length).
+
+        states: those of linear attention at these lengths, which cannot go back by itself.
+        """
+        assert (self.delta is None) == (states is None), "states: of linear attention, at the lengths"
+        if self.delta is not None and states is not None:
+            self.delta.follow(states)
         self.lengths.copy_(lengths_B)
 
     def reset(self, slots: Sequence[int] | None = None, prompt_lengths: Sequence[int] | Tensor | None = None) -> None:

@@ -3,11 +3,13 @@
 
 It reads the first tokens of the text (the attention sinks of StreamingLLM, arXiv 2309.17453) and the last ones, at
 their positions in its cache, so it drafts at any length. A full cache is emptied and refilled with the sinks and the
-last tokens, half a window in total. Rows stay valid as long as the text agrees with their tokens. The model chooses
-with the noise of the target's choices (infer/choice/slots.py).
+last tokens, half a window in total. Rows stay valid as long as the text agrees with their tokens. Linear attention
+cannot drop tokens, so its states before the last root are kept, and a proposal reads the text from there on. The model
+chooses with the noise of the target's choices (infer/choice/slots.py).
 Shapes: B slots, T tokens of a pass, C chain, W rows of the cache, V vocabulary.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,7 +21,7 @@ from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Count, DeviceDrafter, Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.models.footprint import Allocations, cache_rows
+from longdraft.models.footprint import Allocations, cache_rows, delta_states
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.schema import Instance, validated
@@ -55,6 +57,9 @@ class SmallModelDrafter(DeviceDrafter):
         self._cache: KVCache | None = None
         # Upper bounds over all slots: cache rows for the tokens before the root, and how many of these are missing.
         self._span = self._missing = 0
+        # Within `trying`: how many proposals there were, and whether one after the first refilled the caches.
+        self._tries: int | None = None
+        self._refilled = False
         self._usual = FEW  # a recorded pass reads this many tokens before the root, or half a window
 
     @property
@@ -63,44 +68,64 @@ class SmallModelDrafter(DeviceDrafter):
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
         model = self.small.model
-        rows = cache_rows(model.config, batch * self.window, model.embed_tokens.weight.dtype)
-        return {"small model's cache": rows}
+        dtype = model.embed_tokens.weight.dtype
+        rows = cache_rows(model.config, batch * self.window, dtype)
+        return {"small model's cache": [*rows, *delta_states(model.config, 2 * batch, dtype)]}
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._cache is None or self._cache.batch != cache.batch:
             self._cache = self.small.model.new_cache(cache.batch, self.window)
             self._read = torch.zeros(cache.batch, self.window, dtype=torch.int64, device=cache.lengths.device)
             self._skipped = torch.zeros_like(cache.lengths)  # tokens of the text between the sinks and the next row
+            self._kept = copy.deepcopy(self._cache.delta)  # states before the last root, and how many rows these have
+            self._kept_rows = torch.zeros_like(cache.lengths)
         before = min(len(request.prompt) - 1, self.window // 2)
         self._cache.reset([slot])
+        if self._kept is not None:
+            self._kept.reset(slot)
+            self._kept_rows[slot].fill_(0)
         self._skipped[slot].fill_(len(request.prompt) - 1 - before)
         self._span, self._missing = max(self._span, before), max(self._missing, before)
 
     def buffers(self) -> tuple[object, ...]:
-        return self._cache, self._read, self._skipped
+        return self._cache, self._read, self._skipped, self._kept, self._kept_rows
 
-    def plan(self, state: SlotState, budget: Budget) -> tuple[int, int, bool]:
-        """How many tokens to draft, the most tokens that a slot must read before its root, and whether the caches of
-        all slots are refilled."""
+    def plan(self, state: SlotState, budget: Budget) -> tuple[int, int, bool, bool]:
+        """How many tokens to draft, the most tokens that a slot must read before its root, whether the caches of all
+        slots are refilled, and whether the states before the roots are kept."""
         count = min(self.gamma, budget.max_nodes, budget.stages)
         half = self.window // 2
         missing = state.rounded(max(0, self._missing), min(self._usual, half), half)
         if begins_anew := missing == half or self._span + missing + self.gamma > self.window:
             self._span = missing = half
-        self._missing = -1  # the root is read
-        return count, missing, begins_anew
+        keeps = self._kept is not None and (begins_anew or not self._tries)
+        if keeps or self._kept is None:
+            self._missing = self._after_root
+        if self._tries is not None:
+            self._refilled |= begins_anew and self._tries > 0
+            self._tries += 1
+        return count, missing, begins_anew, keeps
 
-    def grow(self, state: SlotState, budget: Budget, plan: tuple[int, int, bool]) -> TokenTree:
-        count, missing, begins_anew = plan
+    @property
+    def _after_root(self) -> int:
+        """How many tokens are missing of a text that ends with the last root: none of it, not even the root where that
+        has its row; states are kept without the root's."""
+        return -1 if self._kept is None else 0
+
+    def grow(self, state: SlotState, budget: Budget, plan: tuple[int, int, bool, bool]) -> TokenTree:
+        count, missing, begins_anew, keeps = plan
         cache = self._cache
         assert cache is not None
         if begins_anew:
             cache.lengths.zero_()
+            if self._kept is not None:
+                self._kept.reset(slice(None))
+                self._kept_rows.zero_()
             self._skipped.copy_((state.positions - missing).clamp(min=0))
         self._keep_agreeing(state)
         missing_B = state.positions - self._skipped - cache.lengths
         tokens_BT = self._text(state, cache.lengths[:, None] + torch.arange(1 + missing, device=missing_B.device))
-        logits_B1V = self._pass(tokens_BT, 1 + missing_B, missing_B)
+        logits_B1V = self._pass(tokens_BT, 1 + missing_B, missing_B, keeps)
         chain_BC = torch.full_like(state.roots, -1)[:, None].repeat(1, count)
         for i in range(count):
             if i > 0:
@@ -117,44 +142,52 @@ class SmallModelDrafter(DeviceDrafter):
         self._skipped.copy_(torch.minimum(self._skipped, state.positions))
         rows_1W = torch.arange(self.window, device=state.positions.device)[None]
         agreeing_BW = (self._text(state, rows_1W) == self._read) & (rows_1W < self._cache.lengths[:, None])
-        self._cache.rewind(torch.minimum(agreeing_BW.cumprod(1).sum(1), state.positions - self._skipped))
+        agreeing_B = torch.minimum(agreeing_BW.cumprod(1).sum(1), state.positions - self._skipped)
+        if self._kept is not None:
+            agreeing_B = torch.minimum(agreeing_B, self._kept_rows)
+        self._cache.rewind(agreeing_B, self._kept)
 
     def _text(self, state: SlotState, rows_BT: Tensor) -> Tensor:
         """The text's tokens at these rows of the cache."""
         return state.history.read_at(torch.where(rows_BT < self.sinks, rows_BT, rows_BT + self._skipped[:, None]))
 
-    def _pass(self, tokens_BT: Tensor, counts_B: Tensor, at_B: Tensor) -> Tensor:
+    def _pass(self, tokens_BT: Tensor, counts_B: Tensor, at_B: Tensor, keeps: bool = False) -> Tensor:
         """Run the model over these tokens and commit the first counts_B of them. Returns the logits [B, 1, V] of the
-        tokens at index at_B."""
+        tokens at index at_B; keeps: keep linear attention's states before these."""
         cache = self._cache
         assert cache is not None
         rows_BT = cache.lengths[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         self._read.scatter_(1, rows_BT, tokens_BT)
         output = self.small.model(Pass(tokens_BT, cache, logits_at_BR=at_B[:, None]))
+        if keeps and self._kept is not None and cache.delta is not None:
+            self._kept.follow(cache.delta)
+            self._kept.pending = [*cache.delta.pending]
+            self._kept.commit(None, at_B)
+            self._kept_rows.copy_(cache.lengths + at_B)
         cache.commit(None, counts_B)
         assert output.logits is not None
         return output.logits
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         most = accepted.nodes.shape[1]
-        self._span, self._missing, self._usual = self._span + most, self._missing + most, max(FEW, 2 * most)
+        self._span, self._missing = self._span + most, self._missing + most
+        self._usual = max(self._usual, 2 * most)
 
     @contextmanager
     def trying(self) -> Iterator[None]:
         """In this context it drafts after roots that are then rejected: the next root follows the present one."""
-        span = self._span
+        span, self._tries, self._refilled = self._span, 0, False
         yield
-        self._span, self._missing = min(span, self._span), -1  # the present root has its row
+        self._tries, self._missing = None, self._after_root
+        # States that were kept after a refill may have read what is now rejected, so the next proposal refills again.
+        self._span = self.window if self._refilled and self._kept is not None else min(span, self._span)
 
     def release(self) -> None:
         self._cache = None
 
 
 def check_small(target: Target, small: Target) -> None:
-    """Raise ValueError if the small model has linear attention, which cannot take tokens back, or differs from the
-    target in its vocabulary, its tokenizer or its device."""
-    if small.model.config.delta is not None:
-        raise ValueError(f"small: {small.name} has linear attention; choose a small model with attention in all layers")
+    """Raise ValueError if the small model differs from the target in its vocabulary, its tokenizer or its device."""
     tokenizers = [model.fingerprint.get("tokenizer", "none") for model in (target, small)]
     differ = "none" not in tokenizers and tokenizers[0] != tokenizers[1]
     if differ or target.model.config.vocab_size != small.model.config.vocab_size:

@@ -23,12 +23,12 @@ from longdraft.infer.drafters.base import Count, CountOrZero, Request
 from longdraft.infer.drafters.combine import MOST_NODES
 from longdraft.infer.drafters.heads import HeadsDrafter, Shape
 from longdraft.infer.history import History
-from longdraft.infer.partial_cache import SelectedCache, Selection, can_select, refuse_unselectable
+from longdraft.infer.partial_cache import SelectedCache, Selection
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import PAD, ROOT, TokenTree, TreeShape
 from longdraft.kernels.transfer import integers
 from longdraft.models.drafts.heads import TokenSwift
-from longdraft.models.footprint import Allocations, cache_rows, size_of
+from longdraft.models.footprint import Allocations, cache_rows, delta_states, size_of
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.schema import Instance, validated
@@ -77,12 +77,10 @@ class TokenSwiftDrafter(HeadsDrafter):
         if draft_pass == "never" and budget != BUDGET:
             raise ValueError(f"budget={budget}: only for the draft pass, but draft_pass is 'never'; omit one of them")
         self.target, self._draft_pass, self._selection = target, draft_pass, Selection(budget, fixed=SINKS)
-        if draft_pass == "always":
-            refuse_unselectable(target.model.config, "draft_pass='always'")
         weights = list(target.model.parameters())
         self._expert_bytes = sum(p.nbytes for p in weights if p.dim() == 3)  # only experts have three dimensions
         self._weight_bytes = target.model.ranks.from_first(sum(p.nbytes for p in weights) - self._expert_bytes)
-        self._pass_allowed = draft_pass != "never" and can_select(target.model.config)
+        self._pass_allowed = draft_pass != "never"
         # The tree of a proposal with a draft pass.
         self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)))
         heads = self._pass_shape if self._pass_allowed else self.shape
@@ -108,15 +106,19 @@ class TokenSwiftDrafter(HeadsDrafter):
         return self._pass_allowed and self._pass_pays([capacity] * batch)
 
     def _pass_pays(self, lengths: Sequence[int]) -> bool:
-        """Whether to run a draft pass over these contexts: always, or if weights and selected rows are under half the
-        bytes of weights and all rows. Of experts, each root reads its own. lengths: 0 for a free slot."""
+        """Whether to run a draft pass over these contexts: always, or if it reads under half the bytes of a pass on the
+        full cache. Of experts, each root reads its own. lengths: 0 for a free slot."""
         if self._draft_pass == "always":
             return True
         config, dtype = self.target.model.config, self.target.model.embed_tokens.weight.dtype
-        all_rows, selected = sum(lengths), sum(min(length, self._selection.budget) for length in lengths)
-        taken = sum(map(bool, lengths)) * config.experts.per_token / config.experts.number if config.experts else 1.0
-        weights = self._weight_bytes + int(self._expert_bytes * min(1.0, taken))
-        full, draft = (weights + size_of(cache_rows(config, n, dtype)) for n in (all_rows, selected))
+        n_texts, windows = sum(map(bool, lengths)), [window or max(lengths) for window in config.cache_windows]
+        taken = n_texts * config.experts.per_token / config.experts.number if config.experts else 1.0
+        always = self._weight_bytes + int(self._expert_bytes * min(1.0, taken))
+        always += size_of(delta_states(config, n_texts, dtype))
+        row_bytes = size_of(cache_rows(config, 1, dtype)) / len(windows)
+        limits = max(lengths), self._selection.budget
+        rows = [sum(min(length, window, limit) for length in lengths for window in windows) for limit in limits]
+        full, draft = (always + n_rows * row_bytes for n_rows in rows)
         return draft < PASS_SHARE * full
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
@@ -130,7 +132,8 @@ class TokenSwiftDrafter(HeadsDrafter):
             self._selected = None
             return
         if self._selected is None or self._selected.full is not cache:
-            self._selected = SelectedCache(cache, self._selection, tail=1, depth=self.max_depth)
+            windows = self.target.model.config.cache_windows
+            self._selected = SelectedCache(cache, self._selection, tail=1, depth=self.max_depth, windows=windows)
         self._selected.start(slot)
 
     def buffers(self) -> tuple[object, ...]:

@@ -22,7 +22,7 @@ from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Count, Drafter, Plain, Request
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.history import History
-from longdraft.infer.partial_cache import SelectedCache, Selection, refuse_unselectable
+from longdraft.infer.partial_cache import SelectedCache, Selection
 from longdraft.infer.runner import Runner
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
@@ -51,8 +51,7 @@ class TriForceDrafter(Drafter):
             self-speculation, arXiv 2408.11049, at its simplest).
 
     Raises:
-        ValueError: options out of range; a small model that does not fit (see SmallModelDrafter); a target with
-            sliding windows or linear attention.
+        ValueError: options out of range; a small model that does not fit (see SmallModelDrafter).
     """
 
     @validated
@@ -71,7 +70,6 @@ class TriForceDrafter(Drafter):
             raise ValueError(f"gamma={gamma}: only for a small model, but there is none; give small, or omit gamma")
         self.target, self.chain = target, chain
         self._selection = Selection(budget, fixed=chunk, chunk=chunk, recent=select == "recent")
-        refuse_unselectable(target.model.config, f"budget={budget}: a cache of selected rows")
         self.inner: Drafter = Plain() if small is None else SmallModelDrafter(target, small, gamma)
         self.parts = [self.inner]
         self.max_nodes = self.max_depth = chain
@@ -90,7 +88,8 @@ class TriForceDrafter(Drafter):
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._cache is None or self._cache.full is not cache:
-            self._cache = SelectedCache(cache, self._selection, self._tail, self.chain, STRIDE)
+            windows = self.target.model.config.cache_windows
+            self._cache = SelectedCache(cache, self._selection, self._tail, self.chain, STRIDE, windows)
             self._runner.cache = self._cache
             # The inner level has its own history, because the outer level must not see what it adds.
             self._history = History(cache.batch, cache.capacity, cache.keys.device)

@@ -91,8 +91,8 @@ def make_collectives_operations() -> None:
     tensor_parallel._gather, tensor_parallel.dist = found.gather, SimpleNamespace(**vars(real) | replaced)
 
 
-def decode(name: str, kind: str, precision: str, put: Callable[[nn.Module], object]) -> object:
-    """The tokens that a drafter decodes, or why it is refused. put: brings a network to its device."""
+def decode(name: str, kind: str, precision: str, put: Callable[[nn.Module], object]) -> list[list[int]]:
+    """The tokens that a drafter decodes. put: brings a network to its device."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     shape = {"vocab_size": exactness.VOCAB, "max_positions": exactness.POSITIONS}
     whole = tiny.make_tiny_target(n_kv_heads=exactness.HEADS.get(kind, 2), **shape, **exactness.OTHERS.get(kind, {}))
@@ -105,18 +105,16 @@ def decode(name: str, kind: str, precision: str, put: Callable[[nn.Module], obje
         return draft
 
     exactness.randomised = drawn
-    small = tiny.make_tiny_target(n_layers=1, n_kv_heads=1, seed=6 if differ else 5, dtype=dtype, **shape)
+    layers = exactness.SMALLER.get(kind, {"n_layers": 1})
+    small = tiny.make_tiny_target(n_kv_heads=1, seed=6 if differ else 5, dtype=dtype, **layers, **shape)
     target = share_of(whole, dtype)
     experts = target.model.config.experts  # whose C kernels need widths that are multiples of 8
     in_c = library.library() is not None and not (experts and experts.size % 8)
     assert not (in_c and bits_depend_on_width(target)), (kind, precision)
     put(target.model)
     put(small.model)
-    try:
-        parts = [exactness.DRAFTERS[part](target, small) for part in name.split("+") if part != "plain"]
-        drafter = Combined(parts) if len(parts) > 1 else [*parts, "plain"][0]
-    except ValueError as error:
-        return str(error)
+    parts = [exactness.DRAFTERS[part](target, small) for part in name.split("+") if part != "plain"]
+    drafter = Combined(parts) if len(parts) > 1 else [*parts, "plain"][0]
     nodes = "auto" if precision == "fp32" else None
     engine, asked = Engine(target, drafter, slots=3, nodes=nodes), exactness.prompts(kind, "overflow")
     cases = exactness.every(given["samplings"])

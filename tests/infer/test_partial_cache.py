@@ -17,6 +17,7 @@ from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.partial_cache import SelectedCache, Selection
 from longdraft.infer.sampling import SamplingParams
+from longdraft.models.decoder_config import DeltaConfig
 from longdraft.models.footprint import sizes
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass
@@ -281,7 +282,8 @@ def test_queries_are_asked_for_only_where_a_rebuild_is_due(
 @pytest.mark.parametrize("name", ["tokenswift", "triforce"])
 def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(tiny_target, holding, name, prompts):
     """And nothing of a cache is left after a release."""
-    target = tiny_target(vocab_size=VOCAB)
+    delta = DeltaConfig((0,), key_heads=2, value_heads=4, key_dim=16, value_dim=8, kernel=4)
+    target = tiny_target(vocab_size=VOCAB, n_layers=3, delta=delta, sliding_windows=(None, 8, None))
     drafter, selected = holding(name, 4096, target)
     engine = Engine(target, drafter, nodes=None)
     for length in (9, 60):  # the second needs more than the first
@@ -292,7 +294,9 @@ def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(tiny_tar
         told = sizes(drafter.allocations(1, full.capacity))
         means = full.keys[:, 0, : full.capacity // 4].nbytes
         assert told.pop("chunk means", means) == means
-        assert sum(told.values()) == sum(rows.nbytes for one in caches for rows in (one.keys, one.values))
+        states = caches[0].delta.memory, caches[0].delta.inputs
+        rows = [rows for one in caches for rows in (one.keys, one.values)]
+        assert sum(told.values()) == sum(x.nbytes for x in (*rows, *states))
     left = [*map(weakref.ref, (full, *caches))]
     engine.runner.cache = full = inner = caches = None
     drafter.release()

@@ -13,6 +13,7 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.history import History
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
+from longdraft.models.decoder_config import DeltaConfig
 from longdraft.models.passes import Pass
 
 VOCAB = 61
@@ -22,9 +23,13 @@ SAMPLINGS = {
 }
 
 
-@pytest.fixture
-def small(tiny_target):
-    return tiny_target(vocab_size=VOCAB, n_layers=1, n_kv_heads=1, seed=5)
+DELTA = DeltaConfig((0, 1), key_heads=2, value_heads=4, key_dim=16, value_dim=8, kernel=4)
+
+
+@pytest.fixture(params=["attention", "linear attention"])
+def small(tiny_target, request):
+    layers = {"n_layers": 1} if request.param == "attention" else {"n_layers": 3, "delta": DELTA}
+    return tiny_target(vocab_size=VOCAB, n_kv_heads=1, seed=5, **layers)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -44,6 +49,25 @@ def test_what_knows_everything_is_always_right(target, small, sampling, name, pr
     for generation in Engine(target, drafter, nodes=None, slots=2).generate(prompts(40, 1, 18), params):
         assert generation.acceptance == 1.0 and generation.stats.steps == 6
         assert generation.stats.accepted_at_depth == [6] * depth
+
+
+@pytest.mark.parametrize(
+    ("shape", "budget"),
+    [
+        ({"sliding_windows": (7, 16)}, 32),  # a window and a chain beside the first chunk
+        ({"n_layers": 3, "delta": DELTA}, 200),
+        ({"n_layers": 3, "delta": DELTA, "sliding_windows": (None, None, 9)}, 24),
+    ],
+    ids=["windows", "linear attention", "both"],
+)
+@pytest.mark.parametrize("select", ["retrieved", "recent"])
+def test_layers_that_select_nothing_are_those_of_the_full_cache(tiny_target, small, shape, budget, select, prompts):
+    """Every node is accepted, although the budget does not hold the text where all layers slide or are linear."""
+    target = tiny_target(vocab_size=VOCAB, **shape)
+    params = [SamplingParams(temperature=1.0, seed=i, max_new_tokens=70) for i in range(3)]
+    drafter = TriForceDrafter(target, small, budget=budget, select=select)
+    for generation in Engine(target, drafter, nodes=None, slots=2).generate(prompts(60, 1, 18), params):
+        assert generation.acceptance == 1.0 and generation.stats.accepted_at_depth == [10] * 6
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -97,18 +121,20 @@ def test_rope_that_depends_on_the_length_and_half_precision(request, tiny_target
 
 
 def test_a_small_model_reads_the_end_of_a_text_and_each_token_of_it_about_twice(target, small, monkeypatch, prompts):
-    """A new request and a full cache begin half a window before the root; between them a pass has what is missing."""
-    rows = []
+    """A new request and a full cache begin half a window before the root; between them a pass has what is missing, and
+    with linear attention the last root once more."""
+    rows, again = [], int(small.model.config.delta is not None)
     small.model.register_forward_pre_hook(lambda module, args: rows.append(args[0].tokens_BT.shape[1]))
     monkeypatch.setattr(SmallModelDrafter, "window", 32)
     drafter = SmallModelDrafter(target, small, gamma=2)
     params = SamplingParams(temperature=1.0, seed=1, max_new_tokens=100)
     (result,) = Engine(target, drafter, nodes=None).generate(prompts(120), params)
-    assert rows[0] == 17 and max(rows[1:]) == 17 and sorted(set(rows)) == [1, 2, 3, 17]
-    assert 100 // 17 <= rows.count(17) <= 1 + 100 // (32 - 16 - 2 - 3)
-    assert sum(count for count in rows if count < 17) < 100 + 2 * result.stats.steps
+    assert rows[0] == 17 and max(rows[1:]) == 17 and sorted(set(rows)) == [1, *range(2, 4 + again), 17]
+    assert 100 // 17 <= rows.count(17) <= 1 + 100 // (32 - 16 - 2 - 3 - again)
+    assert sum(count for count in rows if count < 17) < 100 + (2 + again) * result.stats.steps
 
 
+@pytest.mark.parametrize("small", ["attention"], indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_within_triforce_a_small_model_begins_anew_only_when_its_cache_is_full(
     target, small, monkeypatch, temperature, prompts
@@ -132,15 +158,19 @@ def test_within_triforce_a_small_model_begins_anew_only_when_its_cache_is_full(
     assert max(read - {32}) <= 6  # the longest chain that a step of the outer level may add
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "triforce"])
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_a_full_cache_begins_anew_and_proposes_what_the_model_chooses_after_those_tokens(
-    target, small, monkeypatch, gamma, prompts
+    target, small, monkeypatch, gamma, inside, prompts
 ):
     """The first tokens of the text and the last ones, at positions inside the cache. Of several slots, at whatever
-    places they are."""
+    places they are; and after tokens that an outer level rejects."""
     monkeypatch.setattr(SmallModelDrafter, "window", 14)
     monkeypatch.setattr(SmallModelDrafter, "sinks", 3)
-    drafter = SmallModelDrafter(target, small, gamma=gamma)
+    outer = drafter = SmallModelDrafter(target, small, gamma=gamma)
+    if inside:
+        outer = TriForceDrafter(target, small, gamma=gamma, budget=32)
+        drafter = outer.inner
     propose, spans = drafter.propose, set()
 
     def checked(state, budget):
@@ -157,7 +187,7 @@ def test_a_full_cache_begins_anew_and_proposes_what_the_model_chooses_after_thos
 
     drafter.propose = checked
     params = [SamplingParams(max_new_tokens=count) for count in (50, 20, 39)]
-    Engine(target, drafter, nodes=None, slots=2).generate(prompts(30, 1, 12), params)
+    Engine(target, outer, nodes=None, slots=2).generate(prompts(30, 1, 12), params)
     assert {0, 7, 9} <= spans and max(spans) <= 14 - gamma
 
 
@@ -172,6 +202,3 @@ def test_models_that_do_not_go_together_are_named(target, tiny_target):
     target.fingerprint = {**target.fingerprint, "tokenizer": "b"}
     with pytest.raises(ValueError, match="small"):
         SmallModelDrafter(target, same_size)
-    windowed = tiny_target(sliding_windows=(None, 8))
-    with pytest.raises(ValueError, match="budget"):
-        TriForceDrafter(windowed)
