@@ -183,7 +183,7 @@ class SmallModelDrafter(DeviceDrafter):
         self._span = self.window if self._refilled and self._kept is not None else min(span, self._span)
 
     def release(self) -> None:
-        self._cache = None
+        self._cache = self._kept = None
 
 
 def check_small(target: Target, small: Target) -> None:
