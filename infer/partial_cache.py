@@ -1,9 +1,9 @@
 """A cache of selected rows of a full one: the cache of TokenSwift's draft pass and of TriForce's inner level.
 
 Rows are picked for one slot at a time, separately for each layer and KV head; kernels/selection.py computes the scores.
-A decoder runs on it as on a full cache, with explicit positions: attention does not depend on the order of rows, and
-keys are stored after RoPE. Where it does, in layers with a sliding window, the text's last tokens take the place of a
-selection; linear attention keeps no rows, and its states are copied.
+A decoder runs on it as on a full cache, with explicit positions: full attention does not depend on the order of rows,
+and keys are stored after RoPE. A sliding window counts rows, so layers with one hold the text's last tokens instead of
+a selection. The states of linear attention are copied.
 Shapes: L layers, B slots, S tokens of the full cache, M rows copied at once, H query heads, K KV heads, d head width, R
 rows picked, C chunks.
 """
@@ -105,8 +105,8 @@ class SelectedCache(KVCache):
         tail: rows for passes on this cache, committed and pending.
         depth: depth of the longest path that a step usually accepts.
         stride: committed tokens after which a slot is rebuilt even if there is room.
-        windows: of the full cache's layers, None for one without. A layer with a window, which counts rows, holds the
-            text's last tokens in their order instead of a selection.
+        windows: of the full cache's layers, None for one without. A layer with a window holds the text's last tokens in
+            their order.
     """
 
     def __init__(
@@ -184,12 +184,12 @@ class SelectedCache(KVCache):
     def follow(self, most: int, state: SlotState) -> None:
         """Drop the tail, and copy the full cache's new rows, at most `most` a slot."""
 
-        def copy(_: SlotState) -> None:
+        def take_new(_: SlotState) -> None:
             self._copy_new(most, self.full.lengths)
             self.lengths.copy_(self.held.clamp(max=self.budget))
             self._copy_unselected()
 
-        state.run(("follow", most), (self, self.full), copy)
+        state.run(("follow", most), (self, self.full), take_new)
         self._since = [since + most for since in self._since]
 
     def build(self, slot: int, queries_LHd: Tensor | None, total: int, seen: int) -> None:
@@ -240,7 +240,7 @@ class SelectedCache(KVCache):
             positions_BM, rows_BM = self.full.lengths[:, None] + behind_M, self.lengths[:, None] + behind_M
             rows_BM = rows_BM.masked_fill(rows_BM < 0, self.capacity - 1)
             where = self._sliding_L11, self._slots_B1
-            source, rows = (*where, positions_BM.clamp(min=0)), (*where, rows_BM)
-            self.keys[rows], self.values[rows] = self.full.keys[source], self.full.values[source]
+            for own, full in ((self.keys, self.full.keys), (self.values, self.full.values)):
+                own[*where, rows_BM] = full[*where, positions_BM.clamp(min=0)]
         if self.delta is not None and self.full.delta is not None:
             self.delta.follow(self.full.delta)
