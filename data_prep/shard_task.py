@@ -142,7 +142,7 @@ def _sequences(
                 record["examples"].setdefault("shorter_than_seq_len", document.name)
                 continue
             record["documents"] += 1
-            counts = record["mix"].setdefault(reader.name, Counter())
+            counts = record["mix"].setdefault(reader.name, {"documents": 0, "tokens": 0})
             counts["documents"] += 1
             for sequence in encoded:
                 cut = _beginning(sequence, min(room[source], most))

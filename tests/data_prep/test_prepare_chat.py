@@ -121,6 +121,15 @@ def test_a_conversation_that_the_budget_cuts_in_its_question_is_skipped(
     assert found and all(any(counts for _, counts in sequence) for sequence in found.values())
 
 
+def test_a_source_whose_answers_are_all_cut_off_has_no_tokens(config, tiny_tokenizer, tmp_path, capsys):
+    answer = {"role": "assistant", "content": "no"}
+    for name, question in (("short", "a boat"), ("long", "a boat " * 100)):
+        write(tmp_path / f"{name}.jsonl", [[{"role": "user", "content": question}, answer]])
+    sources = same_way([str(tmp_path / "short.jsonl"), str(tmp_path / "long.jsonl")], chat_field="messages")
+    prepare(changed(config, sources=sources, max_tokens=200, heldout_share=0.0), tiny_tokenizer, "hash")
+    assert "long.jsonl 0, short.jsonl " in capsys.readouterr().out
+
+
 def test_another_template_or_field_is_named(config, tiny_tokenizer):
     prepare(config, tiny_tokenizer, "hash")
     config.chat_template.write_text(FORGETS)
