@@ -30,5 +30,6 @@ def hub_folder(
             if any(any(folder.glob(pattern)) for pattern in group):
                 break
     except Exception as error:  # connection errors and the hub's own have no common class
-        raise ValueError(f"{refusal}, and could not be fetched from the hub: {error}") from error
+        reason = " ".join(str(error).split())  # some are several lines
+        raise ValueError(f"{refusal}, and could not be fetched from the hub: {reason}") from error
     return folder
