@@ -21,7 +21,7 @@ from longdraft.data_prep.recipe import PrepareConfig
 from longdraft.data_prep.records import Segment, read_documents
 from longdraft.data_prep.shards import SPLITS, Row, write_shard
 from longdraft.data_prep.tokenize import Encoded, Encoder, make_encoder
-from longdraft.models.files import WorkFolder
+from longdraft.models.files import WorkFolder, damage_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -73,7 +73,10 @@ def make_readers(
 ) -> list[Reader]:
     """A reader for each source. tokenizers: see `record_format_of`."""
     path, sources = config.chat_template, config.sources.items()
-    template = None if path is None else PLAIN if str(path) == PLAIN else path.read_text(encoding="utf-8")
+    template = None if path is None else str(path)
+    if path is not None and template != PLAIN:
+        with damage_named(path, remedy="give --chat-template another file, or plain"):
+            template = path.read_text(encoding="utf-8")
 
     def encoder(is_chat: bool) -> Encoder | ChatEncoder:
         return ChatEncoder(tokenizer, template) if is_chat else make_encoder(tokenizer, config.documents == "pack")

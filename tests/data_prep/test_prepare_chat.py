@@ -143,7 +143,7 @@ def test_what_does_not_go_with_conversations_is_refused(config, tiny_tokenizer, 
     (tmp_path / "text.md").write_text("about these chats")
     cases = {
         "not_a_list": {"sources": same_way([str(tmp_path / "text.md")], chat_field="messages"), "out": tmp_path / "b"},
-        r"none\.jinja": {"chat_template": tmp_path / "none.jinja"},
+        r"none\.jinja: cannot be read": {"chat_template": tmp_path / "none.jinja"},
         "chat_template is for conversations": {"sources": as_text(config)},
         "chat_template is not set": {"chat_template": None},
     }
