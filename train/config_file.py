@@ -120,7 +120,7 @@ def _plain(read: Callable[[], DictConfig | ListConfig], what: str) -> dict[str, 
     """What OmegaConf reads, as plain values."""
     try:
         raw = OmegaConf.to_container(read(), resolve=False)
-    except (OmegaConfBaseException, YAMLError, RecursionError, UnicodeDecodeError, OSError) as error:
+    except (OmegaConfBaseException, YAMLError, RecursionError, UnicodeError, OSError) as error:
         raise ValueError(f"{what} cannot be read: {_one_line(error)}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{what} is a list; expected sections of fields, such as `train: {{steps: 100}}`")

@@ -125,6 +125,7 @@ NAMED = {
     "--steps=3": r"--steps: ",
     "data.path=${": r"override: 'data\.path=\$\{' ",
     "data={path:${x}}": r"override: ",
+    "data.path=\udcff": r"override: 'data\.path=\\udcff' ",  # a byte of the command line that is not UTF-8
     "data.path=[1": r"override: 'data\.path=\[1' ",
     "data..path=1": r"data\.: ",
     "train.steps=null": r"train\.steps: ",
