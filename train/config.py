@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from longdraft.models.decoder_config import DecoderConfig
 from longdraft.models.drafts.heads import MedusaConfig, TokenSwiftConfig
-from longdraft.models.drafts.longspec import LongSpecConfig
+from longdraft.models.drafts.longspec import WIDTHS, LongSpecConfig
 from longdraft.models.files import from_home
 from longdraft.models.schema import Bool, Float, Int, Schema, Str, validate
 
@@ -289,7 +289,10 @@ def _rules(config: Config) -> list[tuple[str, bool, str]]:
     """The constraints between fields: a field, whether its value is valid given the others, and the remedy if it is
     not."""
     data, train, optimizer, decoding = config.data, config.train, config.optimizer, config.decoding
-    n_levels, n_heads = getattr(config.draft, "noise", 0), getattr(config.draft, "n_heads", -1)
+    draft = config.draft.model_dump()
+    n_levels, n_heads, window = draft.get("noise", 0), draft.get("n_heads", -1), draft.get("window", MAX_NUMBER)
+    depth = len(WIDTHS[:n_levels])  # of the tree that the drafter grows unless it is given another
+    has_norms = (draft.get("kind"), draft.get("out_norm_init")) != ("silu_chain", "target")
     moves, weights, steps = data.positions == "anchor_offset", train.level_weights, train.steps or MAX_NUMBER + 1
     max_position_fits = (data.max_position or 0) >= data.seq_len if moves else data.max_position is None
     weights_fit = weights is None or (len(weights) == n_levels > 0 and weights[0] > 0)
@@ -305,6 +308,8 @@ def _rules(config: Config) -> list[tuple[str, bool, str]]:
         ("train.kl_steps", (train.kl_steps is not None) == begins_with_kl, "set it for loss=overlap, acceptance only"),
         ("train.kl_steps", (train.kl_steps or 0) < steps, "it must be below train.steps"),
         ("train.level_weights", weights_fit, f"give a number for each of draft.noise = {n_levels}, the first above 0"),
+        ("draft.window", window >= depth, f"give {depth} or more, the tree's levels at draft.noise = {n_levels}"),
+        ("draft.out_norm_init", has_norms, "silu_chain has no norms to start from the target's: set it to ones"),
         ("data.seq_len", data.seq_len > n_heads + 1, f"it leaves no label for draft.n_heads = {n_heads}"),
         ("data.max_position", max_position_fits, "set it for anchor_offset only, to at least data.seq_len"),
         ("decoding.contexts", bool(decoding.contexts) or not decoding.every, "give lengths, such as [512, 2048]"),
