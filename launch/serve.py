@@ -6,7 +6,9 @@ import signal
 import socket
 import sys
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +27,8 @@ main = partial(cli.run, "serve")
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit status."""
     drafting = Drafting(args)
+    # Taken before the target is loaded, which may take minutes. Connections are refused until the engine is ready.
+    address = None if drafting.ranks.rank > 0 else _bind(args.host, args.port)
     # Load on a thread that then ends. Each thread that computes gets OpenMP threads of its own. With two such sets on a
     # CPU, this thread's and the engine thread's, all sleep instead of spinning, and a prompt takes a quarter longer.
     with ThreadPoolExecutor(1) as loading:
@@ -33,21 +37,39 @@ def run(args: argparse.Namespace) -> int:
         if target.tokenizer is None:
             raise ValueError(f"{target.name} has no tokenizer files, so no text can be served; add them")
         loading.submit(engine.reserve).result()
-    if drafting.ranks.rank > 0:
+    if address is None:
         return _follow(engine)
     model = args.model_name or Path(target.name).name
-    try:
-        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        listening = socket.create_server((args.host, args.port), family=family)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"--host, --port: {error}; give others") from error
+    with _address_named(args.host, args.port):
+        address.listen()
     api_key = os.environ.get(API_KEY, "")
     service = Service(engine, model, api_key, args.queue, args.host)
-    place, key = f"http://{args.host}:{listening.getsockname()[1]}", ", with a key" if api_key else ""
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    place, key = f"http://{host}:{address.getsockname()[1]}", ", with a key" if api_key else ""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it runs, the server handles signals itself
     note(f"Serving {model} on {place} with {args.slots} slots of {engine.max_length} positions{key}")
-    Server(service).run([listening])
+    Server(service).run([address])
     return ENGINE_FAILED if service.thread.failed else 0
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that has the address but does not listen yet."""
+    with _address_named(host, port):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        address = socket.socket(family)
+        address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            address.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        address.bind((host, port))
+    return address
+
+
+@contextmanager
+def _address_named(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--host, --port: {host}, {port}: {str(error).rstrip('.')}; give others") from error
 
 
 def _follow(engine: Engine) -> int:

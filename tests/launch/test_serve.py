@@ -87,6 +87,7 @@ def test_too_little_memory_is_said_before_it_listens(tiny, capsys):
         (["--queue", "-1"], "--queue"),
         (["--drafter", "nothing"], "--drafter: unknown name 'nothing'"),
         ([], "--target: name a model"),
+        (["--target", "smollm2-135m", "--port", "70000"], "--host, --port: 127.0.0.1, 70000"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_loaded(options, field, capsys):
@@ -94,5 +95,6 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(options, field, capsys)
         status = serve.main(options)
     except SystemExit as end:
         status = end.code
-    error = capsys.readouterr().err.splitlines()[-1]
+    *before, error = capsys.readouterr().err.splitlines()
     assert status == 2 and error.startswith("longdraft serve: error: ") and field in error
+    assert not any(line.startswith("Loading") for line in before)
