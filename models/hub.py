@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 
 
 def hub_folder(
@@ -29,6 +30,8 @@ def hub_folder(
             folder = Path(snapshot_download(name, allow_patterns=[*files, *group], **options))
             if any(any(folder.glob(pattern)) for pattern in group):
                 break
+    except HFValidationError as error:  # it has the form of a path, not that of a repository's name
+        raise ValueError(f"{refusal}; check the path") from error
     except Exception as error:  # connection errors and the hub's own have no common class
         reason = " ".join(str(error).split())  # some are several lines
         raise ValueError(f"{refusal}, and could not be fetched from the hub: {reason}") from error

@@ -37,13 +37,18 @@ def test_the_first_group_of_weights_that_is_there_is_the_last_that_is_asked_for(
     assert repository == [("some/one", "v2", ("*.json",), ())]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("no name"), EOFError("cut\noff")])
+def test_a_path_is_not_looked_for_on_the_hub():
+    with pytest.raises(ValueError, match=r"^no/such/folder is not a folder; check the path\Z"):
+        hub_folder("no/such/folder", ["*"], refusal="no/such/folder is not a folder")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), ValueError("no name"), EOFError("cut\n\noff")])
 def test_what_cannot_be_had_is_named(monkeypatch, error):
     def fail(*args, **options):
         raise error
 
     monkeypatch.setattr(hub, "snapshot_download", fail)
-    with pytest.raises(ValueError, match=r"^it is not a folder, and could not be fetched from the hub: .*$"):
+    with pytest.raises(ValueError, match=r"^it is not a folder, and could not be fetched from the hub: [^\n]+\Z"):
         hub_folder("some/one", ["*"], refusal="it is not a folder")
     with pytest.raises(ValueError, match="draft: nobody/failing-draft is not a folder, and could not be fetched"):
         local_folder("nobody/failing-draft")
