@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from longdraft.infer.drafters.base import Drafter, Plain
 from longdraft.infer.drafters.combine import Combined
@@ -16,7 +16,7 @@ from longdraft.infer.drafters.tokenswift import TokenSwiftDrafter
 from longdraft.infer.drafters.triforce import TriForceDrafter
 from longdraft.infer.tree import likeliest_nodes
 from longdraft.models.device import on_device
-from longdraft.models.draft_folder import load_draft, read_info
+from longdraft.models.draft_folder import DRAFTS, draft_method, load_draft, read_info
 from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 
@@ -45,7 +45,7 @@ def build_drafter(name: str, target: Target, draft: Any = None, options: Mapping
         options: keyword arguments of the drafter; in a combination, "drafter.option" for one of them.
 
     Raises:
-        ValueError: an unknown name or option, a draft that is missing, or one that no drafter takes.
+        ValueError: an unknown name or option, a draft that is missing, or that the drafter cannot use.
     """
     names = name.split("+")
     for one in names:
@@ -75,6 +75,9 @@ def _build(name: str, target: Target, draft: Any, options: dict[str, Any]) -> Dr
         if draft is None:
             raise ValueError(f"draft: {name} needs a trained draft; give the folder that `longdraft export` wrote")
         if isinstance(draft, str | Path):
+            method, networks = draft_method(draft), get_args(parameters["draft"].annotation)[0]
+            if not issubclass(DRAFTS[method][1], networks):
+                raise ValueError(f"draft: {draft} is a {method} draft, which {name} cannot use; name {method} instead")
             options = _tree_option(draft, parameters) | options
             draft = load_draft(draft, target)
         options = options | {"draft": draft}

@@ -183,6 +183,7 @@ def test_options_are_read_by_their_kind():
         ("--prompt x --target {t}/nothing", "{t}/nothing"),
         ("--prompt x\udcff", "--prompt: "),
         ("--prompt x --system \udcc3", "--chat, message 0.content"),
+        ("--prompt x --draft smollm2-135m-longspec --drafter tokenswift", "draft: smollm2-135m-longspec is a longspec"),
         ("--prompt x --device tpu", "--device: 'tpu'"),
         ("--prompt x --drafter plain tokenswift", "draft: tokenswift"),
         ("--prompt x --target {t}/bare", "tokenizer"),
