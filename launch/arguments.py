@@ -18,6 +18,7 @@ from longdraft.launch.console import flag
 DTYPES = ("fp32", "bf16", "fp16")
 LOADERS = ("longdraft", "transformers")
 FORMS = ("fp32", "serving", "off")
+DRAFTERS = ("plain", "tokenswift", "medusa", "longspec", "triforce", "small_model", "token_recycling", "prompt_lookup")
 SUITES = ("longbench", "aime24", "pg19", "spec-bench", "speed-bench", "mrcr", "mt-bench")
 PAPERS = ("longspec", "tokenswift", "triforce", "token-recycling")
 # Defaults of `longdraft bench`.
@@ -113,9 +114,11 @@ def add_ranks(add: Callable[..., Any]) -> None:
 def add_drafters(add: Callable[..., Any], several: bool) -> None:
     """Add the options for drafters. `several`: whether several drafters can be given and compared."""
     number: dict[str, Any] = MANY if several else {"nargs": 1}
-    add("--drafter", help="a+b combines several in one tree (default: the draft's own, or plain)", **number)
+    names = f"{', '.join(DRAFTERS)}, or several of them in one tree as a+b (default: the draft's own, or plain)"
+    add("--drafter", help=names, **number)
     add("--draft", default=[], help="a draft's folder, hub name, or name if it comes with longdraft", **number)
-    add("--option", default=[], metavar="KEY=VALUE", help="of the drafters; DRAFTER.KEY=VALUE for one of them", **MANY)
+    help = "a drafter's option; DRAFTER.KEY=VALUE for one of several"
+    add("--option", default=[], metavar="KEY=VALUE", help=help, **MANY)
     add("--nodes", type=node_budget, help="drafted nodes to verify in a step: auto (default), all, or a maximum")
 
 
@@ -172,7 +175,7 @@ def serve() -> ArgumentParser:
     add("--slots", type=at_least(1), default=8, help="requests decoded together (default: 8)")
     add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=False)
     add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=at_least(0), default=8000, help="default: 8000; 0 chooses a free port, which is printed")
     add("--model-name", help="the model's name in requests (default: the target's name)")
     add("--queue", type=at_least(0), default=256, help="requests that may wait (default: 256); more get 429")
@@ -205,7 +208,8 @@ def bench() -> ArgumentParser:
     either("--data", help="a prepared folder with held-out rows; with --suite, a folder, file or data set on the hub")
     either("--text-file", nargs="+", type=Path, help="use the beginnings of these files instead")
     many, tokens, new = f"default: {PROMPTS}", f"default: {TEXT_TOKENS}", f"default: {NEW_TOKENS}"
-    add("--prompts", type=at_least(1), metavar="N", help=f"number from --data, evenly spaced ({many}, a suite's: all)")
+    help = f"number of prompts, evenly spaced in --data ({many}, a suite's: all)"
+    add("--prompts", type=at_least(1), metavar="N", help=help)
     add("--prompt-tokens", type=at_least(2), metavar="N", help=f"tokens of a prompt ({tokens}, or the suite's)")
     add("--new-tokens", type=at_least(1), metavar="N", help=f"maximum tokens of an answer ({new}, or the suite's)")
     add = parser.add_argument_group("sampling").add_argument
@@ -213,7 +217,7 @@ def bench() -> ArgumentParser:
     add("--seed", type=int, default=0, help="default: 0")
     add_sampling(add, SAMPLING)
     add = parser.add_argument_group("measurements").add_argument
-    help = "how to check it: in fp32 (default); serving, in --dtype, counting tokens that differ at near-ties; or off"
+    help = "check exactness in fp32 (default), in --dtype (serving: count tokens that differ at near-ties), or not"
     add("--exactness", choices=FORMS, default=FORMS[0], help=help)
     add("--transformers", action="store_true", help="also time transformers' greedy generate on the same prompts")
     help = "context lengths at which to time passes of each width (default: the first prompt's; none for a suite)"

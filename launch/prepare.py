@@ -29,8 +29,11 @@ def main(argv: Sequence[str]) -> int | None:
         return regenerate(argv[1:])
     parser = _parser()
     given = vars(parser.parse_intermixed_args(argv))
-    if "inspect" not in given and "target" not in given:
-        parser.error("the following arguments are required: --target")
+    required = ("target",) if "recipe" in given else ("source", "target", "seq_len", "out")
+    missing = [flag(name) for name in required if name not in given]
+    if "inspect" not in given and missing:
+        without = "" if "recipe" in given else " without a recipe"
+        parser.error(f"the following arguments are required{without}: {', '.join(missing)}")
     work = partial(_inspect if "inspect" in given else _prepare, given)
     on_ctrl_c = "interrupted; finished shards are kept, and the same command continues"
     if status := run_command(parser.prog, work, on_ctrl_c, needs_output="inspect" in given):

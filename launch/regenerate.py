@@ -31,7 +31,7 @@ OPTIONAL = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
 NUMBERS = {
     "max_new_tokens": "maximum tokens of an answer (default: 1024); see --unfinished",
     "temperature": "0, the default, is greedy",
-    "seed": "each answer's seed is derived from this, the conversation's content and the turn",
+    "seed": "each answer's seed is derived from this, the conversation's content and the turn (default: 0)",
     **{name: SAMPLING[name] for name in OPTIONAL},
 }
 
@@ -48,14 +48,15 @@ def _parser() -> argparse.ArgumentParser:
     help = "continue texts instead, after each document's first N tokens (N-M: a number chosen by the document's hash)"
     add("--prompt-tokens", type=_token_range, metavar="N[-M]", help=help)
     add("--text-field", default="text", help="with --prompt-tokens: field with the text (default: text)")
-    add("--chat-template", type=Path, metavar="FILE", help="Jinja, the same as for `longdraft prepare`")
+    add("--chat-template", type=Path, metavar="FILE", help="a Jinja file, the same as for `longdraft prepare`")
     add("--out", required=True, type=Path, help="folder to create, or to continue")
     add = parser.add_argument_group("answers").add_argument
     add_fields(add, NUMBERS, max_new_tokens=1024, seed=0)
-    help = "drop a conversation whose answer gets longer (default), or keep the answer so far, without an end token "
+    help = "for a cut-off answer: drop its conversation (default), or keep the answer so far, without an end token "
     add("--unfinished", choices=("drop", "keep"), help=help + "to learn (default for texts)")
     parser.set_defaults(tensor_parallel=1)
-    add_model(parser)("--batch", type=at_least(1), default=8, metavar="N", help="conversations decoded together")
+    help = "conversations decoded together (default: 8)"
+    add_model(parser)("--batch", type=at_least(1), default=8, metavar="N", help=help)
     add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=False)
     add = parser.add_argument_group("servers, instead of decoding on this machine").add_argument
     help = "OpenAI-style servers of the target (vLLM, SGLang, longdraft serve); OPENAI_API_KEY sets their key"

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from longdraft.launch import cli
+from longdraft.infer.drafters.build import DRAFTERS
+from longdraft.launch import arguments, cli
 
 HERE = Path(__file__).parent
 STATUSES = json.loads((HERE / "statuses.json").read_text())
@@ -59,6 +60,7 @@ def options(command: str) -> dict[str, str]:
 def test_verbs_and_options(monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     assert {command: options(command) for command in COMMANDS} == json.loads((HERE / "options.json").read_text())
+    assert tuple(DRAFTERS) == arguments.DRAFTERS
     verbs = re.findall(r"^  (\w+) ", run_here("longdraft")[1], re.M)
     assert verbs == [command for command in COMMANDS if " " not in command]
 
