@@ -26,14 +26,14 @@ svg { max-width: 100%; height: auto; }
 def table(result: dict) -> str:
     """Plain decoding beside the drafters at every temperature, with exactness and the cost of a pass by its width."""
     settings = result["settings"]
-    shortest, longest = settings["prompt_tokens"]
+    lengths = " to ".join(map(str, dict.fromkeys(settings["prompt_tokens"])))
     on_gpu = result.get("on_gpu", False)
     sampling = "".join(f"{name} {value}, " for name, value in settings["sampling"].items())
     sampling += "" if settings["ignore_eos"] else "stop at end tokens, "
     on_ranks = f"{ranks} ranks, " if (ranks := result.get("ranks", 1)) > 1 else ""
     lines = [
         f"{result['target']}, {result['dtype']}, {result['device']}, {on_ranks}{result['threads']} threads, batch 1: "
-        f"{settings['prompts']} prompts of {shortest} to {longest} tokens, {settings['new_tokens']} new tokens each, "
+        f"{settings['prompts']} prompts of {lengths} tokens, {settings['new_tokens']} new tokens each, "
         f"seed {settings['seed']}, {sampling}peak memory {result['peak_memory_mib']} MiB"
     ]
     for run in result["runs"]:
@@ -144,7 +144,7 @@ def page(records: Mapping[str, Record]) -> str:
 <h1>{title}</h1><p>Speculative decoding against plain decoding, by longdraft.</p>
 <div class='runs'>{"".join(_run(name, record) for name, record in records.items())}</div>
 <h2>All prompts</h2><pre>{escape(figures)}</pre>
-<h2>By context, task and place</h2><div class='charts'>{"".join(_charts(series))}</div>
+<h2>By context, task and depth</h2><div class='charts'>{"".join(_charts(series))}</div>
 </body></html>
 """
 
@@ -173,8 +173,8 @@ def _charts(series: Mapping[str, Figures]) -> Iterable[str]:
             for group, one in figures[part].items():
                 groups.setdefault(group, []).append((name, one["speedup"], *one["intervals"]["speedup"]))
         yield _svg(bars(f"Speed over plain decoding, by {what}", groups))
-    places = {name: list(enumerate(one["acceptance_by_depth"], start=1)) for name, one in drafted.items()}
-    yield _svg(line_chart("Steps that accepted each place", places, "place in the tree", "share of steps"))
+    depths = {name: list(enumerate(one["acceptance_by_depth"], start=1)) for name, one in drafted.items()}
+    yield _svg(line_chart("Steps that accepted at least each depth", depths, "depth in the tree", "share of steps"))
     marks = {
         name: [(mark["tokens"], mark["ms"]) for mark in max(one["ms_per_token"], key=len, default=[])]
         for name, one in drafted.items()
@@ -215,14 +215,16 @@ def bars(title: str, groups: Mapping[str, Sequence[tuple[str, float, float, floa
 
 
 def line_chart(title: str, series: Mapping[str, Sequence[tuple[float, float]]], across: str, up: str) -> Any:
-    """A figure of joined points (x, y) of each series. The y axis begins at 0."""
+    """A figure of joined points (x, y) of each series. x are whole numbers; the y axis begins at 0."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(6, 3), layout="constrained")
     axes = figure.subplots()
     for number, (name, points) in enumerate(series.items()):
         axes.plot([x for x, _ in points], [y for _, y in points], "o-", ms=3, color=f"C{number % 10}", label=name)
     axes.set(xlabel=across, ylabel=up)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=10, loc="left")
     axes.legend(fontsize=8)

@@ -88,6 +88,7 @@ def test_numbers_stand_at_their_marks():
     assert [text.get_text().strip() for text in axes.texts] == ["2.00 (1.50-2.50)", "1.00 (1.00-1.00)"]
     (axes,) = line_chart("places", {"d": [(1, 0.8), (2, 0.4)]}, "place", "share").axes
     assert axes.lines[0].get_ydata().tolist() == [0.8, 0.4] and axes.get_ylim()[0] == 0
+    assert all(x == int(x) for x in axes.get_xticks())
 
 
 def test_the_command_names_what_is_wrong(tmp_path, capsys):
