@@ -27,7 +27,8 @@ def failures_described(path: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise ValueError(f"{str(path)[:200]}: {' '.join(str(error).split())[:300]}; {KEPT}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{str(path)[:200]}: {reason}; fix this and call again: finished work is kept") from error
 
 
 def run_in_processes(

@@ -152,7 +152,7 @@ def save_draft(folder: str | Path, draft: Draft, info: DraftInfo) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / WEIGHTS, write)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"out: no draft can be written to {folder}: {error}; make room there") from error
+        raise ValueError(f"out: no draft can be written to {folder}: {error}; make room or give another") from error
 
 
 def local_folder(draft: str | Path, revision: str | None = None) -> Path:

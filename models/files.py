@@ -257,11 +257,9 @@ class WorkFolder:
 def read_plan(folder: Path) -> dict[str, Any]:
     """The plan of a work folder, without its address. Raises ValueError if it is damaged or another program's."""
     path = folder / PLAN
-    try:
+    with damage_named(path, remedy="it is damaged or not longdraft's; choose another folder"):
         plan = json.loads(path.read_text(encoding="utf-8"))
         del plan["address"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged or not longdraft's ({error!r}); choose another folder") from error
     return plan
 
 
