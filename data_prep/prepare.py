@@ -194,7 +194,7 @@ def _summary(manifest: dict, out: Path) -> str:
     lines = [
         f"{train['rows']:,} train and {heldout['rows']:,} held-out rows of {manifest['seq_len']:,} tokens "
         f"({tokens:,} tokens of {total['documents']:,} documents{of_them}, "
-        f"{1 - tokens / (rows * manifest['seq_len']):.1%} filler; {bad:,} bad and {dropped:,} dropped documents) "
+        f"{1 - tokens / (rows * manifest['seq_len']):.1%} padding; {bad:,} bad and {dropped:,} dropped documents) "
         f"-> {out}",
         *_omitted(total),
     ]

@@ -88,7 +88,7 @@ class PrepareConfig(Schema):
     sources: by name. out: the folder to make. seq_len: tokens per row. documents: "pack" cuts long documents into rows;
     "first" keeps only the first row of each and drops shorter ones. chat_template: a Jinja file, "plain" (chat.py), or
     None for the tokenizer's own. heldout_share: the fraction of documents that are held out. max_tokens: the limit for
-    both splits together, without filler; the document that reaches it is cut.
+    both splits together, without padding; the document that reaches it is cut.
     """
 
     sources: Annotated[dict[Str, Source], Field(min_length=1)]

@@ -98,7 +98,7 @@ class ShardSet:
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """A copy of row i: {"tokens": int32 [seq_len], "borders": int32 [n_pieces + 1], "loss": bool [seq_len]}.
 
-        borders: the start of each piece, then the used length; tokens after it are filler and never in `loss`.
+        borders: the start of each piece, then the used length; tokens after it are padding and never in `loss`.
         Raises IndexError.
         """
         columns, row = self._locate(i)
@@ -114,7 +114,7 @@ class ShardSet:
         return list(zip(columns["documents"][row].as_py(), columns["pieces"][row].as_py(), strict=True))
 
     def used_tokens(self) -> Iterator[np.ndarray]:
-        """All tokens except filler, in order, for statistics: an int32 array for each shard."""
+        """All tokens except padding, in order, for statistics: an int32 array for each shard."""
         for number in (i for i, shard in enumerate(self.manifest["shards"]) if shard["rows"]):
             columns, seq_len = self._shard(number), self.manifest["seq_len"]
             tokens = columns["tokens"].values.to_numpy().reshape(-1, seq_len)

@@ -63,7 +63,7 @@ def export(
     _check_same(load_draft(out), draft)
     ids, vocab_size = draft.token_ids, target.model.config.vocab_size
     n_known = "" if ids is None else f", for {len(ids)} of {vocab_size} tokens"
-    print(f"Exported step {saved['step']} of {run_dir} to {out}{n_known}: reloaded, the same in every weight")
+    print(f"Exported step {saved['step']} of {run_dir} to {out}{n_known}: reloaded, every weight is equal")
     if card is not None:
         model_card.write_card(run_dir, out, config, saved["step"], card)
     return out

@@ -143,7 +143,7 @@ def test_every_method(made_run, capsys, name, precision):
     out = export(run)
     said = capsys.readouterr().out
     assert out == run / "draft" and f"Exported step 7 of {run} to {out}" in said
-    assert said.endswith(": reloaded, the same in every weight\n")
+    assert said.endswith(": reloaded, every weight is equal\n")
     assert (", for 20 of 97 tokens" in said) == ("draft_vocab_size" in SECTIONS[name])
     exported, weights = load_draft(out), trained.state_dict()
     assert exported.config == trained.config and exported.state_dict().keys() == weights.keys()
