@@ -10,12 +10,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 
 from longdraft.launch.arguments import PARSERS
 from longdraft.launch.console import note, run_command, show
 
 COMMANDS = {
-    "prepare": "pack text into shards of tokens",
+    "prepare": "pack text into shards of tokens (prepare regenerate: have the target answer it first)",
     "train": "train a draft on these shards, on every GPU of this machine",
     "export": "make a draft folder from a training checkpoint, reload and verify it",
     "convert": "make a draft folder from a draft that its authors published",
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands = "\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items())
         usage = f"usage: longdraft COMMAND ...   (longdraft COMMAND --help lists its options)\n\n{commands}\n"
         return run_command("longdraft", lambda: show(usage))
+    if argv[0] == "--version":
+        return run_command("longdraft", lambda: show(f"longdraft {version('longdraft')}\n"))
     if argv[0] not in COMMANDS:
         note(f"longdraft: unknown command {argv[0]!r}; known: {', '.join(COMMANDS)}")
         return 2
