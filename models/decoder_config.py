@@ -116,7 +116,8 @@ class DecoderConfig:
     @property
     def cache_windows(self) -> list[int | None]:
         """The windows of `attention_layers`."""
-        return [self.windows[layer] for layer in self.attention_layers]
+        windows = self.windows
+        return [windows[layer] for layer in self.attention_layers]
 
     def rope_of(self, layer: int) -> RopeConfig:
         """The RoPE of a layer; -1 is the last one."""

@@ -9,6 +9,7 @@ counted on the device, with shapes that do not depend on the text.
 Shapes: B slots, D hidden, I levels, K ranks, N tree nodes, S capacity, R occurrences of a token, G n-grams.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Literal
@@ -80,6 +81,7 @@ class TokenSwiftDrafter(HeadsDrafter):
         weights = list(target.model.parameters())
         self._expert_bytes = sum(p.nbytes for p in weights if p.dim() == 3)  # only experts have three dimensions
         self._weight_bytes = target.model.ranks.from_first(sum(p.nbytes for p in weights) - self._expert_bytes)
+        self._layers = Counter(target.model.config.cache_windows)  # how many have each window
         self._pass_allowed = draft_pass != "never"
         # The tree of a proposal with a draft pass.
         self._pass_shape = TreeShape(((0,), *((0, *node) for node in self.shape.nodes)))
@@ -111,15 +113,16 @@ class TokenSwiftDrafter(HeadsDrafter):
         if self._draft_pass == "always":
             return True
         config, dtype = self.target.model.config, self.target.model.embed_tokens.weight.dtype
-        n_texts, windows = sum(map(bool, lengths)), [window or max(lengths) for window in config.cache_windows]
+        n_texts = sum(map(bool, lengths))
         taken = n_texts * config.experts.per_token / config.experts.number if config.experts else 1.0
         always = self._weight_bytes + int(self._expert_bytes * min(1.0, taken))
         always += size_of(delta_states(config, n_texts, dtype))
-        row_bytes = size_of(cache_rows(config, 1, dtype)) / len(windows)
-        limits = max(lengths), self._selection.budget
-        rows = [sum(min(length, window, limit) for length in lengths for window in windows) for limit in limits]
-        full, draft = (always + n_rows * row_bytes for n_rows in rows)
-        return draft < PASS_SHARE * full
+        row_bytes = size_of(cache_rows(config, 1, dtype)) / self._layers.total()
+        full, draft = (
+            sum(n * min(length, window or length, most) for length in lengths for window, n in self._layers.items())
+            for most in (max(lengths), self._selection.budget)
+        )
+        return always + draft * row_bytes < PASS_SHARE * (always + full * row_bytes)
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
         like, dtype = self.target.model.config, self.target.model.embed_tokens.weight.dtype

@@ -238,13 +238,10 @@ def test_free_slots_at_the_end_stay_out_of_the_heads(target, plain_tokens, seede
     assert [result.tokens] == plain_tokens(target, prompts(30), params) and rows == {1}
 
 
-def test_sliding_windows_leave_the_draft_pass_out(tiny_target, plain_tokens, seeded, prompts):
+def test_of_a_sliding_layer_auto_counts_its_window(tiny_target):
     target = tiny_target(vocab_size=VOCAB, sliding_windows=(None, 8))
-    with pytest.raises(ValueError, match="draft_pass='always' does not support this model's sliding windows"):
-        drafter_for(target, draft_pass="always")
-    params = seeded(SamplingParams(), 1, 20)
-    want = plain_tokens(target, prompts(30), params)
-    drafter = drafter_for(target, budget=20)
-    (result,) = Engine(target, drafter).generate(prompts(30), params)
-    assert result.tokens == want[0]
-    assert "selected cache" not in drafter.allocations(1, 100)
+    drafter, config = drafter_for(target, budget=20), target.model.config
+    row = 2 * config.n_kv_heads * config.head_dim * 4  # of one layer
+    # weights + window + budget = (weights + window + all rows) / 2
+    border = int(sum(p.nbytes for p in target.model.parameters()) / row) + 8 + 2 * 20
+    assert not drafter._pass_pays([border]) and drafter._pass_pays([border + 2])
