@@ -84,6 +84,9 @@ class Selection:
         if self.chunk > 1 and not self.recent:
             means = len(like.attention_layers), capacity // self.chunk, like.n_kv_heads, like.head_dim
             named["chunk means"] = [(means, dtype)]
+        if slides := [window for window in like.cache_windows if window is not None]:
+            window = min(max(slides), self.rows(capacity))
+            named["windows that are copied"] = [((len(slides), batch * window, like.n_kv_heads, like.head_dim), dtype)]
         return named
 
 
@@ -91,10 +94,11 @@ class SelectedCache(KVCache):
     """The rows of a full cache that a selection picks for each layer and KV head, and every token committed since.
 
     Rows [0, fixed) always hold the text's first tokens, and rows [fixed, budget) are a ring. Together they stand for
-    the text's first `held` tokens; if these exceed the budget, new tokens overwrite the least important ones. A tail
-    follows: the rows that passes on this cache have committed (`append`, `commit`), which a step of the full cache
-    drops. Before all picked rows are overwritten, a rebuild is `due`: `needs` asks for queries from the target's next
-    pass, and the `on_step` after that pass rebuilds. Only a rebuild makes the host wait for the device.
+    the text's first `held` tokens; if these exceed the budget, new tokens overwrite the least important ones. In layers
+    with a sliding window the last tokens stand there instead, in their order. A tail follows: the rows that passes on
+    this cache have committed (`append`, `commit`), which a step of the full cache drops. Before all picked rows are
+    overwritten, a rebuild is `due`: `needs` asks for queries from the target's next pass, and the `on_step` after that
+    pass rebuilds. Only a rebuild makes the host wait for the device.
 
     Attributes:
         held: int64 [B].
@@ -105,8 +109,7 @@ class SelectedCache(KVCache):
         tail: rows for passes on this cache, committed and pending.
         depth: depth of the longest path that a step usually accepts.
         stride: committed tokens after which a slot is rebuilt even if there is room.
-        windows: of the full cache's layers, None for one without. A layer with a window holds the text's last tokens in
-            their order.
+        windows: of the full cache's layers, None for one without.
     """
 
     def __init__(
@@ -166,12 +169,14 @@ class SelectedCache(KVCache):
             totals, seen = torch.stack([self.full.lengths, state.positions - accepted.counts + 1]).tolist()
             for slot in slots:
                 self.build(slot, queries_LBHd[:, slot], totals[slot], seen[slot])
+            self._copy_unselected()
         self._ask(most)
         return slots
 
     def on_prefill(self, slot: int, queries_L1Hd: Tensor | None, length: int) -> None:
         """Build a slot at the end of its prefill. queries_L1Hd: of the last of the `length` prefilled tokens."""
         self.build(slot, None if queries_L1Hd is None else queries_L1Hd[:, 0], length, length)
+        self._copy_unselected()
         self._ask(0)
 
     def _due_soon(self, most: int) -> list[int]:
@@ -215,7 +220,6 @@ class SelectedCache(KVCache):
         self._copy_new(max(1, total - held), limits_B)
         self._since[slot] = total - held
         self.lengths[slot].fill_(min(total, self.budget))
-        self._copy_unselected()
 
     def _copy_new(self, most: int, lengths_B: Tensor) -> None:
         """Copy the full cache's rows from `held` up to lengths_B, at most `most` a slot, into the ring. Rows that a

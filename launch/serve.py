@@ -27,7 +27,8 @@ main = partial(cli.run, "serve")
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit status."""
     drafting = Drafting(args)
-    # Taken before the target is loaded, which may take minutes. Connections are refused until the engine is ready.
+    # Taken before the target is loaded, which may take minutes. Connections are refused until the engine is ready. A
+    # port that another server has taken likewise, and does not listen on yet, is refused then.
     address = None if drafting.ranks.rank > 0 else _bind(args.host, args.port)
     # Load on a thread that then ends. Each thread that computes gets OpenMP threads of its own. With two such sets on a
     # CPU, this thread's and the engine thread's, all sleep instead of spinning, and a prompt takes a quarter longer.

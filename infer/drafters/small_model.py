@@ -21,7 +21,7 @@ from longdraft.infer.budget import Budget
 from longdraft.infer.drafters.base import Count, DeviceDrafter, Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
-from longdraft.models.footprint import Allocations, cache_rows, delta_states
+from longdraft.models.footprint import Allocations, cache_rows, delta_states, pending_bytes
 from longdraft.models.kv_cache import KVCache
 from longdraft.models.passes import Pass, TargetOutput
 from longdraft.models.schema import Instance, validated
@@ -57,6 +57,7 @@ class SmallModelDrafter(DeviceDrafter):
         self._cache: KVCache | None = None
         # Upper bounds over all slots: cache rows for the tokens before the root, and how many of these are missing.
         self._span = self._missing = 0
+        self._most_missing = self.window
         # Within `trying`: how many proposals there were, and whether one after the first refilled the caches.
         self._tries: int | None = None
         self._refilled = False
@@ -70,7 +71,9 @@ class SmallModelDrafter(DeviceDrafter):
         model = self.small.model
         dtype = model.embed_tokens.weight.dtype
         rows = cache_rows(model.config, batch * self.window, dtype)
-        return {"small model's cache": [*rows, *delta_states(model.config, 2 * batch, dtype)]}
+        named = {"small model's cache": [*rows, *delta_states(model.config, 2 * batch, dtype)]}
+        pending = pending_bytes(model.config, batch * (1 + self.window // 2), dtype, model.embed_tokens.weight.device)
+        return named | ({"small model's pass": [((pending,), torch.uint8)]} if pending else {})
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._cache is None or self._cache.batch != cache.batch:
@@ -160,7 +163,6 @@ class SmallModelDrafter(DeviceDrafter):
         self._read.scatter_(1, rows_BT, tokens_BT)
         output = self.small.model(Pass(tokens_BT, cache, logits_at_BR=at_B[:, None]))
         if keeps and self._kept is not None and cache.delta is not None:
-            self._kept.follow(cache.delta)
             self._kept.pending = [*cache.delta.pending]
             self._kept.commit(None, at_B)
             self._kept_rows.copy_(cache.lengths + at_B)
@@ -170,15 +172,16 @@ class SmallModelDrafter(DeviceDrafter):
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         most = accepted.nodes.shape[1]
-        self._span, self._missing = self._span + most, self._missing + most
+        self._span, self._missing = self._span + most, min(self._missing + most, self._most_missing)
         self._usual = max(self._usual, 2 * most)
 
     @contextmanager
-    def trying(self) -> Iterator[None]:
-        """In this context it drafts after roots that are then rejected: the next root follows the present one."""
-        span, self._tries, self._refilled = self._span, 0, False
+    def trying(self, most: int) -> Iterator[None]:
+        """In this context it drafts after roots that are then rejected, until each slot has `most` tokens more. The
+        next root follows the present one."""
+        span, self._tries, self._refilled, self._most_missing = self._span, 0, False, most + self.gamma
         yield
-        self._tries, self._missing = None, self._after_root
+        self._tries, self._missing, self._most_missing = None, self._after_root, self.window
         # States that were kept after a refill may have read what is now rejected, so the next proposal refills again.
         self._span = self.window if self._refilled and self._kept is not None else min(span, self._span)
 

@@ -110,7 +110,7 @@ class TriForceDrafter(Drafter):
         state.run(("inner begin",), owners, self._begin)
         self._runner.state = replace(state, **self._own, history=self._history, logprobs=False)
         left = most
-        with self.inner.trying() if isinstance(self.inner, SmallModelDrafter) else nullcontext():
+        with self.inner.trying(most) if isinstance(self.inner, SmallModelDrafter) else nullcontext():
             while left > 0:
                 # A useless pass costs far more than a wait, so the host queues only passes needed in any case.
                 n_passes = math.ceil(left / (1 + self.inner.max_depth))

@@ -294,6 +294,7 @@ def test_memory_is_what_is_announced_and_no_more_than_the_context_needs(tiny_tar
         told = sizes(drafter.allocations(1, full.capacity))
         means = full.keys[:, 0, : full.capacity // 4].nbytes
         assert told.pop("chunk means", means) == means
+        assert told.pop("windows that are copied") == full.keys[1:2, :, :8].nbytes
         states = caches[0].delta.memory, caches[0].delta.inputs
         rows = [rows for one in caches for rows in (one.keys, one.values)]
         assert sum(told.values()) == sum(x.nbytes for x in (*rows, *states))

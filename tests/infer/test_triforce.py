@@ -134,12 +134,12 @@ def test_a_small_model_reads_the_end_of_a_text_and_each_token_of_it_about_twice(
     assert sum(count for count in rows if count < 17) < 100 + (2 + again) * result.stats.steps
 
 
-@pytest.mark.parametrize("small", ["attention"], indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_within_triforce_a_small_model_begins_anew_only_when_its_cache_is_full(
     target, small, monkeypatch, temperature, prompts
 ):
-    """Tokens of inner chains no longer count after the outer step, whether they were accepted or rejected."""
+    """Tokens of inner chains no longer count after the outer step, whether they were accepted or rejected. With linear
+    attention a cache that was filled within a chain is filled again after it."""
     monkeypatch.setattr(SmallModelDrafter, "window", 64)
     drafter, filled, read = TriForceDrafter(target, small, budget=32), [], set()
     plan = drafter.inner.plan
@@ -154,8 +154,10 @@ def test_within_triforce_a_small_model_begins_anew_only_when_its_cache_is_full(
     params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=120)
     Engine(target, drafter, nodes=None).generate(prompts(80), params)
     # The window without the next chain and the most that a step of each level may have committed.
-    assert len(filled) > 2 and min(filled[1:]) >= 64 - 6 - 7 - 3
-    assert max(read - {32}) <= 6  # the longest chain that a step of the outer level may add
+    early, again = sum(rows < 64 - 6 - 7 - 3 for rows in filled[1:]), int(small.model.config.delta is not None)
+    assert len(filled) > 2 and early <= again * (len(filled) - 1) // 2
+    # The longest chain that a step of the outer level may add; the last roots again, and the inner level's last chain.
+    assert max(read - {32}) <= 6 + 2 * again
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "triforce"])
