@@ -330,8 +330,7 @@ ON_RANKS += [("plain", kind, "fp32") for kind in KINDS_ON_RANKS]
 HALF_ON_RANKS = ("plain", "tokenswift_draft_pass", "longspec", "triforce", "medusa+token_recycling")
 ON_RANKS += [(name, "gqa", "bf16") for name in HALF_ON_RANKS]
 RECORDED_ON_RANKS = {  # on a pretended GPU
-    "longspec": "gqa", "triforce": "qwen3_5", "triforce_self": "gqa", "tokenswift_draft_pass": "gemma3",
-    "medusa+token_recycling": "gqa",
+    "longspec": "gqa", "triforce": "qwen3_5", "tokenswift_draft_pass": "gemma3", "medusa+token_recycling": "gqa",
 }  # fmt: skip
 ON_RANKS += [(name, kind, "recorded") for name, kind in RECORDED_ON_RANKS.items()]
 
