@@ -1,11 +1,12 @@
 """Measure drafters against plain decoding: `longdraft bench --draft FOLDER --data DATA [--suite SUITE] [--out FOLDER]`.
 
 This file turns the arguments into a bench; benchmarks/drafters/ measures, and makes the table and the HTML report.
-The last line of the output is a JSON object.
+The last line of the output is a JSON object, unless it goes to a terminal.
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     except NotExact as error:
         note(f"longdraft bench: error: {error}")
         return 1
-    show(f"{table(result)}\n{json.dumps(result)}\n")
+    show(table(result) + "\n" + ("" if sys.stdout.isatty() else json.dumps(result) + "\n"))
     return 0
 
 
