@@ -45,6 +45,7 @@ def accept(
     state: SlotState,
     positions_BN: Tensor,
     ancestors_BNN: Tensor | None,
+    allowed_BNW: Tensor | None,
     max_depth: int,
 ) -> AcceptResult:
     """Go down from each root along the target's choices, and write the new tokens to the history.
@@ -56,9 +57,11 @@ def accept(
     Args:
         tree: the verified tree; no node lies deeper than `max_depth`.
         positions_BN, ancestors_BNN: of its nodes; no ancestors for roots alone.
+        allowed_BNW: which tokens the slots' grammars allow after each node (`allowed_tokens`); None: all.
     """
     if not tree.on_host:
-        choices_BN = state.sampling.choose_all(logits_BNV, state.history, tree.tokens, positions_BN, ancestors_BNN)
+        nodes = tree.tokens, positions_BN, ancestors_BNN, allowed_BNW
+        choices_BN = state.sampling.choose_all(logits_BNV, state.history, *nodes)
         result = AcceptResult(*accepted_path(tree.tokens, tree.parents, choices_BN, state.active, max_depth))
         places_P = torch.arange(1, 2 + max_depth, device=logits_BNV.device)
         # Tokens after the path's end lie beyond the new root and are ignored.
@@ -71,7 +74,8 @@ def accept(
     for depth in range(max_depth + 1):
         # One slot's row is a view; of several slots the rows are gathered.
         logits_BV = logits_BNV[:, here[0]] if len(here) == 1 else logits_BNV[torch.arange(len(here)), here]
-        chosen_B = state.sampling.choose(logits_BV, state.history, state.positions + depth)
+        allowed_BW = None if allowed_BNW is None else allowed_BNW[torch.arange(len(here)), here]
+        chosen_B = state.sampling.choose(logits_BV, state.history, state.positions + depth, allowed_BW)
         # For a path that has ended, this lies beyond the new root and is ignored.
         state.history.write((state.positions + depth + 1)[:, None], chosen_B[:, None])
         nodes.append(list(here))

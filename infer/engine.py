@@ -171,6 +171,8 @@ class Engine:
                 if cancelled:
                     yield from self._drop(waiting, cancelled)
                 pool.admit(waiting, one_pass=arrivals is not None)  # requests may arrive or be cancelled between passes
+                while unread and runner.state.matchers:  # a grammar needs all tokens before the next step
+                    yield from self._collect(*unread.popleft())
                 if any(decoding := pool.decoding):
                     unread.append((decoding, runner.step()))
                 if len(unread) > runner.lag:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from longdraft.infer.choice.grammar import compiled, matcher_of
 from longdraft.infer.logprobs import TokenLogprob
 from longdraft.infer.requests import Request
 from longdraft.infer.text import ShownText
@@ -39,8 +40,9 @@ class Generation:
         text: the tokens decoded without special ones, up to a stop string; after a text prompt, what they add to its
             text. None if the target has no tokenizer.
         seed: the seed that was used.
-        finish_reason: "stop" (an end token or stop string), "length" (max_new_tokens), "capacity" (no positions left)
-            or "cancelled".
+        finish_reason: "stop" (an end token, a stop string, or the grammar allows no more text), "length"
+            (max_new_tokens), "capacity" (no positions left), "grammar" (the text became too complex for the grammar's
+            matcher) or "cancelled".
         logprobs: of each new token; None if the request did not ask for them.
     """
 
@@ -103,6 +105,7 @@ class ActiveSequence:
 
     Attributes:
         committed: the prompt and all new tokens.
+        matcher: of the request's grammar, after the new tokens; None if it has none.
         began: when its prefill began, by `time.perf_counter`; 0 before.
         result: the generation so far.
     """
@@ -114,6 +117,7 @@ class ActiveSequence:
         self.committed, self._stop_ids = list(request.prompt), frozenset(sampling.stop_token_ids)
         self.result = Generation(request.index, request.prompt, [], None, sampling.seed, "", Statistics())
         self.result.logprobs = None if sampling.logprobs is None else []
+        self.matcher = None if sampling.grammar is None else matcher_of(target, sampling.grammar)
         self._text = None
         if target.tokenizer is not None:
             continued = request.prompt if request.continues else ()
@@ -149,7 +153,13 @@ class ActiveSequence:
         if self._text is not None and not is_end:  # an end token has no text
             piece.text += self._text.push(token, searched=count >= sampling.min_new_tokens)
             stopped = self._text.stopped
-        if is_end or stopped:
+        if self.matcher is not None:
+            self.matcher.consume_token(token)
+            stopped = stopped or self.matcher.is_stopped()
+        if self.matcher is not None and self.matcher.is_error():
+            compiled.cache_clear()  # its matchers share what has become too large
+            self.result.finish_reason = "grammar"
+        elif is_end or stopped:
             self.result.finish_reason = "stop"
         elif count >= sampling.max_new_tokens:
             self.result.finish_reason = "length"

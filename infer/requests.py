@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from longdraft.infer.choice.grammar import matcher_of
 from longdraft.infer.sampling import SamplingParams, Text, draw_seed
 from longdraft.models.schema import Instance, Schema, Str, short_repr, validate
 from longdraft.models.special_tokens import TEMPLATE_ERRORS, special_tokens
@@ -56,7 +57,8 @@ def read_requests(
 
     Raises:
         ValueError: a prompt that is empty, too long for `max_length` positions, or of another type; a text if the
-            target has no tokenizer; banned or stop token ids outside the vocabulary; not as many params as prompts.
+            target has no tokenizer; banned or stop token ids outside the vocabulary; a grammar that cannot be followed;
+            not as many params as prompts.
     """
     if isinstance(prompts, str) or (
         isinstance(prompts, list) and prompts and isinstance(prompts[0], Mapping | Integral)
@@ -160,6 +162,11 @@ def _check_tokens(target: Target, index: int, tokens: list[int], sampling: Sampl
             raise ValueError(f"{name} must lie in 0..{vocab - 1}, got {short_repr(min(ids))}..{short_repr(max(ids))}")
     if len({*sampling.banned_token_ids, *(sampling.stop_token_ids if sampling.min_new_tokens else ())}) == vocab:
         raise ValueError("banned_token_ids: all tokens are banned; leave at least one")
+    if sampling.grammar is not None:
+        matcher_of(target, sampling.grammar)
+        for name in ("min_new_tokens", "banned_token_ids"):
+            if getattr(sampling, name):
+                raise ValueError(f"{name}: the text's grammar may allow no other tokens; omit the one or the other")
     if len(tokens) >= max_length:
         raise ValueError(
             f"prompt {index} has {len(tokens)} tokens; give at most {max_length - 1}, so that one new token fits"

@@ -11,12 +11,14 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longdraft.infer.accept import AcceptResult, accept
 from longdraft.infer.budget import Policy, widths_up_to
+from longdraft.infer.choice.grammar import allowed_tokens, without_refused
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.graphs import graphs_for
 from longdraft.infer.logprobs import TokenLogprob, path_logprobs, read_logprobs
@@ -26,7 +28,7 @@ from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree
 from longdraft.kernels import backend
 from longdraft.kernels.cpu import library
-from longdraft.kernels.transfer import HostCopy, Moment
+from longdraft.kernels.transfer import HostCopy, Moment, from_host
 from longdraft.models.decoder import Decoder
 from longdraft.models.device import on_device
 from longdraft.models.kv_cache import KVCache
@@ -152,12 +154,16 @@ class Runner:
             working = state.working
             n_working = working.stop - working.start
             self.policy.start_step(n_working)
-            proposed = self._propose()
+            proposed, allowed = self._propose(), None
+            if state.matchers:
+                proposed = without_refused(proposed, state.matchers)
             tree, expected = self.policy.prune(proposed, state)
             self._passed = drafted = time.perf_counter()
             drafting, needs = (draft_begin, Moment(self.device, self.work_clock)), self.drafter.needs
+            if state.matchers:
+                allowed = from_host(allowed_tokens(tree, state.matchers, self.model.config.vocab_size), self.device)
             tree = tree.to(self.device)
-            inputs = tree.tokens, tree.parents, *(tree.relations if tree.width > 1 else ())
+            inputs: tuple[Any, ...] = tree.tokens, tree.parents, allowed, *(tree.relations if tree.width > 1 else ())
             if n_working == cache.batch:
                 key = "verify", needs, self.drafter.max_depth, state.logprobs
                 verify = partial(self._verify, cache, needs)
@@ -165,7 +171,7 @@ class Runner:
                 accepted, output, results = verified
             else:
                 some_cache = cache.slot(working.start, n_working)
-                some_inputs = (x[working] for x in inputs)
+                some_inputs: list[Any] = [None if x is None else x[working] for x in inputs]
                 accepted, output, results = self._verify(some_cache, needs, state.of_slots(working), *some_inputs)
                 accepted, output = accepted.among(working, cache.batch), output.among(working, cache.batch)
                 results = tuple(spread(x, working, cache.batch) for x in results)
@@ -196,6 +202,7 @@ class Runner:
         state: SlotState,
         tokens_BN: Tensor,
         parents_BN: Tensor,
+        allowed_BNW: Tensor | None,
         ancestors_BNN: Tensor | None = None,
         depths_BN: Tensor | int = 0,
     ) -> tuple[AcceptResult, TargetOutput, tuple[Tensor, ...]]:
@@ -210,7 +217,8 @@ class Runner:
         output = self.model(given)
         self._passed = time.perf_counter()
         assert output.logits is not None
-        accepted = accept(nodes, output.logits, state, positions_BN, ancestors_BNN, self.drafter.max_depth)
+        among = positions_BN, ancestors_BNN, allowed_BNW
+        accepted = accept(nodes, output.logits, state, *among, self.drafter.max_depth)
         cache.commit(accepted.nodes, accepted.counts)
         state.positions += accepted.counts
         state.roots.copy_(torch.where(state.active, accepted.last(accepted.tokens), state.roots))

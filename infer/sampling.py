@@ -39,7 +39,8 @@ Text = Annotated[Str, Field(min_length=1)]
 class SamplingParams:
     """How one request is decoded. Penalties, biases and bans apply at every temperature, filters only above 0.
 
-    Order: contextual, repetition, presence and frequency penalty, biases, bans, temperature, top-k, top-p, min-p, eta.
+    Order: grammar, contextual, repetition, presence and frequency penalty, biases, bans, temperature, top-k, top-p,
+    min-p, eta.
 
     Attributes:
         temperature: 0 is greedy; otherwise logits are divided by it.
@@ -65,6 +66,8 @@ class SamplingParams:
         banned_token_ids: tokens that are never chosen.
         logit_bias: numbers by token id that are added to the logits.
         stop_strings: texts that end the sequence; they may span several tokens.
+        grammar: what the generated text must follow, in llguidance's dialect of Lark; infer/choice/grammar.py makes one
+            of a JSON schema, a regular expression or choices. The sequence ends where no more may follow. None is off.
         logprobs: return the log-probability of every new token under the target's own distribution (the softmax of its
             logits), and those of this many most probable tokens at its position. None is off.
     """
@@ -88,6 +91,7 @@ class SamplingParams:
     stop_strings: tuple[Text, ...] = ()
     min_new_tokens: AtLeast0 = 0
     logit_bias: dict[AtLeast0, Shift] = field(default_factory=dict, hash=False)
+    grammar: Text | None = None
     logprobs: Logprobs | None = None
 
 

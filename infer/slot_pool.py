@@ -292,11 +292,16 @@ class SlotPool:
             sampling = SlotSampling([one or idle for one in given], self.device)
             state.sampling = self._recorded_sampling(sampling) if recording else sampling
             fill_from_host(state.active, torch.tensor([one is not None for one in given]))
-        state.committed = [sequence.committed if sequence else [] for sequence in decoding]
-        state.logprobs = self._ask_for_logprobs()
+        self._note_requests()
 
-    def _ask_for_logprobs(self) -> bool:
-        return any(one is not None and one.result.logprobs is not None for one in self.decoding)
+    def _note_requests(self) -> None:
+        """Update what the state has of each slot's request on the host."""
+        state, decoding = self.runner.state, self.decoding
+        state.committed = [one.committed if one else [] for one in decoding]
+        state.matchers = [one and one.matcher for one in decoding]
+        if not any(state.matchers):
+            state.matchers = ()
+        state.logprobs = any(one is not None and one.result.logprobs is not None for one in decoding)
 
     def _recorded_sampling(self, sampling: SlotSampling) -> SlotSampling:
         """The sampling that recorded steps of this kind read, updated to these parameters, else `sampling` itself."""
@@ -316,8 +321,7 @@ class SlotPool:
         with on_device(self.device):
             state.active[slot].fill_(False)
             self._empty(slot)
-        state.committed[slot] = []  # the sequence keeps its own list
-        state.logprobs = self._ask_for_logprobs()
+        self._note_requests()
 
     def _empty(self, slot: int) -> None:
         """Discard the slot's rows, except those that are kept of its prompt."""

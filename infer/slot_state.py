@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from longdraft.infer.choice.grammar import Matchers
 from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.graphs import Graphs
 from longdraft.infer.history import History
@@ -31,6 +32,7 @@ class SlotState:
         history: every slot's tokens by absolute position, up to the root, on the device.
         sampling: the slots' parameters, and the noise of their positions.
         committed: for each slot the prompt and all new tokens, on the host; on a GPU it may lag by one step.
+        matchers: where a request has a grammar, each slot's matcher after the committed tokens, or None; else empty.
         graphs: records the work that `run` queues.
         logprobs: whether a slot's request asks for log-probabilities.
         ranks: the processes that compute the target together, each with such a state of its own.
@@ -42,6 +44,7 @@ class SlotState:
     history: History
     sampling: SlotSampling
     committed: list[Sequence[int]]
+    matchers: Matchers = ()
     graphs: Graphs = field(default_factory=Graphs)
     logprobs: bool = False
     ranks: TensorParallel = ALONE
@@ -56,6 +59,7 @@ class SlotState:
             history=self.history.of_slots(slots),
             sampling=self.sampling.of_slots(slots),
             committed=self.committed[slots],
+            matchers=self.matchers[slots],
         )
 
     @property

@@ -162,6 +162,7 @@ def generate() -> ArgumentParser:
     add_drafters(parser.add_argument_group(DRAFTING).add_argument, several=True)
     add = parser.add_argument_group("sampling").add_argument
     add_sampling(add, OF_ONE_TEXT | SAMPLING)
+    add("--json-schema", type=Path, metavar="FILE", help="the text is JSON of the schema in this file")
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object: text, tokens, finish reason, statistics")
     return parser

@@ -10,7 +10,11 @@ import os
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from pydantic import Json
+
+from longdraft.infer.choice.grammar import json_grammar
 from longdraft.infer.engine import Engine
 from longdraft.infer.generation import Generation
 from longdraft.infer.requests import Prompt, prompt_tokens
@@ -20,6 +24,7 @@ from longdraft.launch.arguments import OF_ONE_TEXT, SAMPLING, given_sampling
 from longdraft.launch.console import note, read_text, show
 from longdraft.launch.runtime import Drafting, heldout_rows, used_tokens
 from longdraft.models.hf import load_tokenizer
+from longdraft.models.schema import validate
 
 DRAFTED, OWN, PLAIN = "\033[32m", "\033[36m", "\033[0m"
 main = partial(cli.run, "generate")
@@ -30,6 +35,9 @@ def run(args: argparse.Namespace) -> None:
     # Everything that can be checked without the model is checked before it is loaded.
     drafting, params = Drafting(args), SamplingParams(**given_sampling(args, (*OF_ONE_TEXT, *SAMPLING)))
     params = replace(params, seed=draw_seed()) if params.seed is None else params
+    if args.json_schema is not None:
+        schema = validate(Json[dict[str, Any]], read_text(args.json_schema, "--json-schema"), "--json-schema")
+        params = replace(params, grammar=json_grammar(schema))
     given = drafting.ranks.from_first(_prompt(args, drafting.source) if drafting.ranks.rank == 0 else "")
     chat = args.chat or args.system is not None
     if given == "" and not chat and not load_tokenizer(drafting.source)("").input_ids:

@@ -1,16 +1,19 @@
 """The choice rule for the slots of a batch: a position's token as a function of logits and seed.
 
 choice(t) = argmax_v( filter(penalised logits / T)_v + g(seed, t, v) ), and at T = 0 the argmax of the penalised logits.
+Logits of tokens that a grammar does not allow are -inf.
 Plain decoding and the verification of a tree apply this same rule, so every drafter gives plain decoding's text
-(Drafter-invariant speculative decoding, arXiv 2408.07978). The parameters are in infer/sampling.py, the penalties in
-infer/choice/penalties.py, the filters in infer/choice/filters.py, and the noise g in kernels/choice.py.
-Shapes: B slots, N nodes, V vocabulary.
+(Drafter-invariant speculative decoding, arXiv 2408.07978). The parameters are in infer/sampling.py, grammars in
+infer/choice/grammar.py, the penalties in infer/choice/penalties.py, the filters in infer/choice/filters.py, and the
+noise g in kernels/choice.py.
+Shapes: B slots, N nodes, V vocabulary, W words of a grammar's mask.
 """
 
 import torch
 from torch import Tensor
 
 from longdraft.infer.choice.filters import Filters
+from longdraft.infer.choice.grammar import masked
 from longdraft.infer.choice.penalties import Penalties
 from longdraft.infer.graphs import fill
 from longdraft.infer.history import History
@@ -139,13 +142,18 @@ class SlotSampling:
         noise_BV = self.noise(positions_B + offset, width)
         return best_tokens(logits_BTV, count, self.divisors[:, 0], noise_BV, token_ids)
 
-    def choose(self, logits_BV: Tensor, history: History, positions_B: Tensor) -> Tensor:
+    def choose(
+        self, logits_BV: Tensor, history: History, positions_B: Tensor, allowed_BW: Tensor | None = None
+    ) -> Tensor:
         """The choice rule: the target's token at positions_B + 1, int64 [B].
 
         Args:
             logits_BV: of the nodes at absolute positions positions_B (int64).
             history: valid through positions_B, so it has the context, the nodes' ancestors and the nodes themselves.
+            allowed_BW: int32, which tokens the slots' grammars allow there (`allowed_tokens`); None: all.
         """
+        if allowed_BW is not None:
+            logits_BV = masked(logits_BV, allowed_BW)
         # On a CPU the argmax of bf16 takes four times as long as the conversion to fp32 and its argmax.
         return self.scores(logits_BV, history, positions_B).float().argmax(dim=-1)
 
@@ -156,6 +164,7 @@ class SlotSampling:
         tokens_BN: Tensor,
         positions_BN: Tensor,
         ancestors_BNN: Tensor | None = None,
+        allowed_BNW: Tensor | None = None,
     ) -> Tensor:
         """`choose` at all nodes of a tree at once, int64 [B, N], so that filters run once.
 
@@ -163,13 +172,16 @@ class SlotSampling:
             history: valid through the roots.
             tokens_BN, positions_BN: int64, of the nodes, the root first.
             ancestors_BNN: bool, [b, i, j]: j is i itself or above it; None where there is the root alone.
+            allowed_BNW: int32, which tokens the slots' grammars allow after each node; None: all.
         """
-        if not self.penalties.any and not self.filters.any:
+        if not self.penalties.any and not self.filters.any and allowed_BNW is None:
             return choose(logits_BNV, self.seeds, positions_BN + 1, self.temperatures)
         chosen = []
         n_slots, _, vocab = logits_BNV.shape
         first, n_nodes = 0, max(1, MOST_SCORES // (n_slots * vocab))
         for logits_BMV in logits_BNV.split(n_nodes, dim=1):
+            if allowed_BNW is not None:
+                logits_BMV = masked(logits_BMV, allowed_BNW[:, first : first + n_nodes])
             scores_BMV = self.penalties.apply(logits_BMV, history, positions_BN, tokens_BN, ancestors_BNN, first)
             if not self.greedy:
                 next_BM = positions_BN[:, first : first + n_nodes] + 1

@@ -108,7 +108,7 @@ class TriForceDrafter(Drafter):
     def propose(self, state: SlotState, budget: Budget) -> TokenTree:
         most, owners = min(self.chain, budget.max_nodes), (self._history, *self._own.values())
         state.run(("inner begin",), owners, self._begin)
-        self._runner.state = replace(state, **self._own, history=self._history, logprobs=False)
+        self._runner.state = replace(state, **self._own, history=self._history, matchers=(), logprobs=False)
         left = most
         with self.inner.trying(most) if isinstance(self.inner, SmallModelDrafter) else nullcontext():
             while left > 0:

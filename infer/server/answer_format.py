@@ -31,36 +31,71 @@ def _json_call(open_pattern: str, transform: Field = _FUNCTION, **field: Any) ->
     return {"open_pattern": open_pattern, "transform": transform, **readable, **field}
 
 
-# A mark of the chat template, and how a thought is written then. The first entry that fits counts, here and below.
-_THOUGHTS: list[tuple[str, Field]] = [
-    ("<|channel|>", {"open_pattern": _START + r"<\|channel\|>analysis<\|message\|>", "close": "<|end|>"}),
-    ("</think>", {"open": "<think>", "close_pattern": r"\s*</think>"}),
-    ("</seed:think>", {"open": "<seed:think>", "close_pattern": r"\s*</seed:think>"}),
-    ("[/THINK]", {"open": "[THINK]", "close_pattern": r"\s*\[/THINK\]"}),
+class WrittenCalls(NamedTuple):
+    """How calls are written that a grammar asks for (infer/server/answer_grammar.py).
+
+    Attributes:
+        call: a call, with its NAME and ARGUMENTS. other: another form; may be empty.
+        parameter: one of its arguments, with KEY and VALUE, if each has tags of its own; else the arguments are JSON.
+        around: what is before the first call, between two, and after the last. repeats: whether there may be several.
+    """
+
+    call: str
+    parameter: str = ""
+    around: tuple[str, str, str] = "", "", ""
+    repeats: bool = True
+    other: str = ""
+
+
+def _xml_call(tag: str) -> WrittenCalls:
+    call = f"<{tag}>\n<function=NAME>\nARGUMENTS</function>\n</{tag}>"
+    return WrittenCalls(call, "<parameter=KEY>\nVALUE\n</parameter>\n", around=("", "\n", ""))
+
+
+# Qwen3-Coder's, Qwen3.5's and Seed-OSS's. An argument is the text between its tags, without a line end at either side.
+_XML: Field = {
+    "open_pattern": r"\s*(?:<(?:seed:)?tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+    "close_pattern": r"</function>\s*</(?:seed:)?tool_call>",
+    "transform": _FUNCTION,
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+    "repeats": True,
+}
+# A mark of the chat template, how a thought is read then, and how it is written. The first entry that fits counts, here
+# and below.
+_THOUGHTS: list[tuple[str, Field, tuple[str, str, str]]] = [
+    (
+        "<|channel|>",
+        {"open_pattern": _START + r"<\|channel\|>analysis<\|message\|>", "close": "<|end|>"},
+        ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+    ),
+    ("</think>", {"open": "<think>", "close_pattern": r"\s*</think>"}, ("<think>", "</think>", "")),
+    (
+        "</seed:think>",
+        {"open": "<seed:think>", "close_pattern": r"\s*</seed:think>"},
+        ("<seed:think>", "</seed:think>", ""),
+    ),
+    ("[/THINK]", {"open": "[THINK]", "close_pattern": r"\s*\[/THINK\]"}, ("[THINK]", "[/THINK]", "")),
 ]
-# Two marks of the chat template, and how a call is written then.
-_CALLS: list[tuple[str, str, Field]] = [
+# Two marks of the chat template, how a call is read then, and how it is written.
+_CALLS: list[tuple[str, str, Field, WrittenCalls]] = [
     (  # gpt-oss
         "<|channel|>",
         "functions.",
         _json_call(_START + r"(?:<\|channel\|>\w+)? to=functions\.(?P<name>[\w.-]+).*?<\|message\|>", close="<|call|>"),
+        WrittenCalls(
+            "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+            other=" to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS",
+            repeats=False,
+        ),
     ),
-    (  # Qwen3-Coder, Qwen3.5, Seed-OSS. An argument is the text between its tags, without a line end at either side.
-        "<function=",
-        "<parameter=",
-        {
-            "open_pattern": r"\s*(?:<(?:seed:)?tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</(?:seed:)?tool_call>",
-            "transform": _FUNCTION,
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
-            "repeats": True,
-        },
-    ),
+    ("<seed:tool_call>", "<parameter=", _XML, _xml_call("seed:tool_call")),
+    ("<function=", "<parameter=", _XML, _xml_call("tool_call")),
     (  # Qwen2.5, QwQ, Qwen3, Hermes
         "<tool_call>",
         "</tool_call>",
         _json_call(r"\s*<tool_call>", {"type": "function", "function": "{content}"}, close="</tool_call>"),
+        WrittenCalls('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', around=("", "\n", "")),
     ),
     (  # Mistral Small 3.2, Ministral 3, Devstral 2
         "[TOOL_CALLS]",
@@ -69,6 +104,7 @@ _CALLS: list[tuple[str, str, Field]] = [
             r"\s*\[TOOL_CALLS\]\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
             close_pattern=r"(?=\[TOOL_CALLS\])",
         ),
+        WrittenCalls("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
     ),
     (  # Mistral's before, whose calls are one list
         "[TOOL_CALLS]",
@@ -79,6 +115,7 @@ _CALLS: list[tuple[str, str, Field]] = [
             transform_each=True,
             repeats=False,
         ),
+        WrittenCalls('{"name": "NAME", "arguments": ARGUMENTS}', around=("[TOOL_CALLS][", ", ", "]")),
     ),
     (  # Llama 3, whose whole answer is one call
         "<|start_header_id|>",
@@ -86,6 +123,7 @@ _CALLS: list[tuple[str, str, Field]] = [
         _json_call(
             r'(?:<\|python_tag\|>)?\s*\{\s*"name":\s*"(?P<name>[^"]+)",\s*"parameters":', close_pattern=r"\}\s*\Z"
         ),
+        WrittenCalls('{"name": "NAME", "parameters": ARGUMENTS}', repeats=False),
     ),
 ]
 # gpt-oss's header of a text, which is a part without text.
@@ -95,17 +133,34 @@ _HEADER: Field = {
 }
 
 
+class WrittenAnswer(NamedTuple):
+    """How an answer is written that a grammar asks for.
+
+    Attributes:
+        thought: what opens and closes a thought, and what comes after it, at least blanks; None: there is none, or it
+            is not known.
+        header: what comes before the text.
+        calls: None: not known.
+    """
+
+    thought: tuple[str, str, str] | None = None
+    header: str = ""
+    calls: WrittenCalls | None = None
+
+
 class AnswerFormat(NamedTuple):
     """How a target writes an answer.
 
     Attributes:
         has_calls: whether calls of tools are recognised.
         has_special: whether special tokens enclose the parts, so that the text must contain these tokens.
+        written: how a grammar has it written.
     """
 
     template: ResponseTemplate
     has_calls: bool
     has_special: bool
+    written: WrittenAnswer
 
 
 @lru_cache(maxsize=8)
@@ -116,9 +171,10 @@ def answer_format(tokenizer: Any, with_tools: bool) -> AnswerFormat | None:
 
     Raises ValueError for a declared format that transformers cannot read.
     """
-    declared = getattr(tokenizer, "response_template", None)
+    declared, written = getattr(tokenizer, "response_template", None), WrittenAnswer()
     if declared is None and tokenizer.chat_template:
-        declared = _recognised(tokenizer.get_chat_template(tools=[{}] if with_tools else None), with_tools)
+        source = tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+        declared, written = _recognised(source, with_tools)
     if declared is None:
         return None
     try:
@@ -129,22 +185,28 @@ def answer_format(tokenizer: Any, with_tools: bool) -> AnswerFormat | None:
         return None
     spelled = str(declared).replace("\\", "")
     has_special = any(one in spelled for one in special_tokens(tokenizer).values())
-    return AnswerFormat(template, CALLS in template.fields, has_special)
+    return AnswerFormat(template, CALLS in template.fields, has_special, written)
 
 
-def _recognised(source: str, with_tools: bool) -> dict[str, Any]:
-    """The response template for a chat template's source."""
-    fields = dict[str, Field]()
+def _recognised(source: str, with_tools: bool) -> tuple[dict[str, Any], WrittenAnswer]:
+    """The response template for a chat template's source, and how to write it."""
+    fields, thought, header, calls = dict[str, Field](), None, "", None
     if "<|channel|>" in source:
-        fields["header"] = _HEADER
+        fields["header"], header = _HEADER, "<|channel|>final<|message|>"
     fields[CONTENT] = {"close": "<|end|>"} if fields else {}
-    if found := [field for mark, field in _THOUGHTS if mark in source]:
-        fields[THOUGHT] = found[0]
-    if with_tools and (found := [field for one, other, field in _CALLS if one in source and other in source]):
-        fields[CALLS] = found[0]
+    for mark, field, around in _THOUGHTS:
+        if mark in source:
+            fields[THOUGHT], thought = field, around
+            break
+    for one, other, field, written in _CALLS if with_tools else ():
+        if one in source and other in source:
+            fields[CALLS], calls = field, written
+            break
     # Of the prompt only a thought that it opens at its very end belongs to the answer.
     opened = re.escape(fields.get(THOUGHT, {}).get("open", "<think>"))
-    return {"start_anchor_pattern": rf"\A(?:.*(?={opened}\s*\Z)|.*)", "fields": fields}
+    return {"start_anchor_pattern": rf"\A(?:.*(?={opened}\s*\Z)|.*)", "fields": fields}, WrittenAnswer(
+        thought, header, calls
+    )
 
 
 class AnswerSplitter:

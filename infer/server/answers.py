@@ -14,7 +14,7 @@ from longdraft.infer.server.answer_format import CALLS, AnswerSplitter, answer_f
 from longdraft.infer.server.protocol import Chat, Completion
 from longdraft.infer.text import token_bytes, token_text
 
-FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", "cancelled": "stop"}
+FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", "grammar": "length", "cancelled": "stop"}
 LEAST = -9999.0  # OpenAI's value for a log-probability of -inf, which JSON does not have
 
 

@@ -3,21 +3,23 @@
 A field of OpenAI's that would change the answer but is not served (NOT_SERVED) is refused by name, unless its value has
 no effect. Every other unknown field is ignored.
 Source: OpenAI's API reference, "Chat" and "Completions"; `top_k`, `min_p`, `min_tokens`, `repetition_penalty`,
-`stop_token_ids`, `ignore_eos`, `skip_special_tokens` and `chat_template_kwargs` are vLLM's.
+`stop_token_ids`, `ignore_eos`, `skip_special_tokens`, `structured_outputs` and `chat_template_kwargs` are vLLM's.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
+from longdraft.infer.choice.grammar import choice_grammar, json_grammar, regex_grammar
 from longdraft.infer.requests import Request, prompt_tokens, read_requests
 from longdraft.infer.sampling import Logprobs, Number, SamplingParams, Text, draw_seed
 from longdraft.infer.server.answer_format import AnswerFormat, answer_format
+from longdraft.infer.server.answer_grammar import answer_grammar
 from longdraft.models.schema import Bool, Int, Schema, Str, short_repr, validate
 from longdraft.models.target import Target
 
@@ -30,10 +32,10 @@ SAMPLING |= {name: name for name in ("temperature", "top_p", "top_k", "min_p", "
 SAMPLING |= {name: name for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids")}
 # Fields that are refused, each with a value that has no effect. False values have none either.
 NOT_SERVED: dict[str, Any] = dict.fromkeys(("functions", "suffix", "audio", "echo"))
-NOT_SERVED |= dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"))
+NOT_SERVED |= dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"))
 NOT_SERVED |= dict.fromkeys(("allowed_token_ids", "bad_words", "use_beam_search", "prompt_logprobs"))
 NOT_SERVED |= dict.fromkeys(("continue_final_message", "logits_processors"))
-NOT_SERVED |= {"function_call": "auto", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}
+NOT_SERVED |= {"function_call": "auto", "modalities": ["text"], "best_of": 1}
 
 
 class ApiError(Exception):
@@ -47,6 +49,59 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
+def _parsed(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+class _JsonSchema(Schema, extra="ignore"):
+    of: dict[str, Any] = Field(alias="schema")
+
+
+class _ResponseFormat(Schema, extra="ignore"):
+    """OpenAI's field for the format of an answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: _JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError(f"type: {self.type!r}; the type 'json_schema' needs a json_schema, and others have none")
+        return self
+
+    @property
+    def text_grammar(self) -> str | None:
+        """The text's grammar; None: any text."""
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.of
+        return None if self.type == "text" else json_grammar(schema)
+
+
+class _StructuredOutputs(Schema, extra="allow"):
+    """vLLM's field for the same."""
+
+    of_json: Annotated[dict[str, Any], BeforeValidator(_parsed)] | None = Field(alias="json", default=None)
+    json_object: Bool | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    grammar: Text | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        fields = [self.of_json, self.json_object or None, self.regex, self.choice, self.grammar]
+        if (count := sum(one is not None for one in fields)) != 1:
+            raise ValueError(f"{count} formats; give one of json, json_object, regex, choice and grammar")
+        return self
+
+    @property
+    def text_grammar(self) -> str:
+        """The text's grammar."""
+        if self.regex is not None:
+            return regex_grammar(self.regex)
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        return self.grammar or json_grammar({"type": "object"} if self.of_json is None else self.of_json)
+
+
 class Body(Schema):
     """The fields of both interfaces, without those that SamplingParams validates. Null always means the default."""
 
@@ -57,6 +112,8 @@ class Body(Schema):
     logit_bias: dict[int, Number] = {}
     stream: Bool = False
     stream_options: dict[str, Any] = {}
+    response_format: _ResponseFormat = _ResponseFormat()
+    structured_outputs: _StructuredOutputs | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -69,11 +126,24 @@ class Body(Schema):
         for name, value in (self.model_extra or {}).items():
             if name in NOT_SERVED and value and value not in ("none", NOT_SERVED[name], nothing[name]):
                 raise ValueError(f"{name}: {short_repr(value)}; this is not served: omit it")
+        if self.structured_outputs and self.response_format.text_grammar:
+            raise ValueError("structured_outputs: there is a response_format too; give one of them")
         return self
+
+    @property
+    def text_grammar(self) -> str | None:
+        """The grammar of the answer's text; None: any text."""
+        return (self.structured_outputs or self.response_format).text_grammar
+
+
+class _Parameters(Schema, extra="allow"):
+    properties: dict[str, Any] = {}
+    required: list[Str] = []
 
 
 class _Function(Schema, extra="allow"):
     name: Text
+    parameters: _Parameters | None = None
 
 
 class _Tool(Schema, extra="allow"):
@@ -92,7 +162,7 @@ class Chat(Body):
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     tools: list[Annotated[dict[str, Any], AfterValidator(_is_tool)]] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | _Tool = "auto"
     parallel_tool_calls: Bool = True
     max_completion_tokens: Int | None = None
     logprobs: Bool = False
@@ -107,10 +177,29 @@ class Chat(Body):
             )
         return self
 
+    @model_validator(mode="after")
+    def _chosen_tool_exists(self) -> Self:
+        if self.must_call and not self.callable:
+            named = self.tool_choice.function.name if isinstance(self.tool_choice, _Tool) else self.tool_choice
+            raise ValueError(f"tool_choice: {short_repr(named)}, but tools has none like this; add it")
+        return self
+
     @property
     def offered(self) -> list[dict[str, Any]]:
+        """The tools that the prompt names."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice not in ("auto", "none")
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
         """The tools that the answer may call."""
-        return self.tools if self.tool_choice == "auto" else []
+        if not isinstance(self.tool_choice, _Tool):
+            return self.offered
+        return [one for one in self.tools if one["function"]["name"] == self.tool_choice.function.name]
 
     @property
     def prompts(self) -> list[Any]:
@@ -182,6 +271,8 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
             params = _sampling(body, new_tokens, target.model.config.vocab_size)
             seed = draw_seed() if params.seed is None else params.seed
             many = [replace(params, seed=seed + j) for j in range(body.n)]
+            grammar, names["grammar"] = _grammar_of(body, target, tokens)
+            many = [replace(one, grammar=grammar) for one in many]
             choices = read_requests(target, [tokens] * body.n, many, max_length, first=i)  # errors name this index
         except ValueError as error:
             raise _refused(error, names) from error
@@ -200,6 +291,24 @@ def _format_of(body: Chat, target: Target) -> AnswerFormat | None:
         text = f"how {target.name} calls tools is not known; set response_template in its tokenizer_config.json"
         raise ApiError(400, f"tools: {text}", "tools")
     return form
+
+
+def _grammar_of(body: Chat | Completion, target: Target, prompt: Sequence[int]) -> tuple[str | None, str]:
+    """The grammar that the answer to this prompt must follow, if any, and the field that asks for it.
+
+    Raises ApiError if the body must call a tool and it is not known how the target writes calls."""
+    content, field = body.text_grammar, "structured_outputs" if body.structured_outputs else "response_format"
+    if isinstance(body, Completion) or not (content or body.must_call):
+        return content, field
+    form = answer_format(target.tokenizer, bool(body.offered))
+    if form is None:
+        return content, field
+    if body.must_call:
+        content, field = None, "tool_choice"
+    if body.callable and form.written.calls is None:
+        text = f"tokenizer_config.json says how {target.name}'s calls are read, but not how they are written; omit this"
+        raise ApiError(400, f"{field}: {text}", field)
+    return answer_grammar(target, form.written, prompt, content, body.callable, body.parallel_tool_calls), field
 
 
 def _refused(error: ValueError, names: Mapping[str, str]) -> ApiError:

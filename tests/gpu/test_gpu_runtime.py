@@ -25,11 +25,17 @@ from longdraft.models.passes import Pass
 if "LONGDRAFT_TEST_DEVICE" not in os.environ and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device; LONGDRAFT_TEST_DEVICE=cpu runs the same on the CPU", allow_module_level=True)
 
-_path = Path(__file__).parent.parent / "infer" / "test_exactness.py"
-_spec = importlib.util.spec_from_file_location("shared_exactness", _path)
-assert _spec is not None and _spec.loader is not None
-exactness = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(exactness)
+
+def _shared(name: str):
+    path = Path(__file__).parent.parent / "infer" / f"test_{name}.py"
+    spec = importlib.util.spec_from_file_location(f"shared_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+exactness, grammars = _shared("exactness"), _shared("grammar")
 
 # Those with wide margins in plain decoding; the other processors are in EVERY.
 SAMPLINGS = ("greedy", "T1_top_p", "greedy_penalty")
@@ -267,6 +273,22 @@ def test_every_processor_beside_others_in_a_batch(tiny_target, models, plain_tok
     for name in ("tokenswift", "longspec", "token_recycling"):
         drafter = exactness.DRAFTERS[name](target, small)
         assert decode(late(Engine(target, drafter, slots=3)), prompts, EVERY) == want, name
+
+
+@pytest.mark.parametrize("name", ["plain", "tokenswift", "prompt_lookup"])
+def test_texts_with_a_grammar_beside_others(tiny_target, device, plain_tokens, margins, monkeypatch, name):
+    sizes = dict(vocab_size=grammars.VOCAB, max_positions=grammars.POSITIONS)
+    here = replace(tiny_target(**sizes), tokenizer=grammars.byte_tokenizer(), eos_token_ids=(grammars.END,))
+    there = replace(here, model=deepcopy(here.model).to(device))
+    prompts, params = grammars.prompts(), grammars.params()
+    want = plain_tokens(here, prompts, params)
+    assert margins.smallest > 10 * difference(here, there, max(prompts, key=len))
+    made = exactness.randomised
+    monkeypatch.setattr(exactness, "randomised", lambda draft, target, std=0.3: made(draft, target, std).to(device))
+    drafter = name if name == "plain" else exactness.DRAFTERS[name](there, None)
+    engine = late(Engine(there, drafter, slots=3))
+    for _ in range(2):  # the second time all steps are replayed
+        assert decode(engine, prompts, params) == want
 
 
 FACTORS = [1.0, 1.1, 1.2, 1.3]

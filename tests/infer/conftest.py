@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longdraft.infer.choice.grammar import masked
 from longdraft.infer.choice.slots import SlotSampling
 from longdraft.infer.drafters.base import Drafter
 from longdraft.infer.drafters.combine import Combined
@@ -50,7 +51,9 @@ class Margins(SlotSampling):
 
     smallest = float("inf")
 
-    def choose(self, logits_BV, history, positions_B):
+    def choose(self, logits_BV, history, positions_B, allowed_BW=None):
+        if allowed_BW is not None:
+            logits_BV = masked(logits_BV, allowed_BW)
         best = self.scores(logits_BV, history, positions_B).float().topk(2).values
         gaps = [(best[:, 0] - best[:, 1]) * self.divisors[:, 0]]
         penalised_BV = self.penalties.apply(logits_BV[:, None], history, positions_B[:, None])[:, 0]

@@ -4,18 +4,22 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated, Literal
 
 import openai
 import pytest
 import torch
+from pydantic import BaseModel, Field
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from longdraft.infer.choice.grammar import choice_grammar, json_grammar, matcher_of
 from longdraft.infer.engine import Engine
 from longdraft.infer.requests import prompt_tokens
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.server.answer_format import AnswerSplitter, answer_format
+from longdraft.infer.server.answer_grammar import answer_grammar
 from longdraft.infer.server.app import Service
 from longdraft.infer.server.protocol import Chat, parse, requests_of
 from longdraft.models.hf import load_target
@@ -123,8 +127,70 @@ def test_answers_are_split_at_once_and_in_pieces(tokenizer, contains, prompt, te
     assert parts(tokenizer, prompt, text, step) == expected
 
 
+SPECIAL = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<seed:think>", "</seed:think>", "<seed:tool_call>",
+    "</seed:tool_call>", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>",
+    "<|end|>", "<|constrain|>",
+)  # fmt: skip
+OBJECT = json_grammar({"type": "object"})
+WRITTEN = {  # what the template contains, the prompt's end, a forced call or a text of JSON (with its grammar)
+    "Qwen3": (
+        QWEN, "assistant\n", f"<think>\nHm.\n</think>\n\n{CALL.format(ROME_JSON)}\n{CALL.format(OSLO_JSON)}", None,
+    ),
+    "a thought that the prompt opens": (QWEN, OPEN, f"Hm.\n</think>\n\n{CALL.format(ROME_JSON)}", None),
+    "a thought that the prompt closes": (QWEN, OPEN + "</think>\n\n", CALL.format(ROME_JSON), None),
+    "a text after a thought": (QWEN, OPEN, "Hm.\n</think>\n\n" + ROME_JSON, OBJECT),
+    "a call in place of the text": (QWEN, OPEN, f"Hm.\n</think>\n\n{CALL.format(ROME_JSON)}", OBJECT),
+    "Qwen3-Coder, Qwen3.5": (
+        CODER, OPEN, "Hm.\n</think>\n\n" + CODER_CALL.format(CITY.format("Oslo") + DAYS) + "\n"
+        + CODER_CALL.format(CITY.format(CODE["city"])), None,
+    ),
+    "Seed-OSS": (
+        SEED + "<seed:tool_call>", "assistant\n", "<seed:think>Hm.</seed:think>\n<seed:tool_call>\n"
+        "<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</seed:tool_call>", None,
+    ),
+    "Mistral, one by one": (MISTRAL, "[/INST]", f"[THINK]Hm.[/THINK]{ONE}{ROME_JSON}{ONE}{OSLO_JSON}", None),
+    "Mistral, a list": (
+        MISTRAL_LIST, "[/INST]", f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ROME_JSON}}}, '
+        f'{{"name": "get_weather", "arguments": {OSLO_JSON}}}]', None,
+    ),
+    "Llama": (LLAMA, "\n\n", f'{{"name": "get_weather", "parameters": {OSLO_JSON}}}', None),
+    "gpt-oss": (
+        HARMONY, "<|start|>assistant", f"<|channel|>analysis<|message|>Hm.{NEXT}<|channel|>commentary "
+        f"to=functions.get_weather <|constrain|>json<|message|>{ROME_JSON}", None,
+    ),
+    "gpt-oss, a text": (
+        HARMONY, "<|start|>assistant", f"<|channel|>analysis<|message|>Hm.{NEXT}<|channel|>final<|message|>{ROME_JSON}",
+        OBJECT,
+    ),
+}  # fmt: skip
+
+
+def is_allowed(target, tokenizer, prompt, text, content, tools=(WEATHER,)) -> bool:
+    """Whether the grammar of an answer to this prompt allows this whole text."""
+    known = replace(target, tokenizer=tokenizer, eos_token_ids=(tokenizer.eos_token_id,))
+    form = answer_format(tokenizer, with_tools=True)
+    rules = answer_grammar(known, form.written, tokenizer(prompt).input_ids, content, tools, several=True)
+    tokens, matcher = tokenizer(text).input_ids, matcher_of(known, rules)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("special", [(), SPECIAL], ids=["as text", "as special tokens"])
+@pytest.mark.parametrize(("contains", "prompt", "text", "content"), WRITTEN.values(), ids=WRITTEN)
+def test_what_a_grammar_allows_is_what_is_read(target, tokenizer, contains, prompt, text, content, special):
+    """Tags of a template may be special tokens, which no text in a grammar stands for."""
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": list(special)})
+    tokenizer.chat_template = contains
+    assert is_allowed(target, tokenizer, prompt, text, content)
+    assert not is_allowed(target, tokenizer, prompt, text[:-1], content)
+    assert not is_allowed(target, tokenizer, prompt, text.replace("get_weather", "another"), content) or content
+    _, found, calls = parts(tokenizer, prompt, text)
+    assert calls or json.loads(found) == ROME
+
+
 @pytest.mark.parametrize("template", ["qwen3", "gpt-oss"])
-def test_what_a_published_template_writes_is_read_back(tokenizer, template):
+def test_what_a_published_template_writes_is_read_back_and_allowed(target, tokenizer, template):
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
     source = (PUBLISHED / f"{template}.jinja").read_text(encoding="utf-8")
     tokenizer.chat_template = source.replace('strftime_now("%Y-%m-%d")', "'2024-07-26'")
     thought = {"reasoning_content": "Hm.", "thinking": "Hm."}
@@ -142,6 +208,8 @@ def test_what_a_published_template_writes_is_read_back(tokenizer, template):
         for end in ("<|im_end|>", "<|call|>", "<|return|>"):  # the engine omits it
             text = text.removesuffix(end)
         assert parts(tokenizer, render[0], text) == parts(tokenizer, render[0], text, step=3) == expected
+        content = choice_grammar([message["content"]]) if message["content"] else None
+        assert is_allowed(target, tokenizer, render[0], text, content, () if content else (WEATHER,))
 
 
 def test_a_call_that_is_cut_off_is_text_and_further_calls_can_be_dropped(tokenizer):
@@ -206,6 +274,49 @@ def called(city):
     ]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "book"}}])
+def test_a_call_is_forced_whole_and_streamed(calling, choice):
+    """Of one of two tools, or of the one that is named, after a question that asks for neither."""
+    service, _ = calling
+    parameters = {"type": "object", "properties": {"seats": {"enum": [1, 2]}}, "required": ["seats"]}
+    parameters["additionalProperties"] = False
+    book = {"type": "function", "function": {"name": "book", "parameters": parameters}}
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+    asked = dict(model="tiny", messages=[{"role": "user", "content": "Hello!"}], tools=[WEATHER, book])
+    asked |= dict(tool_choice=choice, temperature=0, max_tokens=120, parallel_tool_calls=False)
+    asked |= dict(extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    (found,) = client.chat.completions.create(**asked).choices
+    (call,) = found.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert (found.finish_reason, found.message.content) == ("tool_calls", None)
+    if choice == "required":
+        assert call.function.name in ("get_weather", "book")
+    else:
+        assert call.function.name == "book" and arguments in ({"seats": 1}, {"seats": 2})
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0].message.tool_calls[0].function
+    assert (streamed.name, streamed.arguments) == (call.function.name, call.function.arguments)
+
+
+class Person(BaseModel):
+    name: Annotated[str, Field(max_length=30)]
+    age: Annotated[int, Field(ge=0, le=150)]
+    likes: Annotated[list[Literal["chess", "football", "music"]], Field(max_length=2)]
+
+
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_openais_client_parses_an_answer_of_a_schema(calling, with_tools):
+    service, _ = calling
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+    asked = dict(messages=[{"role": "user", "content": "Invent a person."}], temperature=0, max_tokens=120)
+    asked |= dict(extra_body={"chat_template_kwargs": {"enable_thinking": False}}, parallel_tool_calls=False)
+    weather = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    found = client.chat.completions.parse(
+        model="tiny", response_format=Person, **asked, **({"tools": [weather]} if with_tools else {})
+    ).choices[0]
+    assert isinstance(found.message.parsed, Person) or (with_tools and found.message.tool_calls)
+
+
 def test_openais_client_calls_a_tool(calling):
     service, known = calling
     messages = [*called("Paris"), *called("Oslo"), ASK]
@@ -231,13 +342,20 @@ def test_openais_client_calls_a_tool(calling):
     assert client.chat.completions.create(**asked).choices[0].message.content
 
 
+def call_of(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 @pytest.mark.parametrize(
     ("field", "body"),
     [
         ("tools", {"tools": [{"type": "function"}]}),
         ("tools", {"tools": [{"type": "web_search"}]}),
-        ("tool_choice", {"tools": [WEATHER], "tool_choice": "required"}),
-        ("tool_choice", {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": 3}}}]}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice", {"tools": [WEATHER], "tool_choice": "any"}),
+        ("tool_choice", {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        ("tool_choice", {"tools": [call_of({"type": "objekt"})], "tool_choice": "required"}),
     ],
 )
 def test_what_is_wrong_with_tools_is_named(calling, field, body):

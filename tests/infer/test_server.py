@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -214,7 +215,12 @@ def test_models_health_and_the_page(client, service):
         ("prompt", {"prompt": [1, "a"]}),
         ("prompt", {"prompt": ["the", ""]}),
         *((next(iter(body)), body) for body in (  # not served
-            {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}},
+            {"tools": [{"type": "function"}]}, {"response_format": {"type": "xml"}},
+            {"response_format": {"type": "json_schema"}}, {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objekt"}}}},
+            {"structured_outputs": {"json": "{"}}, {"structured_outputs": {"regex": "("}},
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            {"min_tokens": 3, "response_format": {"type": "json_object"}},
             {"modalities": ["text", "audio"]}, {"guided_choice": ["a", "b"]},
             {"suffix": "b", "prompt": "a"}, {"allowed_token_ids": [5]}, {"bad_words": ["a"]}, {"stop": ["a"] * 65},
         )),
@@ -289,6 +295,26 @@ ASKED = {
         {"prompt": TEXT, "max_tokens": 9},
     ),
 }  # fmt: skip
+
+
+FORMATS = [
+    ({"regex": "[a-z]{3}"}, "[a-z]{3}"),
+    ({"choice": ["the log", "a cat"]}, "the log|a cat"),
+    ({"json": '{"type": "integer", "minimum": 0, "maximum": 99}'}, "[0-9]{1,2}"),
+    ({"json": {"enum": ["x", "y"]}, "json_object": False}, '"(x|y)"'),
+    ({"grammar": 'start: "a" | "b" start'}, "b*a"),
+]
+
+
+@pytest.mark.parametrize(("form", "pattern"), FORMATS)
+def test_a_completion_and_a_chat_have_the_format_that_is_asked_for(service, form, pattern):
+    """vLLM's field; OpenAI's is in test_answer_format.py."""
+    asked = {"structured_outputs": form, "temperature": 1, "seed": 3, "max_tokens": 40}
+    for body in ({"prompt": TEXT}, {"messages": CHAT}):
+        found = post(service, "completions" if "prompt" in body else "chat/completions", **body, **asked)
+        (choice,) = found.json()["choices"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert re.fullmatch(pattern, text) and choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize(("asked", "simply"), ASKED.values(), ids=ASKED)

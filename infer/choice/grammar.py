@@ -1,0 +1,141 @@
+"""Grammars: the text that a request may generate, such as JSON of a schema.
+
+At the root and at every node of a tree the grammar says which tokens may come next. That depends on the generated
+tokens alone, so decoding with a grammar is as exact as without. Grammars are written in llguidance's dialect of Lark
+(https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md), and its matchers read the tokens.
+Shapes: B slots, N nodes, V vocabulary, W = ceil(V / 32) words of a mask.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+from llguidance import hf as tokenizers
+from torch import Tensor
+
+from longdraft.infer.tree import PAD, TokenTree
+from longdraft.models.target import Target
+
+# The blanks between two parts of JSON. Without a limit a model may write them without end.
+BLANKS = r" ?|\n[ \t]{0,40}"
+# Before llguidance's errors: a place in lines that the caller may not know.
+PLACE = re.compile(r"^(?:at )?(?:\d+\(\d+\): )*")
+Matchers = Sequence[LLMatcher | None]
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """The grammar of JSON texts that a JSON schema allows; {"type": "object"} allows every object."""
+    return "start: " + json_rule(schema)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """JSON texts of a schema, as part of a rule."""
+    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": BLANKS}, **schema})
+
+
+def regex_grammar(pattern: str) -> str:
+    """The grammar of texts that a regular expression matches as a whole, in the syntax of Rust's regex."""
+    return "start: " + regex_rule(pattern)
+
+
+def regex_rule(pattern: str) -> str:
+    """Texts that a regular expression matches, as part of a rule."""
+    return f"/{regex_to_lark(pattern, '')}/"
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """The grammar of these texts alone."""
+    return "start: " + " | ".join(map(json.dumps, choices))
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(tokenizer: Any, size: int, ends: tuple[int, ...]) -> tuple[LLTokenizer, Mapping[str, int]]:
+    """llguidance's form of a tokenizer, and its special tokens."""
+    try:
+        vocabulary = tokenizers.from_tokenizer(tokenizer, n_vocab=size, eos_token=list(ends))
+    except ValueError as error:
+        raise ValueError(f"grammar: this target's tokenizer cannot follow one: {error}") from error
+    added = tokenizer.added_tokens_decoder.items()
+    return vocabulary, {one.content: token for token, one in added if vocabulary.is_special_token(token)}
+
+
+@lru_cache(maxsize=16)
+def compiled(tokenizer: Any, size: int, ends: tuple[int, ...], grammar: str) -> LLMatcher:
+    """A matcher, of which every request gets a copy. Copies share what they learn of a grammar."""
+    matcher = LLMatcher(_vocabulary(tokenizer, size, ends)[0], grammar, log_level=0)
+    if matcher.is_error():
+        raise ValueError(f"grammar: {PLACE.sub('', matcher.get_error().splitlines()[0])}")
+    return matcher
+
+
+def _of(target: Target) -> tuple[Any, int, tuple[int, ...]]:
+    if target.tokenizer is None or not target.eos_token_ids:
+        raise ValueError("grammar: this needs a tokenizer and an end token, and the target lacks one; omit it")
+    return target.tokenizer, target.model.config.vocab_size, tuple(sorted(target.eos_token_ids))
+
+
+def matcher_of(target: Target, grammar: str) -> LLMatcher:
+    """A matcher that has read nothing yet. A grammar's first one is compiled, which may take a second.
+
+    Raises ValueError, which names `grammar`, if it is not one, and if the target's tokenizer cannot follow any.
+    """
+    return compiled(*_of(target), grammar).deep_copy()
+
+
+def textless_tokens(target: Target) -> Mapping[str, int]:
+    """The tokens that no text in a grammar stands for, only the token itself, written `<[id]>`."""
+    return _vocabulary(*_of(target))[1]
+
+
+def without_refused(tree: TokenTree, matchers: Matchers) -> TokenTree:
+    """The tree, on the host, without the nodes that their slots' grammars do not allow, which need not be verified.
+
+    matchers: of each slot, at its root; None for a slot without a grammar. They are not changed.
+    """
+    tokens, parents, classes = tree.lists.tokens, list[list[int]](), tree.lists.classes
+    for of_slot, above, matcher in zip(tokens, tree.lists.parents, matchers, strict=True):
+        allowed = range(len(above)) if matcher is None else {node for node, _ in _allowed(matcher, of_slot, above)}
+        parents.append([parent if node in allowed else PAD for node, parent in enumerate(above)])
+    lists = [tokens, parents, *([] if classes is None else [classes])]
+    return TokenTree(*map(torch.tensor, lists)).take_lists(lists)
+
+
+def allowed_tokens(tree: TokenTree, matchers: Matchers, vocab_size: int) -> Tensor:
+    """int32 [B, N, W] on the CPU: bit v % 32 of word v // 32 says whether token v may follow the node. All may follow
+    the nodes of a slot without a grammar, and nodes that are not allowed themselves. Arguments: as above."""
+    words_BNW = np.full((*tree.tokens.shape, -(-vocab_size // 32)), -1, dtype=np.int32)
+    slots = words_BNW, tree.lists.tokens, tree.lists.parents, matchers
+    for words_NW, tokens, parents, matcher in zip(*slots, strict=True):
+        for node, reached in _allowed(matcher, tokens, parents) if matcher is not None else ():
+            words_NW[node] = np.frombuffer(reached.compute_bitmask(), dtype=np.int32, count=len(words_NW[node]))
+    return torch.from_numpy(words_BNW)
+
+
+def _allowed(matcher: LLMatcher, tokens: Sequence[int], parents: Sequence[int]) -> Iterator[tuple[int, LLMatcher]]:
+    """The nodes of a trie that a grammar allows, each with a matcher that has read the path to it. That is a copy,
+    because a matcher that gives up, on a text that is too complex for it, never recovers."""
+    below = defaultdict[int, list[int]](list)
+    for node, parent in enumerate(parents):
+        below[parent].append(node)
+    matcher, read, left = matcher.deep_copy(), 0, [(0, 0)]
+    while left:
+        node, depth = left.pop()
+        if node:
+            matcher.rollback(read - (depth - 1))
+            read = depth - 1 + matcher.try_consume_tokens([tokens[node]])
+        if read == depth:
+            yield node, matcher
+            left += [(child, depth + 1) for child in below[node]]
+
+
+def masked(logits_BNV: Tensor, words_BNW: Tensor) -> Tensor:
+    """The logits, with -inf for tokens that may not follow. words_BNW: `allowed_tokens`, on the logits' device."""
+    bits = torch.arange(32, dtype=torch.int32, device=words_BNW.device)
+    allowed_BNV = ((words_BNW[..., None] >> bits) & 1).flatten(-2)[..., : logits_BNV.shape[-1]]
+    return logits_BNV.masked_fill(allowed_BNV == 0, -torch.inf)
