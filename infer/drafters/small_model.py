@@ -9,7 +9,6 @@ chooses with the noise of the target's choices (infer/choice/slots.py).
 Shapes: B slots, T tokens of a pass, C chain, W rows of the cache, V vocabulary.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -54,13 +53,16 @@ class SmallModelDrafter(DeviceDrafter):
             raise ValueError(f"gamma={gamma}: give at most half of the small model's window of {self.window} tokens")
         self.small, self.gamma = small, gamma
         self.max_nodes = self.max_depth = gamma
+        self._linear = small.model.config.delta is not None
         self._cache: KVCache | None = None
+        self._kept: KVCache | None = None  # without rows: linear attention's states before the last root, and lengths
+        # How many tokens are missing of a text that ends with the last root: none of it, not even the root where that
+        # has its row; states are kept without the root's.
+        self._after_root = 0 if self._linear else -1
         # Upper bounds over all slots: cache rows for the tokens before the root, and how many of these are missing.
         self._span = self._missing = 0
         self._most_missing = self.window
-        # Within `trying`: how many proposals there were, and whether one after the first refilled the caches.
-        self._tries: int | None = None
-        self._refilled = False
+        self._trial: list[bool] | None = None  # within `trying`: whether each proposal so far refilled the caches
         self._usual = FEW  # a recorded pass reads this many tokens before the root, or half a window
 
     @property
@@ -76,22 +78,19 @@ class SmallModelDrafter(DeviceDrafter):
         return named | ({"small model's pass": [((pending,), torch.uint8)]} if pending else {})
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
-        if self._cache is None or self._cache.batch != cache.batch:
+        if self._cache is None or self._kept is None or self._cache.batch != cache.batch:
             self._cache = self.small.model.new_cache(cache.batch, self.window)
             self._read = torch.zeros(cache.batch, self.window, dtype=torch.int64, device=cache.lengths.device)
             self._skipped = torch.zeros_like(cache.lengths)  # tokens of the text between the sinks and the next row
-            self._kept = copy.deepcopy(self._cache.delta)  # states before the last root, and how many rows these have
-            self._kept_rows = torch.zeros_like(cache.lengths)
+            self._kept = self.small.model.new_cache(cache.batch, 0)
         before = min(len(request.prompt) - 1, self.window // 2)
         self._cache.reset([slot])
-        if self._kept is not None:
-            self._kept.reset(slot)
-            self._kept_rows[slot].fill_(0)
+        self._kept.reset([slot])
         self._skipped[slot].fill_(len(request.prompt) - 1 - before)
         self._span, self._missing = max(self._span, before), max(self._missing, before)
 
     def buffers(self) -> tuple[object, ...]:
-        return self._cache, self._read, self._skipped, self._kept, self._kept_rows
+        return self._cache, self._read, self._skipped, self._kept
 
     def plan(self, state: SlotState, budget: Budget) -> tuple[int, int, bool, bool]:
         """How many tokens to draft, the most tokens that a slot must read before its root, whether the caches of all
@@ -101,71 +100,61 @@ class SmallModelDrafter(DeviceDrafter):
         missing = state.rounded(max(0, self._missing), min(self._usual, half), half)
         if begins_anew := missing == half or self._span + missing + self.gamma > self.window:
             self._span = missing = half
-        keeps = self._kept is not None and (begins_anew or not self._tries)
-        if keeps or self._kept is None:
+        keeps = self._linear and (begins_anew or not self._trial)
+        if keeps or not self._linear:
             self._missing = self._after_root
-        if self._tries is not None:
-            self._refilled |= begins_anew and self._tries > 0
-            self._tries += 1
+        if self._trial is not None:
+            self._trial.append(begins_anew)
         return count, missing, begins_anew, keeps
-
-    @property
-    def _after_root(self) -> int:
-        """How many tokens are missing of a text that ends with the last root: none of it, not even the root where that
-        has its row; states are kept without the root's."""
-        return -1 if self._kept is None else 0
 
     def grow(self, state: SlotState, budget: Budget, plan: tuple[int, int, bool, bool]) -> TokenTree:
         count, missing, begins_anew, keeps = plan
-        cache = self._cache
-        assert cache is not None
+        cache, kept = self._cache, self._kept
+        assert cache is not None and kept is not None
         if begins_anew:
-            cache.lengths.zero_()
-            if self._kept is not None:
-                self._kept.reset(slice(None))
-                self._kept_rows.zero_()
+            cache.reset()
+            kept.reset()
             self._skipped.copy_((state.positions - missing).clamp(min=0))
-        self._keep_agreeing(state)
+        self._keep_agreeing(state, cache, kept)
         missing_B = state.positions - self._skipped - cache.lengths
         tokens_BT = self._text(state, cache.lengths[:, None] + torch.arange(1 + missing, device=missing_B.device))
-        logits_B1V = self._pass(tokens_BT, 1 + missing_B, missing_B, keeps)
+        logits_B1V = self._pass(cache, tokens_BT, 1 + missing_B, missing_B, kept if keeps else None)
         chain_BC = torch.full_like(state.roots, -1)[:, None].repeat(1, count)
+        zeros_B = torch.zeros_like(missing_B)
         for i in range(count):
             if i > 0:
-                logits_B1V = self._pass(chain_BC[:, i - 1 : i], torch.ones_like(missing_B), torch.zeros_like(missing_B))
+                logits_B1V = self._pass(cache, chain_BC[:, i - 1 : i], zeros_B + 1, zeros_B)
             chain_BC[:, i] = state.best(logits_B1V, 1 + i, 1)[1][:, 0, 0]
             if 1 + i < count and not budget.goes_on(TokenTree.from_chain(state.roots, chain_BC[:, : 1 + i])):
                 break
         return TokenTree.from_chain(state.roots, chain_BC)
 
-    def _keep_agreeing(self, state: SlotState) -> None:
+    def _keep_agreeing(self, state: SlotState, cache: KVCache, kept: KVCache) -> None:
         """Drop all rows from the first whose token differs from the text on, and the root's: its logits are needed."""
-        assert self._cache is not None
         # In TriForce the cache may have been refilled at a root of the inner level that the outer one rejected.
         self._skipped.copy_(torch.minimum(self._skipped, state.positions))
         rows_1W = torch.arange(self.window, device=state.positions.device)[None]
-        agreeing_BW = (self._text(state, rows_1W) == self._read) & (rows_1W < self._cache.lengths[:, None])
+        agreeing_BW = (self._text(state, rows_1W) == self._read) & (rows_1W < cache.lengths[:, None])
         agreeing_B = torch.minimum(agreeing_BW.cumprod(1).sum(1), state.positions - self._skipped)
-        if self._kept is not None:
-            agreeing_B = torch.minimum(agreeing_B, self._kept_rows)
-        self._cache.rewind(agreeing_B, self._kept)
+        if self._linear:
+            agreeing_B = torch.minimum(agreeing_B, kept.lengths)
+        cache.rewind(agreeing_B, kept.delta)
 
     def _text(self, state: SlotState, rows_BT: Tensor) -> Tensor:
         """The text's tokens at these rows of the cache."""
         return state.history.read_at(torch.where(rows_BT < self.sinks, rows_BT, rows_BT + self._skipped[:, None]))
 
-    def _pass(self, tokens_BT: Tensor, counts_B: Tensor, at_B: Tensor, keeps: bool = False) -> Tensor:
+    def _pass(
+        self, cache: KVCache, tokens_BT: Tensor, counts_B: Tensor, at_B: Tensor, kept: KVCache | None = None
+    ) -> Tensor:
         """Run the model over these tokens and commit the first counts_B of them. Returns the logits [B, 1, V] of the
-        tokens at index at_B; keeps: keep linear attention's states before these."""
-        cache = self._cache
-        assert cache is not None
+        tokens at index at_B; kept: gets linear attention's states before these."""
         rows_BT = cache.lengths[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         self._read.scatter_(1, rows_BT, tokens_BT)
         output = self.small.model(Pass(tokens_BT, cache, logits_at_BR=at_B[:, None]))
-        if keeps and self._kept is not None and cache.delta is not None:
-            self._kept.pending = [*cache.delta.pending]
-            self._kept.commit(None, at_B)
-            self._kept_rows.copy_(cache.lengths + at_B)
+        if kept is not None and kept.delta is not None and cache.delta is not None:
+            kept.delta.pending = [*cache.delta.pending]
+            kept.commit(None, at_B)
         cache.commit(None, counts_B)
         assert output.logits is not None
         return output.logits
@@ -179,11 +168,12 @@ class SmallModelDrafter(DeviceDrafter):
     def trying(self, most: int) -> Iterator[None]:
         """In this context it drafts after roots that are then rejected, until each slot has `most` tokens more. The
         next root follows the present one."""
-        span, self._tries, self._refilled, self._most_missing = self._span, 0, False, most + self.gamma
+        span, refills = self._span, list[bool]()
+        self._trial, self._most_missing = refills, most + self.gamma
         yield
-        self._tries, self._missing, self._most_missing = None, self._after_root, self.window
+        self._trial, self._most_missing, self._missing = None, self.window, self._after_root
         # States that were kept after a refill may have read what is now rejected, so the next proposal refills again.
-        self._span = self.window if self._refilled and self._kept is not None else min(span, self._span)
+        self._span = self.window if self._linear and any(refills[1:]) else min(span, self._span)
 
     def release(self) -> None:
         self._cache = self._kept = None
