@@ -188,7 +188,6 @@ class DraftPasses:
         self._slots_B1 = torch.arange(cache.batch, device=keys.device)[:, None]
         self._missing = 0  # the most tokens before its root that any slot lacks keys of
         self.usual = 0  # the most tokens that the last step may have committed
-        self._roots_queried = False  # whether the roots were queries in this step
 
     @classmethod
     def kept_shape(cls, config: LongSpecConfig, batch: int, capacity: int, tree_rows: int) -> tuple[int, ...]:
@@ -203,13 +202,13 @@ class DraftPasses:
     def note_step(self, most: int) -> None:
         """A step committed at most `most` tokens to each slot."""
         self.usual = most
-        self._missing = min(self._missing + most - (self._roots_queried and self.keeps_all), self.window)
-        self._roots_queried = False
+        self._missing = min(self._missing + most, self.window)
 
     def begin(self, state: SlotState) -> int:
-        """Start a proposal on the host. Returns how many tokens `catch_up` must process; none is missing after that."""
-        count = state.rounded(self._missing, min(self.usual, self.window), self.window)
-        self._missing, self._roots_queried = 0, True
+        """Start a proposal on the host. Returns how many tokens `catch_up` must process. None is missing after that; if
+        the roots' keys are kept too, not even the next one."""
+        count = state.rounded(max(0, self._missing), min(self.usual, self.window), self.window)
+        self._missing = -1 if self.keeps_all else 0
         return count
 
     def catch_up(self, state: SlotState, n_missing: int) -> None:
