@@ -19,7 +19,7 @@ from torch import Tensor
 from longdraft.infer.accept import AcceptResult
 from longdraft.infer.slot_state import SlotState
 from longdraft.kernels.selection import chunk_means, gather_rows, top_keys
-from longdraft.models.decoder_config import DecoderConfig
+from longdraft.models.decoder import Decoder
 from longdraft.models.footprint import Allocations, cache_rows, delta_states
 from longdraft.models.kv_cache import KVCache
 
@@ -77,9 +77,9 @@ class Selection:
         """The budget on a full cache of `capacity` tokens, limited to the rows that these need."""
         return min(self.budget, max(capacity, self.fixed + 1))
 
-    def allocations(self, like: DecoderConfig, dtype: torch.dtype, batch: int, capacity: int, tail: int) -> Allocations:
-        """What a SelectedCache on a full cache of `capacity` rows a slot will allocate, by name."""
-        n_rows = batch * (self.rows(capacity) + tail + 1)
+    def allocations(self, model: Decoder, batch: int, capacity: int, tail: int) -> Allocations:
+        """What a SelectedCache on the model's full cache of `capacity` rows a slot will allocate, by name."""
+        like, dtype, n_rows = model.config, model.embed_tokens.weight.dtype, batch * (self.rows(capacity) + tail + 1)
         named = {"selected cache": [*cache_rows(like, n_rows, dtype), *delta_states(like, batch, dtype)]}
         if self.chunk > 1 and not self.recent:
             means = len(like.attention_layers), capacity // self.chunk, like.n_kv_heads, like.head_dim

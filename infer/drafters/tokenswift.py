@@ -125,8 +125,7 @@ class TokenSwiftDrafter(HeadsDrafter):
         return always + draft * row_bytes < PASS_SHARE * (always + full * row_bytes)
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
-        like, dtype = self.target.model.config, self.target.model.embed_tokens.weight.dtype
-        selected = self._selection.allocations(like, dtype, batch, capacity, tail=1)
+        selected = self._selection.allocations(self.target.model, batch, capacity, tail=1)
         return selected if self._may_pass(batch, capacity) else {}
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:

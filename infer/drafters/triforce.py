@@ -82,8 +82,7 @@ class TriForceDrafter(Drafter):
         return frozenset() if self._cache is None else self._cache.needs
 
     def allocations(self, batch: int, capacity: int) -> Allocations:
-        like, dtype = self.target.model.config, self.target.model.embed_tokens.weight.dtype
-        selected = self._selection.allocations(like, dtype, batch, capacity, self._tail)
+        selected = self._selection.allocations(self.target.model, batch, capacity, self._tail)
         return {**selected, **super().allocations(batch, capacity)}
 
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
