@@ -21,15 +21,12 @@ from longdraft.benchmarks.drafters.questions import SUITES, Question, Reader, Su
 from longdraft.benchmarks.drafters.record import checkpoint_digest, digest, recorded, write_spec_bench
 from longdraft.benchmarks.drafters.report import table, write_report
 from longdraft.infer.drafters.build import build_drafter
-from longdraft.launch import cli
 from longdraft.launch.arguments import NEW_TOKENS, PROMPTS, SAMPLING, TEXT_TOKENS, given_sampling
 from longdraft.launch.console import note, read_text, show
 from longdraft.launch.runtime import DTYPES, Drafting, heldout_rows, options_for, read_options, used_tokens
 from longdraft.models.device import on_device
 from longdraft.models.draft_folder import local_folder
 from longdraft.models.hf import load_tokenizer, load_transformers, read_limits
-
-main = partial(cli.run, "bench")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from pydantic import Json
@@ -19,7 +18,6 @@ from longdraft.infer.engine import Engine
 from longdraft.infer.generation import Generation
 from longdraft.infer.requests import Prompt, prompt_tokens
 from longdraft.infer.sampling import SamplingParams, draw_seed
-from longdraft.launch import cli
 from longdraft.launch.arguments import OF_ONE_TEXT, SAMPLING, given_sampling
 from longdraft.launch.console import note, read_text, show
 from longdraft.launch.runtime import Drafting, heldout_rows, used_tokens
@@ -27,7 +25,6 @@ from longdraft.models.hf import load_tokenizer
 from longdraft.models.schema import validate
 
 DRAFTED, OWN, PLAIN = "\033[32m", "\033[36m", "\033[0m"
-main = partial(cli.run, "generate")
 
 
 def run(args: argparse.Namespace) -> None:

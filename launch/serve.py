@@ -9,19 +9,16 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.server.app import Server, Service
-from longdraft.launch import cli
 from longdraft.launch.arguments import API_KEY
 from longdraft.launch.console import note
 from longdraft.launch.runtime import Drafting
 from longdraft.models.files import signals_noted
 
 ENGINE_FAILED = 1  # exit status that makes a supervisor restart the process
-main = partial(cli.run, "serve")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 
 MOST_STACK = 256  # bytes per thread
 PROCESSORS = 132
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-LAYERS, HEADS, KV, VOCAB, CAPACITY = 32, 32, 8, 128_256, 131_072
+HEADS, KV, VOCAB, CAPACITY = 32, 8, 128_256, 131_072
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from longdraft.benchmarks.drafters.bench import BenchSettings
 from longdraft.benchmarks.drafters.questions import Question
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record, read_record, recorded
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch import arguments, bench
+from longdraft.launch import arguments, cli
 from longdraft.launch.bench import asked_for
 from longdraft.launch.runtime import Drafting
 from longdraft.models.hf import load_target, load_transformers
@@ -56,7 +56,7 @@ def without_times(folder: Path) -> dict[tuple, Entry]:
 @pytest.fixture(scope="session")
 def whole(command, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    assert bench.main([*command, "--out", str(folder), "--report", str(folder / "report.html")]) == 0
+    assert cli.run("bench", [*command, "--out", str(folder), "--report", str(folder / "report.html")]) == 0
     return folder
 
 
@@ -85,7 +85,7 @@ def killed(command, tmp_path_factory) -> dict[int, Path]:
     program = (
         "import os, shutil, sys\n"
         "from longdraft.benchmarks.drafters.record import Record\n"
-        "from longdraft.launch import bench\n"
+        "from longdraft.launch import cli\n"
         "add, count = Record.add, []\n"
         "def counted(self, part, value):\n"
         "    add(self, part, value)\n"
@@ -93,7 +93,7 @@ def killed(command, tmp_path_factory) -> dict[int, Path]:
         f"    if len(count) == 6: shutil.copytree({str(folder / '17')!r}, {str(folder / '6')!r})\n"
         "    if len(count) == 17: os.kill(os.getpid(), 9)\n"
         "Record.add = counted\n"
-        "bench.main(sys.argv[1:])\n"
+        "cli.run('bench', sys.argv[1:])\n"
     )
     done = subprocess.run([sys.executable, "-c", program, *command, "--out", folder / "17"], capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
@@ -105,7 +105,7 @@ def test_a_killed_run_goes_on_to_the_same_record(whole, command, killed, parts):
     """What a drafter keeps from one answer to the next is there again."""
     folder = killed[parts]
     assert 0 < len(read_record(folder).entries) < len(read_record(whole).entries)
-    assert bench.main([*command, "--out", str(folder)]) == 0
+    assert cli.run("bench", [*command, "--out", str(folder)]) == 0
     assert without_times(folder) == without_times(whole)
 
 
@@ -160,10 +160,10 @@ def test_a_record_is_kept_when_it_is_shown_again_and_refused_with_other_settings
 ):
     before = files_of(whole / "progress")
     monkeypatch.setenv("LONGDRAFT_COMMIT", "another")
-    assert bench.main([*command, "--out", str(whole)]) == 0
+    assert cli.run("bench", [*command, "--out", str(whole)]) == 0
     shown, machine = json.loads(capsys.readouterr().out.splitlines()[-1]), read_record(whole).machine
     assert (shown["commit"], shown["date"]) == (machine["commit"], machine["date"]) != ("another", shown["date"])
-    assert bench.main([*command, "--out", str(whole), "--seed", "1"]) == 2
+    assert cli.run("bench", [*command, "--out", str(whole), "--seed", "1"]) == 2
     assert "settings.seed is 0 there and 1 here" in capsys.readouterr().err
     assert files_of(whole / "progress") == before
 
@@ -180,7 +180,7 @@ def test_another_proof_than_the_records_is_refused(tiny, suite, tmp_path, capsys
     command = f"--target {tiny} --suite spec-bench --data {suite} --drafter prompt_lookup --prompts 1 --new-tokens 4"
     command += f" --dtype bf16 --out {tmp_path / 'out'}"
     for form, status in (("serving", 0), ("fp32", 2)):
-        assert bench.main([*command.split(), "--exactness", form]) == status
+        assert cli.run("bench", [*command.split(), "--exactness", form]) == status
         assert ("proof is serving" in capsys.readouterr().err) == (status == 2)
 
 

@@ -14,7 +14,7 @@ from longdraft.infer.drafters.prompt_lookup import PromptLookup
 from longdraft.infer.drafters.small_model import SmallModelDrafter
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch import bench
+from longdraft.launch import cli
 
 PROMPTS = [list(range(1, 30)), list(range(40, 52)) * 2, [7]]
 GREEDY = SamplingParams(seed=3, ignore_eos=True, max_new_tokens=40)
@@ -128,7 +128,7 @@ def test_the_mark_is_in_record_table_and_page(tiny, text_file, tmp_path, capsys)
     out = f"--out {tmp_path}/out --report {tmp_path}/out.html "
     some = "--drafter oracle small_model --option oracle.depth=3 oracle.siblings=1 "
     some += f"small_model.small={tiny} small_model.gamma=2 "
-    assert bench.main((asked + out + some + "--tokens-per-step 2").split()) == 0
+    assert cli.run("bench", (asked + out + some + "--tokens-per-step 2").split()) == 0
     shown = capsys.readouterr().out
     result, names = json.loads(shown.splitlines()[-1]), {"forced-oracle", "forced-small_model"}
     assert result["exact"] and set(result["settings"][LABEL]) == names
@@ -139,9 +139,9 @@ def test_the_mark_is_in_record_table_and_page(tiny, text_file, tmp_path, capsys)
     for name in names:
         assert f"{name}: {LABEL} (rates 0." in shown and name in page and record.of(name, 0.0)
         assert (tmp_path / "out" / "spec_bench" / f"{name}.jsonl").exists()
-    assert bench.main((asked + out + some + "--tokens-per-step 1.5").split()) == 2  # another record
+    assert cli.run("bench", (asked + out + some + "--tokens-per-step 1.5").split()) == 2  # another record
     capsys.readouterr()
-    assert bench.main((asked + some).split()) == 0
+    assert cli.run("bench", (asked + some).split()) == 0
     shown = capsys.readouterr().out
     drafters = json.loads(shown.splitlines()[-1])["runs"][0]["drafters"]
     assert set(drafters) == {"plain", "forced-oracle", "small_model"}
@@ -165,5 +165,5 @@ def test_the_mark_is_in_record_table_and_page(tiny, text_file, tmp_path, capsys)
 )
 def test_what_has_no_effect_or_is_out_of_reach_is_refused(options, message, tiny, text_file, capsys):
     given = "--data x" if "--paper" in options else f"--text-file {text_file} --prompt-tokens 24 --new-tokens 4"
-    assert bench.main(f"--target {tiny} {given} {options}".split()) == 2
+    assert cli.run("bench", f"--target {tiny} {given} {options}".split()) == 2
     assert message in capsys.readouterr().err

@@ -9,7 +9,7 @@ import torch
 from longdraft.benchmarks.drafters.papers import PAPERS, beside, table
 from longdraft.benchmarks.drafters.questions import LONGBENCH, SUITES
 from longdraft.benchmarks.drafters.record import Answer, Entry, Record
-from longdraft.launch import arguments, bench
+from longdraft.launch import arguments, cli
 from longdraft.models.hf import load_target
 from longdraft.models.published import convert
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory, shared, authors):
 
 
 def run(capsys, *words, status=0) -> tuple[str, str]:
-    assert bench.main([str(word) for word in words]) == status
+    assert cli.run("bench", [str(word) for word in words]) == status
     shown = capsys.readouterr()
     return shown.out, shown.err
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams
-from longdraft.launch.generate import main as generate
+from longdraft.launch import cli
 from longdraft.models.draft_folder import draft_method, local_folder, read_info, shipped_drafts
 from longdraft.models.hf import load_target
 
@@ -56,5 +56,8 @@ def test_says_where_it_comes_from(name):
 def test_several_at_once(capsys):
     """Each goes to the drafter of its method."""
     asked = ["--draft", *shipped_drafts(), "--prompt", PROMPTS[0], "--max-new-tokens", "12", "--dtype", "fp32"]
-    assert generate([*asked, "--drafter", "plain", "tokenswift+prompt_lookup", "longspec", "--device", "cpu"]) == 0
+    assert (
+        cli.run("generate", [*asked, "--drafter", "plain", "tokenswift+prompt_lookup", "longspec", "--device", "cpu"])
+        == 0
+    )
     assert "Same tokens from plain, tokenswift+prompt_lookup, longspec (fp32): yes" in capsys.readouterr().err

@@ -11,10 +11,11 @@ import torch
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.sampling import SamplingParams, preset_for
+from longdraft.launch import cli
 from longdraft.launch.arguments import OF_ONE_TEXT, SAMPLING, given_sampling
 from longdraft.launch.arguments import generate as parser
 from longdraft.launch.console import flag
-from longdraft.launch.generate import DRAFTED, OWN, PLAIN, main
+from longdraft.launch.generate import DRAFTED, OWN, PLAIN
 from longdraft.launch.runtime import options_for, read_options
 from longdraft.models import hf, tensor_parallel
 from longdraft.models.hf import load_target
@@ -34,7 +35,7 @@ def run(tiny, capsys):
     def call(*arguments, status=0):
         given = ["--target", str(tiny), "--dtype", "fp32", "--max-new-tokens", "24", *map(str, arguments)]
         try:
-            assert main(given) == status
+            assert cli.run("generate", given) == status
         except SystemExit as end:  # argparse's own errors
             assert end.code == status
         return capsys.readouterr()

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from longdraft.benchmarks.drafters.exactness import NotExact
 from longdraft.launch import arguments, bench, cli, prepare, quickstart, train
-from longdraft.launch.generate import main as generate_main
 from longdraft.models import hf, tensor_parallel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,15 +52,15 @@ def test_a_draft_that_names_no_target_asks_for_it(folder, capsys, tmp_path):
     measured = f"--draft {draft} --data {folder}/data --prompts 1 --prompt-tokens 8 --new-tokens 4 --dtype fp32"
     for train_config in ({"target": {"path": 7}}, {"converted_from": "published.pth"}, {"target": None}):
         (draft / "config.json").write_text(json.dumps(content | {"train_config": train_config}))
-        for main, line in ((generate_main, common), (bench.main, measured)):
-            assert main(line.split()) == 2
+        for command, line in (("generate", common), ("bench", measured)):
+            assert cli.run(command, line.split()) == 2
             error = capsys.readouterr().err
             assert len(error.splitlines()) == 1 and "target" in error, error
-    assert generate_main(f"{common} --target {folder}/target".split()) == 0
+    assert cli.run("generate", f"{common} --target {folder}/target".split()) == 0
     text = capsys.readouterr().out
-    assert generate_main(f"{short} --draft {folder}/run/draft".split()) == 0
+    assert cli.run("generate", f"{short} --draft {folder}/run/draft".split()) == 0
     assert capsys.readouterr().out == text != ""
-    assert bench.main(f"{measured} --target {folder}/target".split()) == 0
+    assert cli.run("bench", f"{measured} --target {folder}/target".split()) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["exact"] is True
 
 
@@ -74,7 +73,7 @@ def test_a_target_of_other_weights_is_one_line_of_warning(folder, capsys, tmp_pa
     common = f"--draft {folder}/run/draft --drafter plain tokenswift --prompt the --max-new-tokens 12 --dtype fp32 "
     common += "--temperature 1 --seed 7"
     for target, n_warnings in ((folder / "target", 0), (tmp_path / "tuned", 1)):
-        assert generate_main(f"{common} --target {target}".split()) == 0
+        assert cli.run("generate", f"{common} --target {target}".split()) == 0
         error = capsys.readouterr().err
         said = [line for line in error.splitlines() if "arning" in line or "load_draft" in line]
         assert len(said) == n_warnings and "Same tokens from plain, tokenswift (fp32): yes" in error
@@ -87,7 +86,7 @@ def test_bench_writes_table_page_and_json(folder, capsys):
         f"--drafter tokenswift token_recycling+prompt_lookup --option tokenswift.ngrams=4 --temperature 0 1 "
         f"--contexts 8 24 --transformers --out {folder}/bench --report {folder}/report.html"
     )
-    assert bench.main(arguments.split()) == 0
+    assert cli.run("bench", arguments.split()) == 0
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
     assert result["exact"] is True and "exact: yes (96 tokens a drafter in fp32" in out
@@ -111,10 +110,10 @@ def test_bench_writes_table_page_and_json(folder, capsys):
 BENCH = "--target {f}/target --data {f}/data --prompt-tokens 24 "
 
 
-def status_of(main, arguments: str) -> int:
+def status_of(command: str, arguments: str) -> int:
     """The exit status of a command, also where argparse ends the process."""
     try:
-        return main(arguments.split())
+        return cli.run(command, arguments.split())
     except SystemExit as end:
         return int(end.code or 0)
 
@@ -140,7 +139,7 @@ def status_of(main, arguments: str) -> int:
     ],
 )
 def test_bench_errors_name_the_field_before_anything_is_measured(folder, arguments, field, capsys):
-    assert status_of(bench.main, arguments.format(f=folder)) == 2
+    assert status_of("bench", arguments.format(f=folder)) == 2
     shown = capsys.readouterr()
     said = [line for line in shown.err.splitlines() if not line.startswith(("Loading", "usage", " "))]
     assert shown.out == "" and len(said) == 1, shown.err
@@ -149,14 +148,14 @@ def test_bench_errors_name_the_field_before_anything_is_measured(folder, argumen
 
 def test_a_draft_that_is_not_exact_ends_with_1(folder, capsys, monkeypatch):
     monkeypatch.setattr(bench, "bench", Mock(side_effect=NotExact("exact: NO, a drafter's tokens differ")))
-    assert bench.main((BENCH + "--prompts 1").format(f=folder).split()) == 1
+    assert cli.run("bench", (BENCH + "--prompts 1").format(f=folder).split()) == 1
     assert "longdraft bench: error: exact: NO" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_bench_loads_nothing_that_does_not_fit(folder, capsys, monkeypatch):
     monkeypatch.setattr(tensor_parallel, "available_bytes", lambda device: 0)
     monkeypatch.setattr(hf, "fill", lambda *_: pytest.fail("weights were read"))
-    assert bench.main((BENCH + "--prompts 1").format(f=folder).split()) == 2
+    assert cli.run("bench", (BENCH + "--prompts 1").format(f=folder).split()) == 2
     assert "longdraft bench: error: device: " in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -9,7 +9,7 @@ import sys
 import openai
 import pytest
 
-from longdraft.launch import serve
+from longdraft.launch import cli, serve
 
 SERVE = ["serve", "--drafter", "prompt_lookup", "--dtype", "fp32", "--device", "cpu"]
 COMMAND = [sys.executable, "-m", "longdraft.launch.cli", *SERVE]
@@ -50,11 +50,9 @@ def test_sigterm_ends_it_when_its_answers_are_done(running, capfd, tiny):
     with pytest.raises(openai.APIConnectionError):
         client.models.list()
     # The same seed gives the same text on the command line.
-    from longdraft.launch.generate import main
-
     options = ["--target", str(tiny), "--dtype", "fp32", "--device", "cpu", "--seed", "5", "--temperature", "1"]
     given = ["--chat", "--prompt", CHAT[0]["content"], "--max-new-tokens", "500", "--ignore-eos"]
-    assert main([*options, *given]) == 0
+    assert cli.run("generate", [*options, *given]) == 0
     assert capfd.readouterr().out.rstrip("\n") == (text + (last.choices[0].delta.content or "")).rstrip("\n")
 
 
@@ -67,7 +65,7 @@ def test_sigterm_just_after_it_says_that_it_serves_ends_it(tiny, monkeypatch):
     try:
         options = ["--target", str(tiny), "--dtype", "fp32", "--device", "cpu", "--port", "0", "--slots", "1"]
         with pytest.raises(SystemExit) as end:
-            serve.main(options)
+            cli.run("serve", options)
         assert end.value.code == 0
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -75,7 +73,7 @@ def test_sigterm_just_after_it_says_that_it_serves_ends_it(tiny, monkeypatch):
 
 def test_too_little_memory_is_said_before_it_listens(tiny, capsys):
     options = ["--target", str(tiny), "--dtype", "fp32", "--device", "cpu", "--port", "0", "--slots", "9000000"]
-    assert serve.main(options) == 2
+    assert cli.run("serve", options) == 2
     error = capsys.readouterr().err
     assert "Serving" not in error and "memory" in error.splitlines()[-1]
 
@@ -92,7 +90,7 @@ def test_too_little_memory_is_said_before_it_listens(tiny, capsys):
 )
 def test_what_is_wrong_is_said_before_anything_is_loaded(options, field, capsys):
     try:
-        status = serve.main(options)
+        status = cli.run("serve", options)
     except SystemExit as end:
         status = end.code
     *before, error = capsys.readouterr().err.splitlines()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longdraft.launch import cli, generate
+from longdraft.launch import cli
 from longdraft.models import hub
 from longdraft.models.draft_folder import load_draft, read_info
 from longdraft.models.hf import load_target
@@ -83,7 +83,7 @@ def test_converted_folders_decode_without_further_words(tmp_path, block, merged,
         assert cli.main(["convert", str(source), "--out", str(out), *words]) == 0
         assert f"to {out}" in capsys.readouterr().out
         given = ["--draft", str(out), "--dtype", "fp32", "--prompt", "the cat sat", "--max-new-tokens", "8"]
-        assert generate.main(given) == 0
+        assert cli.run("generate", given) == 0
         shown = capsys.readouterr()
         assert "tokens/step" in shown.err and "warning" not in shown.err
 
