@@ -60,6 +60,12 @@ def best_folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / "best"
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a kill or a full disk left among checkpoints: a half-written one, or one half removed."""
+    for dead in folder.glob("tmp-*"):
+        shutil.rmtree(dead, ignore_errors=True)
+
+
 def finished_folders(folder: Path) -> list[Path]:
     """Checkpoints from oldest to newest, by step. A kill leaves only folders that are named tmp-*."""
     named = [path for path in folder.glob("step_*") if path.name[5:].isdecimal() and (path / STATE).exists()]
@@ -241,8 +247,7 @@ def write_folder(
         files[OPTIMIZER.format(ranks.rank)] = own
 
     def empty() -> None:
-        for dead in folder.glob("tmp-*"):  # left by a kill or a full disk
-            shutil.rmtree(dead, ignore_errors=True)
+        remove_unfinished(folder)
         temporary.mkdir(parents=True)
 
     def write() -> dict[str, str]:
@@ -276,8 +281,7 @@ def _put_in_place(temporary: Path, final: Path, keep: int) -> None:
     # Later steps remain if the run resumed from an earlier checkpoint because a later one was damaged.
     for old in [*finished[end:], *finished[: max(0, end - keep)]]:
         _set_aside(old)
-    for dead in final.parent.glob("tmp-*"):
-        shutil.rmtree(dead)
+    remove_unfinished(final.parent)
 
 
 def _set_aside(folder: Path) -> None:

@@ -116,6 +116,8 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
         ranks.from_first(lambda: held.enter_context(locked(lock, "train.run_dir", busy)))
         if not all(ranks.gather(lock.exists())):
             raise ValueError(f"train.run_dir: not every machine sees the first one's {run_dir}; use shared storage")
+        folders = checkpoint.checkpoint_folder(run_dir), checkpoint.best_folder(run_dir)
+        ranks.from_first(lambda: [*map(checkpoint.remove_unfinished, folders)])
         found = ranks.from_first(partial(checkpoint.newest, run_dir))
         undecoded = ranks.from_first(lambda: found is not None and _lacks_decoding(config, found.state))
         if found is not None:
