@@ -138,7 +138,7 @@ def record_format_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokeniz
     if source.tokens_field is not None and source.tokenizer is not None:
         serialised = tokenizers[source.tokenizer].backend_tokenizer.to_str()
         return TokenIdsFormat(source.tokens_field, source.spans_field, serialised)
-    return TextFormat(source.text_field or TEXT_FIELD)
+    return TextFormat(TEXT_FIELD if source.text_field is None else source.text_field)
 
 
 def _document(name: str, text: str) -> Document:

@@ -149,13 +149,13 @@ def test_bad_documents_are_counted_and_named(config, corpus, tiny_tokenizer, cap
     assert sum(split["documents"] for split in manifest["splits"].values()) == 120
 
 
-@pytest.mark.parametrize("field", ["text_field", "chat_field"])
-def test_a_missing_field_is_named_with_those_there(config, tmp_path, tiny_tokenizer, field):
+@pytest.mark.parametrize(("field", "name"), [("text_field", "nope"), ("chat_field", "nope"), ("text_field", "")])
+def test_a_missing_field_is_named_with_those_there(config, tmp_path, tiny_tokenizer, field, name):
     table = pa.Table.from_pylist([{"content": f"text {i}", "id": i} for i in range(30)])
     pq.write_table(table, tmp_path / "a.parquet")
     template = Path("plain") if field == "chat_field" else None
-    one = changed(config, sources=same_way([str(tmp_path / "a.parquet")], **{field: "nope"}), chat_template=template)
-    with pytest.raises(ValueError, match=r"^a\.parquet:\d+ has no field 'nope' but .*'content', 'id'"):
+    one = changed(config, sources=same_way([str(tmp_path / "a.parquet")], **{field: name}), chat_template=template)
+    with pytest.raises(ValueError, match=rf"^a\.parquet:\d+ has no field '{name}' but .*'content', 'id'"):
         prepare(one, tiny_tokenizer, "hash")
     assert not one.out.exists()  # so that it can be prepared there with another field
 
