@@ -180,14 +180,17 @@ class WorkFolder:
     def opened(self) -> Iterator[None]:
         """Lock the folder for the block, and write the plan or compare it with the one that is there.
 
-        Raises ValueError if the folder was made by another plan (the message names the differences) or holds foreign
-        files, or if another process works in it.
+        Raises ValueError if the folder was made by another plan (the message names the differences), holds foreign
+        files or is a file, or if another process works in it.
         """
         path, progress = self.path / PLAN, self.path / PROGRESS
         foreign = [name for name in self._files() if not re.fullmatch(rf"\.?{PLAN}.*|{PROGRESS}/.*", name)]
         if foreign and not path.exists():
             raise ValueError(f"{self.path} holds {foreign[0]} but no {PLAN}; choose a new or empty folder")
-        progress.mkdir(parents=True, exist_ok=True)
+        try:
+            progress.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ValueError(f"out: {self.path} is not a folder; give another") from None
         busy = f"another process works in {self.path}; wait for it or choose another"
         with locked(progress / "all.lock", "out", busy):
             before = read_plan(self.path) if path.exists() else None

@@ -111,8 +111,6 @@ def recorded(folder: Path | None, settings: Mapping[str, Any]) -> Iterator[Recor
     if folder is None:
         yield Record(settings)
         return
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out: {folder} is not a folder; give another")
     work = WorkFolder(folder, {"format": FORMAT, "settings": settings})
     with failures_described(folder), work.opened():
         yield Record(settings, work)

@@ -57,6 +57,7 @@ def test_a_folder_that_cannot_be_made_is_named(config, tiny_tokenizer, tmp_path,
     with pytest.raises(ValueError, match=out[:100]) as error:
         prepare(changed(config, out=tmp_path / out), tiny_tokenizer, "hash")
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
+    assert ("is not a folder; give another" in str(error.value)) == ("/" in out or ".txt" in out)
 
 
 def test_a_file_that_the_system_does_not_give_is_named(config, tiny_tokenizer, monkeypatch):
