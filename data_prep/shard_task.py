@@ -144,15 +144,17 @@ def _sequences(
                 record["dropped"]["shorter_than_seq_len"] += 1
                 record["examples"].setdefault("shorter_than_seq_len", document.name)
                 continue
-            record["documents"] += 1
-            counts = record["mix"].setdefault(reader.name, {"documents": 0, "tokens": 0})
-            counts["documents"] += 1
+            cuts = list[Encoded]()
             for sequence in encoded:
                 cut = _beginning(sequence, min(room[source], most))
                 room[source] -= len(cut.tokens)
                 if cut.spans:  # otherwise the whole answer was cut off
-                    counts["tokens"] += len(cut.tokens)
-                    yield cut
+                    cuts.append(cut)
+            record["documents"] += bool(cuts)
+            counts = record["mix"].setdefault(reader.name, {"documents": 0, "tokens": 0})
+            counts["documents"] += bool(cuts)
+            counts["tokens"] += sum(len(cut.tokens) for cut in cuts)
+            yield from cuts
 
 
 def _beginning(sequence: Encoded, limit: float) -> Encoded:

@@ -126,8 +126,9 @@ def test_a_source_whose_answers_are_all_cut_off_has_no_tokens(config, tiny_token
     for name, question in (("short", "a boat"), ("long", "a boat " * 100)):
         write(tmp_path / f"{name}.jsonl", [[{"role": "user", "content": question}, answer]])
     sources = same_way([str(tmp_path / "short.jsonl"), str(tmp_path / "long.jsonl")], chat_field="messages")
-    prepare(changed(config, sources=sources, max_tokens=200, heldout_share=0.0), tiny_tokenizer, "hash")
+    manifest = prepare(changed(config, sources=sources, max_tokens=200, heldout_share=0.0), tiny_tokenizer, "hash")
     assert "long.jsonl 0, short.jsonl " in capsys.readouterr().out
+    assert manifest["splits"]["train"]["documents"] == 1
 
 
 def test_another_template_or_field_is_named(config, tiny_tokenizer):
