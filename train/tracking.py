@@ -98,11 +98,12 @@ def wandb_mode(setting: str) -> str:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """All records of a run, in order, without a line that a kill cut off."""
+    """All records of a run, in order, without lines that are none, such as one that a kill cut off."""
     path, records = Path(run_dir) / METRICS, []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with suppress(ValueError):
-            records.append(json.loads(line))
+            record = json.loads(line)
+            records += [record] if isinstance(record, dict) and "step" in record else []
     return records
 
 

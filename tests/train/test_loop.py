@@ -122,7 +122,7 @@ def test_wandb_offline_keeps_its_run_and_forgets_what_a_kill_left(config_file, t
         tracker.write({"step": step, "loss": 1.0 / step, "top1": [0.1, 0.2], "rates": [[0.1, 0.2], [0.3, 0.4]]})
     tracker.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')  # what a kill leaves
+        file.write('7\n[]\n{}\n{"step": 4, "lo')  # damage, and what a kill leaves
     again = Tracker(config, ["head1", "head2"], resume_step=2, wandb_id=tracker.wandb_id)
     again.write({"step": 3, "loss": 0.5})
     again.close()
