@@ -172,7 +172,8 @@ def _charts(series: Mapping[str, Figures]) -> Iterable[str]:
         for name, figures in drafted.items():
             for group, one in figures[part].items():
                 groups.setdefault(group, []).append((name, one["speedup"], *one["intervals"]["speedup"]))
-        yield _svg(bars(f"Speed over plain decoding, by {what}", groups))
+        if part == "contexts" or len(groups) > 1:  # a single task's bars are those of all prompts
+            yield _svg(bars(f"Speed over plain decoding, by {what}", groups))
     depths = {name: list(enumerate(one["acceptance_by_depth"], start=1)) for name, one in drafted.items()}
     yield _svg(line_chart("Steps that accepted at least each depth", depths, "depth in the tree", "share of steps"))
     marks = {

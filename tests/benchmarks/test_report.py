@@ -42,6 +42,10 @@ def test_a_page_has_what_was_asked_for_the_table_and_every_chart():
     drawn = re.findall(r"<svg.*?</svg>", text, re.S)
     titles = ("plain decoding, by context", "plain decoding, by task", "Steps that", "ms/token")
     assert len(drawn) == len(titles) and all(title in one for title, one in zip(titles, drawn, strict=True))
+    one_task = made({"longspec": 4}, 50)
+    one_task.entries = {key: entry for key, entry in one_task.entries.items() if entry.task == "4needle"}
+    text = page({"one": one_task})
+    assert titles[0] in text and titles[1] not in text
 
 
 def test_the_table_has_the_time_of_a_token_along_the_longest_text():
