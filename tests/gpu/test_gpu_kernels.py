@@ -440,7 +440,10 @@ def test_top_ps_border(device, vocab):
     top_p_B11 = torch.tensor([0.9, 0.5], device=device)[:, None, None]
     found, probs = top_p_border(scores, top_p_B11), scores.double().softmax(-1)
     kept, above = ((probs * mask).sum(-1, keepdim=True) for mask in (scores >= found, scores > found))
-    assert (kept > top_p_B11 - 2e-6).all() and (above < top_p_B11 + 2e-6).all()
+    bound = torch.full_like(kept, 2e-6)
+    if device.type == "cpu":  # its fp32 softmax adds up a row in order; all probabilities share the error of that sum
+        bound += (scores.softmax(-1).double().sum(-1, keepdim=True) - 1).abs()
+    assert (kept > top_p_B11 - bound).all() and (above < top_p_B11 + bound).all()
     assert torch.equal(top_p_border(scores[1:, -1:].contiguous(), top_p_B11[1:]), found[1:, -1:])
 
 
