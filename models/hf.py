@@ -214,6 +214,15 @@ def read_target_config(path: str | Path, max_positions: int | None = None) -> De
     return decoder_config(_open(_locate(path, weights=False)[1])[0], max_positions)
 
 
+def read_target(path: str | Path, max_positions: int | None = None) -> Target:
+    """A target as from `load_target`, but on the meta device, without weights. Downloads as `read_target_config`."""
+    name, location = _locate(path, weights=False)
+    hf_config, _ = _open(location)
+    with torch.device("meta"):
+        model = Decoder(decoder_config(hf_config, max_positions))
+    return _target(model, name, location, hf_config)
+
+
 def read_limits(path: str | Path, max_positions: int | None = None, loader: str = "longdraft") -> tuple[int, int, str]:
     """A target's positions, the size of its vocabulary and a hash of its shape, without reading weights. Also works for
     families that only transformers supports."""

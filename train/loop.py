@@ -17,6 +17,7 @@ from tqdm import tqdm
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import CONFIG, WEIGHTS, read_info
 from longdraft.models.files import file_digest, locked, write_text
+from longdraft.models.hf import read_target
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
 from longdraft.train.config import Config, to_dict, to_yaml
@@ -57,10 +58,14 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
         is_first, wanted = loaded is None, (config.target, config.train.precision)
         target = target if loaded == wanted else None  # free its memory before another is loaded
         gc.collect()  # the previous stage's DeepSpeed engine and transformers' models contain reference cycles
+        unfinished = [one for one, is_done in zip(stages, done, strict=True) if not is_done]
+        knows_shape = config.target.loader == "longdraft"  # before its weights are loaded, which may take minutes
+        if is_first and knows_shape:
+            check_stages(unfinished, read_target(config.target.path, config.target.max_positions), ranks)
         if target is None:
             target, loaded = open_target(config, ranks), wanted
-        if is_first:
-            check_stages([one for one, is_done in zip(stages, done, strict=True) if not is_done], target, ranks)
+        if is_first and not knows_shape:
+            check_stages(unfinished, target, ranks)
         if not train(config, ranks, target, stop, stage.name):
             return
         if stage.name is not None:
