@@ -189,11 +189,11 @@ def _summary(manifest: dict, out: Path) -> str:
     train, heldout = (manifest["splits"][split] for split in SPLITS)
     total = add_up([train, heldout])
     rows, tokens, supervised = (total[name] for name in ("rows", "tokens", "supervised_tokens"))
-    of_them = "" if supervised == tokens else f", {supervised:,} of them supervised"
+    of_them = "" if supervised == tokens else f", supervised: {supervised:,}"
     bad, dropped = (sum(total[what].values()) for what in ("bad", "dropped"))
     lines = [
         f"{train['rows']:,} train and {heldout['rows']:,} held-out rows of {manifest['seq_len']:,} tokens "
-        f"({tokens:,} tokens of {total['documents']:,} documents{of_them}, "
+        f"(tokens: {tokens:,}{of_them}, documents: {total['documents']:,}, "
         f"{1 - tokens / (rows * manifest['seq_len']):.1%} padding; {bad:,} bad and {dropped:,} dropped documents) "
         f"-> {out}",
         *_omitted(total),

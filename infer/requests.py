@@ -68,7 +68,7 @@ def read_requests(
     many = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     many = validate(list[Instance[SamplingParams]], many, "params")
     if len(many) != len(prompts):
-        raise ValueError(f"params: {len(many)} for {len(prompts)} prompts; give one, or one for each prompt")
+        raise ValueError(f"params: {len(many)}, but prompts: {len(prompts)}; give one, or one for each prompt")
     requests = []
     for index, (prompt, sampling) in enumerate(zip(prompts, many, strict=True), first):
         tokens = prompt_tokens(target, prompt, f"prompt {index}")

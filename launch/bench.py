@@ -180,7 +180,7 @@ def suite_questions(drafting: Drafting, suite: Suite, settings: BenchSettings) -
     asked, omitted = suite.fitting(reader, questions, positions, settings.new_tokens)
     if omitted:
         why = f"too short for the suite or too long for the target's {positions} positions"
-        note(f"{len(omitted)} of {len(questions)} questions are omitted, {why}: {', '.join(omitted)}")
+        note(f"Omitted questions, {why}: {len(omitted)} of {len(questions)}, {', '.join(omitted)}")
     if not asked:
         raise ValueError("--suite: no question fits; ask for fewer --new-tokens")
     return asked

@@ -87,7 +87,7 @@ def _decode(engine: Engine, name: str, prompt: Prompt, params: SamplingParams, a
             show("" if as_json else "\n")
             accepted = sum(done.stats.accepted_at_depth)
             note(
-                f"[{name}: {len(done.tokens)} tokens, {drafted}{accepted} drafted{plain}, "
+                f"[{name}: tokens {len(done.tokens)}, {drafted}{accepted} drafted{plain}, "
                 f"{done.tokens_per_second:.1f} tokens/s, {done.tokens_per_step:.2f} tokens/step, "
                 f"ended by {done.finish_reason}, seed {done.seed}]"
             )

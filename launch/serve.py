@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     host = f"[{args.host}]" if ":" in args.host else args.host
     place, key = f"http://{host}:{address.getsockname()[1]}", ", with a key" if api_key else ""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it runs, the server handles signals itself
-    note(f"Serving {model} on {place} with {args.slots} slots of {engine.max_length} positions{key}")
+    note(f"Serving {model} on {place}, slots: {args.slots} of {engine.max_length} positions{key}")
     Server(service).run([address])
     return ENGINE_FAILED if service.thread.failed else 0
 

@@ -230,6 +230,6 @@ def check_memory(parts: Mapping[str, int], batch: int, capacity: int, model: Dec
     free, needed = model.ranks.free_bytes(model.embed_tokens.weight.device), sum(parts.values()) - parts["weights"]
     if free is not None and needed > free:
         raise ValueError(
-            f"memory: {batch} sequences of {capacity} positions need {size(needed)} besides the weights "
+            f"memory: a batch of {batch} with {capacity} positions needs {size(needed)} besides the weights "
             f"({text_of(parts)}), and {size(free)} is free; lower max_length, max_new_tokens or slots"
         )

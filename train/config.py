@@ -193,7 +193,9 @@ class TrainSection(Schema):
         Raises ValueError if the ranks do not divide into groups that share a row.
         """
         if world_size % self.sequence_parallel:
-            raise ValueError(f"train.sequence_parallel: {self.sequence_parallel}; give a divisor of {world_size} ranks")
+            raise ValueError(
+                f"train.sequence_parallel: {self.sequence_parallel}; give a divisor of {world_size}, all ranks"
+            )
         return -(-self.global_batch // (self.micro_batch * (world_size // self.sequence_parallel)))
 
 

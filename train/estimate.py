@@ -245,7 +245,7 @@ def report(
         counted = operations(config.draft, config.data, train.loss, target)
         parts += [
             f"{'' if stage.name is None else f'Stage {stage.name}: '}{config.draft.method} for {section.path} in "
-            f"{train.precision} on {n_ranks} {'GPUs' if gpu else 'CPU processes'}; a pass of {train.pass_rows} x "
+            f"{train.precision}, {'GPUs' if gpu else 'CPU processes'}: {n_ranks}; a pass of {train.pass_rows} x "
             f"{config.data.seq_len:,} tokens, {train.n_passes(n_ranks)} a step",
             memory(config, target, n_ranks, gpu).table(),
         ]

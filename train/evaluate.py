@@ -177,7 +177,7 @@ def held_out_prompts(rows: ShardSet, documents: Sequence[Sequence[RowSpan]], con
     found = [spans for spans in documents if sum(stop - start for _, start, stop in spans) >= context]
     if len(found) < n:
         raise ValueError(
-            f"decoding.contexts: {len(found)} held-out documents have {context} tokens, but decoding.prompts is {n}; "
+            f"decoding.contexts: held-out documents of {context} tokens: {len(found)}, but decoding.prompts is {n}; "
             "set fewer, or prepare more or longer documents"
         )
     chosen = [found[i * len(found) // n] for i in range(n)]

@@ -54,7 +54,7 @@ def rank_devices(num_gpus: int | None, device: str, name: str = "num_gpus") -> l
     # CUDA reads the names in order, up to the first one that does not exist.
     names = [str(i) for i in range(count)] if visible is None else [name.strip() for name in visible.split(",")][:count]
     if num_gpus is not None and num_gpus > len(names):
-        raise ValueError(f"{name}: {num_gpus} ranks, but there are {len(names)} GPUs ({VISIBLE}={visible})")
+        raise ValueError(f"{name}: {num_gpus} is more than the number of GPUs, {len(names)} ({VISIBLE}={visible})")
     return names[:num_gpus]
 
 

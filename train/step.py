@@ -118,7 +118,7 @@ def finish_step_sum(run: Run) -> tuple[bool, list[float]]:
     most = run.config.train.max_skipped
     if run.skipped > most:
         raise TrainingError(
-            f"step {run.step}: {run.skipped} times a loss or gradient was not finite, more than train.max_skipped = "
+            f"step {run.step}: losses or gradients that were not finite: {run.skipped}, more than train.max_skipped = "
             f"{most}; earlier checkpoints are good: lower optimizer.peak_lr and start a new run, or inspect these rows"
         )
     return bool(stopping), n_labels

@@ -89,7 +89,7 @@ def ask(
     todo = [key for key in keys if key[1] in again or key not in record.entries]
     if not todo:
         return
-    log(f"timing at T {temperature:g}: {len(todo)} answers of {', '.join(answerers)}")
+    log(f"timing at T {temperature:g}: answers of {', '.join(answerers)}: {len(todo)}")
     record.add("machine", machine(target))
     warm = asked[0].prompt(target)[-WARM_UP_PROMPT:][::-1]
     for answerer in answerers.values():

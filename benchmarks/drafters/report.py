@@ -32,8 +32,8 @@ def table(result: dict) -> str:
     sampling += "" if settings["ignore_eos"] else "stop at end tokens, "
     on_ranks = f"{ranks} ranks, " if (ranks := result.get("ranks", 1)) > 1 else ""
     lines = [
-        f"{result['target']}, {result['dtype']}, {result['device']}, {on_ranks}{result['threads']} threads, batch 1: "
-        f"{settings['prompts']} prompts of {lengths} tokens, {settings['new_tokens']} new tokens each, "
+        f"{result['target']}, {result['dtype']}, {result['device']}, {on_ranks}threads: {result['threads']}, batch: 1, "
+        f"prompts: {settings['prompts']} of {lengths} tokens, new tokens: {settings['new_tokens']} each, "
         f"seed {settings['seed']}, {sampling}peak memory {result['peak_memory_mib']} MiB"
     ]
     for run in result["runs"]:
@@ -48,7 +48,7 @@ def table(result: dict) -> str:
     lines += ["", *([f"exact: {exactness(result)}"] if "exact" in result else [])]
     for name, rates in settings.get(LABEL, {}).items():
         levels = [f"{rate:g}" for rate in rates]
-        shown = ", ".join(levels) if len({*levels}) > 1 else f"{levels[0]} at {len(levels)} levels"
+        shown = ", ".join(levels) if len({*levels}) > 1 else f"{levels[0]} to depth {len(levels)}"
         lines.append(f"{name}: {LABEL} (rates {shown})")
     for context, curve in result["width_curves_ms"].items():
         shown = ", ".join(f"{width}: {ms / curve['1']:.2f}" for width, ms in curve.items())

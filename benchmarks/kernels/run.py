@@ -109,7 +109,7 @@ def table(result: dict) -> str:
     """The result as text: a table for each benchmark; a row that was not timed ends in the reason."""
     copy, products = (result["ceilings"][name] for name in ("copy", "products"))
     lines = [
-        f"{result['hardware']}, {result['threads']} threads, {result['dtype']}, commit {result['commit']}, "
+        f"{result['hardware']}, threads: {result['threads']}, {result['dtype']}, commit {result['commit']}, "
         f"torch {result['versions']['torch']}, {result['date']}",
         f"ceilings: copy {copy / 1e9:,.1f} GB/s (read and written), products {products / 1e12:,.3f} TFLOP/s",
     ]

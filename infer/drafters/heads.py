@@ -51,7 +51,7 @@ class HeadsDrafter(DeviceDrafter):
         self.shape = TreeShape(tuple(node for node in shape.nodes if max(node) < self._head.n_tokens))
         self.max_nodes, self.max_depth = len(self.shape.nodes), self.shape.depth
         if self.max_depth > n_heads:
-            raise ValueError(f"shape: {self.max_depth} levels, but this draft has {n_heads} heads, one a level")
+            raise ValueError(f"shape: {self.max_depth} levels, more than the draft has heads; give at most {n_heads}")
         self.learns_from = frozenset({draft.reads})
         self.hidden_BD = torch.empty(0)
 

@@ -84,9 +84,7 @@ class Heads(_DraftModel):
         n_tokens = vllm_config.speculative_config.num_speculative_tokens
         heads = cast(TokenSwift | Medusa, self.draft).config.n_heads
         if n_tokens > heads:
-            raise ValueError(
-                f"num_speculative_tokens: {n_tokens}, but the draft has {heads} heads; give at most {heads}"
-            )
+            raise ValueError(f"num_speculative_tokens: {n_tokens}, more than the draft has heads; give at most {heads}")
         # The residual stream after the last layer, which the final norm reads.
         self.config.eagle_aux_hidden_state_layer_ids = [vllm_config.model_config.get_total_num_hidden_layers()]
 

@@ -85,7 +85,7 @@ def test_rows_give_conversations_and_answers_back(config, chats, tiny_tokenizer,
     assert sum(split["documents"] for split in splits) == 90
     assert all((split["bad"], split["dropped"]) == ({}, {}) for split in splits)
     assert manifest["sources"] == {"chats.jsonl": {"chat_field": "messages", "weight": 1.0}}
-    assert f"tokens of 90 documents, {supervised:,} of them supervised, " in capsys.readouterr().out
+    assert f", supervised: {supervised:,}, documents: 90, " in capsys.readouterr().out
 
 
 def test_conversations_by_turn_are_whole_and_on_one_side(config, chats, tiny_tokenizer, joined):

@@ -52,7 +52,7 @@ def test_only_the_text_is_on_standard_output(run, target):
     expected = generation(target)
     shown = run("--prompt", PROMPT)
     assert shown.out == expected.text + "\n"
-    assert "Loading" in shown.err and "memory for 1 x " in shown.err and "24 tokens" in shown.err
+    assert "Loading" in shown.err and "memory for 1 x " in shown.err and "tokens 24" in shown.err
     assert "\033" not in shown.out + shown.err
 
 

@@ -27,7 +27,7 @@ def running(tiny, request):
         lines.append(line)
         if line.startswith("Serving "):
             break
-    found = re.match(r"Serving \S+ on (http://127.0.0.1:\d+) with 2 slots of 1200 positions, with a key", lines[-1])
+    found = re.match(r"Serving \S+ on (http://127.0.0.1:\d+), slots: 2 of 1200 positions, with a key", lines[-1])
     assert found, lines
     with openai.OpenAI(base_url=f"{found[1]}/v1", api_key="secret", max_retries=0, timeout=60) as client:
         yield process, client

@@ -225,7 +225,7 @@ def test_a_step_whose_gradient_is_no_number_is_left_out(story, losses, name):
 def test_too_many_of_them_stop_the_run(story):
     for rank in range(2):
         said = (story.folder / f"too-many-said-{rank}").read_text()
-        assert "step 2: 1 times a loss or gradient was not finite, more than train.max_skipped = 0;" in said
+        assert "step 2: losses or gradients that were not finite: 1, more than train.max_skipped = 0;" in said
     assert newest_step(story.folder / "too-many") == 1
 
 

@@ -300,7 +300,7 @@ def test_too_many_rows_without_a_number_stop_the_run(alone, config_file, poisone
     first, second = (step for step in range(6) if any(place.row == 5 for place in step_rows(0, step, 12, 4)))
     assert train(patient, alone, poisoned)
     capsys.readouterr()
-    with pytest.raises(TrainingError, match=rf"step {second + 1}: 2 times a loss or gradient was not finite, more "
+    with pytest.raises(TrainingError, match=rf"step {second + 1}: losses or gradients that were not finite: 2, more "
                        r"than train\.max_skipped = 1; "):  # fmt: skip
         train(strict_1, alone, poisoned)
     said = [line for line in capsys.readouterr().out.splitlines() if "is not finite" in line]

@@ -275,10 +275,10 @@ def test_the_command_prints_what_each_stage_takes(target_folder, capsys):
         assert printed.count(f"Stage {name}: ") == 1
     assert printed.count("at most") == printed.count("r, a step over the target's pass") == 8
     assert "hours" not in printed or torch.cuda.is_available()
-    assert f"on 1 {'GPUs' if torch.cuda.is_available() else 'CPU processes'}; a pass of 1 x 4,096 tokens" in printed
+    assert f", {'GPUs' if torch.cuda.is_available() else 'CPU processes'}: 1; a pass of 1 x 4,096 tokens" in printed
     assert cli.run("train", [*command, "--num-gpus", "8", "--stage", "sft", "train.global_batch=16"]) == 0
     printed = capsys.readouterr().out
-    assert "Stage short" not in printed and "on 8 GPUs; a pass of 1 x 2,048 tokens, 2 a step" in printed
+    assert "Stage short" not in printed and ", GPUs: 8; a pass of 1 x 2,048 tokens, 2 a step" in printed
     found = re.findall(r"\n([\d.]+) GPU-hours for [\d,]+ steps, .* as measured on one H100: ", printed)
     (total,) = re.findall(r"\nAll stages: ([\d.]+) GPU-hours\n", printed)
     assert len(found) == 6 and float(total) == pytest.approx(sum(map(float, found)), abs=0.05 * 7)
