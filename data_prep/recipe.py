@@ -48,7 +48,7 @@ class Source(Schema):
     only the needed parts of a hub data set, without storing its files.
     """
 
-    path: Annotated[Str, AfterValidator(from_home)]
+    path: Annotated[Str, Field(min_length=1), AfterValidator(from_home)]
     files: tuple[Str, ...] = ()
     text_field: Str | None = None
     chat_field: Str | None = None

@@ -119,8 +119,8 @@ def regenerate(
     is_chat = config.beginning is None
     record_format = ChatFormat(config.field, answered=False) if is_chat else TextFormat(config.field)
     with failures_described(config.out):
-        field = {"chat_field": config.field} if is_chat else {}  # a source with a text_field has no text files
-        sources = [Source.model_validate({"path": path, **field}) for path in config.sources]
+        chat_field = config.field if is_chat else None  # a source with a text_field has no text files
+        sources = [Source(path=path, chat_field=chat_field) for path in config.sources]
         described, segments = scan(list_files(sources), SEGMENT_BYTES)
         settings = ("seed", "max_prompt", "keep_unfinished", "field", "beginning")
         plan = {
