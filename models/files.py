@@ -75,7 +75,7 @@ def damage_named(
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        is_damage = not isinstance(error, OSError) or error.errno in (None, errno.ENOENT)
+        is_damage = not isinstance(error, OSError) or error.errno in (None, errno.ENOENT, errno.ENOTDIR)
         advice = f"; {remedy}" if is_damage else ""
         raise ValueError(f"{', '.join(map(str, files))}: cannot be read ({reason}){advice}") from error
 
