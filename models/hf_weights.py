@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from pickle import UnpicklingError
 from zipfile import is_zipfile
 
 import torch
@@ -337,4 +338,7 @@ def file_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                     yield name, opened.get_tensor(name)
         else:
             # Memory-mapped like safetensors, except the format before PyTorch 1.6, which cannot be.
-            yield from torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file)).items()
+            try:
+                yield from torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file)).items()
+            except UnpicklingError:  # whose text advises to run the file's code
+                raise ValueError("not a file of PyTorch's, or one with more than tensors") from None

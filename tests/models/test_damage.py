@@ -81,6 +81,7 @@ def test_a_damaged_file_is_named(whole, tmp_path, form, file, damage):
             read(folder)
         weights = read is load_through_transformers and "model" in file and "tokenizer" not in file
         assert str(folder if weights else path) in str(caught.value) and "\n" not in str(caught.value)
+        assert weights or "weights_only" not in str(caught.value)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "sharded", "bin", "sentencepiece"])
@@ -109,6 +110,7 @@ def test_what_is_not_there_is_named(whole, tmp_path):
         (PermissionError(errno.EACCES, "Permission denied"), ValueError, False),
         (OSError(errno.EMFILE, "Too many open files"), ValueError, False),
         (FileNotFoundError(errno.ENOENT, "No such file"), ValueError, True),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory"), ValueError, True),
         (OSError("not a valid JSON file"), ValueError, True),
     ],
 )
