@@ -194,7 +194,10 @@ def open_rows(data: DataSection, split: str, target: Target) -> ShardSet:
             f"data.path: {place} was prepared with the tokenizer {tokenizer}, which is not {target.name}'s"
         )
     if not len(rows) or not rows.manifest.get("supervised_tokens", 1):  # older manifests do not count them
-        raise ValueError(f"data.path: {place} has no supervised token; check it with longdraft prepare --inspect")
+        raise ValueError(
+            f"data.path: {place} has no supervised token in its rows ({len(rows)}); look at it with longdraft prepare "
+            "--inspect, and prepare more data or a larger --heldout-share"
+        )
     share, reasons = rows.dropped_share()
     if share > data.max_dropped_share:
         why = ", ".join(f"{reason}: {n:,}" for reason, n in reasons.items() if n)

@@ -103,7 +103,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with suppress(ValueError):
             record = json.loads(line)
-            records += [record] if isinstance(record, dict) and "step" in record else []
+            records += [record] if isinstance(record, dict) and isinstance(record.get("step"), int) else []
     return records
 
 

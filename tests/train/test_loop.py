@@ -89,7 +89,8 @@ LEFT_OUT = {"documents": 40, "bad": {"empty": 50}, "dropped": {"shorter_than_seq
     ({}, ["data.seq_len=32"], r"^data\.seq_len: 32, .* 24 "),
     ({}, ["data.positions=anchor_offset", "data.max_position=30000"], r"^data\.max_position: 30000; .* 2048 "),
     ({"tokenizer_sha256": "abc"}, [], r"^data\.path: .* abc"),
-    ({"supervised_tokens": 0}, [], r"^data\.path: .*/train "),
+    ({"supervised_tokens": 0}, [], r"^data\.path: .*/train .*\(45\)"),
+    ({"shards": []}, [], r"^data\.path: .*/train .*\(0\).* --heldout-share"),
     (LEFT_OUT, [], r"^data\.max_dropped_share: 0\.5, .*60%.*\(empty: 50, shorter_than_seq_len: 10\)"),
     (LEFT_OUT, ["data.max_dropped_share=0.6"], None),
     ({"supervised_tokens": 9, "documents": 5}, ["data.max_dropped_share=0"], None),
@@ -122,7 +123,7 @@ def test_wandb_offline_keeps_its_run_and_forgets_what_a_kill_left(config_file, t
         tracker.write({"step": step, "loss": 1.0 / step, "top1": [0.1, 0.2], "rates": [[0.1, 0.2], [0.3, 0.4]]})
     tracker.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('7\n[]\n{}\n{"step": 4, "lo')  # damage, and what a kill leaves
+        file.write('7\n[]\n{"step": null}\n{"step": 4, "lo')  # damage, and what a kill leaves
     again = Tracker(config, ["head1", "head2"], resume_step=2, wandb_id=tracker.wandb_id)
     again.write({"step": 3, "loss": 0.5})
     again.close()
