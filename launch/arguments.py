@@ -100,8 +100,8 @@ def add_model(parser: ArgumentParser) -> Callable[..., Any]:
     """Add the options of an engine's model. Returns the `add_argument` of their group, for further options."""
     add = parser.add_argument_group("model").add_argument
     add_loading(add)
-    add("--max-length", type=int, help="maximum tokens of prompt and text (default: the target's limit)")
-    add("--prefill-chunk", type=int, help="prompt tokens per prefill pass (default: 512, or 2048 on a GPU)")
+    add("--max-length", type=at_least(2), help="maximum tokens of prompt and text (default: the target's limit)")
+    add("--prefill-chunk", type=at_least(1), help="prompt tokens per prefill pass (default: 512, or 2048 on a GPU)")
     return add
 
 

@@ -65,9 +65,7 @@ def run(args: argparse.Namespace) -> None:
 def _prompt(args: argparse.Namespace, target: str) -> str | list[int]:
     """The text that was given or read from a file or standard input, or the first held-out row's tokens."""
     if args.heldout is not None:
-        if not (rows := heldout_rows(args.heldout, load_tokenizer(target))):
-            raise ValueError(f"--heldout: {rows.folder} has no rows; prepare with --heldout-share, or give --prompt")
-        return used_tokens(rows[0])
+        return used_tokens(heldout_rows(args.heldout, load_tokenizer(target))[0])
     if args.prompt_file is None and args.prompt not in (None, "-"):
         return args.prompt
     if args.prompt_file is None and sys.stdin is not None and sys.stdin.isatty():

@@ -152,10 +152,12 @@ def options_for(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def heldout_rows(data: str | Path, tokenizer: Any) -> ShardSet:
-    """The held-out rows of a prepared folder. Raises ValueError if it was prepared with another tokenizer."""
+    """The held-out rows of a prepared folder. Raises ValueError if there are none, or of another tokenizer."""
     rows = ShardSet(Path(data) / "heldout")
     if rows.manifest["tokenizer_sha256"] != tokenizer_hash(tokenizer):
         raise ValueError(f"{rows.folder} was prepared with another tokenizer than the target's; give data that fits it")
+    if not rows:
+        raise ValueError(f"{rows.folder} has no rows; prepare with --heldout-share, or give other data")
     return rows
 
 

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _bind(host: str, port: int) -> socket.socket:
     """A socket that has the address but does not listen yet."""
+    if not host:  # would be every address of this machine
+        raise ValueError("--host: it is empty; give an address, such as 127.0.0.1")
     with _address_named(host, port):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         address = socket.socket(family)

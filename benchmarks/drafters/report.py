@@ -105,6 +105,7 @@ def write_report(runs: Sequence[Path], path: Path, option: str) -> None:
     titles = [name if names.count(name) == 1 else str(run) for name, run in zip(names, runs, strict=True)]
     text = page({title: read_record(run) for title, run in zip(titles, runs, strict=True)})
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
     except OSError as error:
         raise ValueError(f"{option}: {path} cannot be written: {error.strerror}; give another path") from error

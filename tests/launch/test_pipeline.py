@@ -84,7 +84,7 @@ def test_bench_writes_table_page_and_json(folder, capsys):
     arguments = (
         f"--draft {folder}/run/draft --data {folder}/data --prompts 3 --prompt-tokens 24 --new-tokens 16 --dtype bf16 "
         f"--drafter tokenswift token_recycling+prompt_lookup --option tokenswift.ngrams=4 --temperature 0 1 "
-        f"--contexts 8 24 --transformers --out {folder}/bench --report {folder}/report.html"
+        f"--contexts 8 24 --transformers --out {folder}/bench --report {folder}/pages/report.html"
     )
     assert cli.run("bench", arguments.split()) == 0
     out = capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_bench_writes_table_page_and_json(folder, capsys):
             assert 0 < one["host_share"] < 1
     assert set(result["width_curves_ms"]) == {"8", "24"}
     assert set(result["width_curves_ms"]["24"]) == {"1", "2", "3", "4", "6", "8", "12", "16", "24", "40", "64"}
-    assert "Speed over plain decoding" in (folder / "report.html").read_text()
+    assert "Speed over plain decoding" in (folder / "pages" / "report.html").read_text()
 
 
 BENCH = "--target {f}/target --data {f}/data --prompt-tokens 24 "

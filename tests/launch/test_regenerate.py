@@ -243,8 +243,9 @@ def test_smollm2_answers_and_prepare_learns_its_answers(tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["bad"] == {"unfinished": 1}
     given = ["--source", str(tmp_path / "out"), "--chat-field", "messages", "--target", "smollm2-135m"]
     prepare([*given, "--out", str(tmp_path / "rows"), "--seq-len", "256", "--heldout-share", "0"])
-    assert cli.main(["generate", "--target", "smollm2-135m", "--heldout", str(tmp_path / "rows")]) == 2
-    assert "rows/heldout has no rows; prepare with --heldout-share" in capsys.readouterr().err
+    for command, option in (("generate", "--heldout"), ("bench", "--data")):
+        assert cli.main([command, "--target", "smollm2-135m", option, str(tmp_path / "rows")]) == 2
+        assert "rows/heldout has no rows; prepare with --heldout-share" in capsys.readouterr().err
     tokenizer, rows, learned = load_tokenizer("smollm2-135m"), ShardSet(tmp_path / "rows" / "train"), []
     for i in range(len(rows)):
         row = rows[i]

@@ -86,6 +86,9 @@ def test_too_little_memory_is_said_before_it_listens(tiny, capsys):
         (["--drafter", "nothing"], "--drafter: unknown name 'nothing'"),
         ([], "--target: name a model"),
         (["--target", "smollm2-135m", "--port", "70000"], "--host, --port: 127.0.0.1, 70000"),
+        (["--target", "smollm2-135m", "--host", "", "--port", "0"], "--host: "),
+        (["--target", "smollm2-135m", "--port", "0", "--max-length", "1"], "--max-length"),
+        (["--target", "smollm2-135m", "--port", "0", "--prefill-chunk", "0"], "--prefill-chunk"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_loaded(options, field, capsys):
