@@ -22,7 +22,8 @@ def inspect(folder: Path, tokenizer: "PreTrainedTokenizerFast | None" = None) ->
     tokenizer: the one that made the folder; it decodes the samples. None: no samples. The tokens of a sample that the
     loss counts are between 《 and 》. Raises ValueError if the folder is not finished, or a shard is damaged.
     """
-    lines = [f"{folder}: rows of {read_manifest(folder / MANIFEST)['seq_len']:,} tokens"]
+    read_manifest(folder / MANIFEST)  # which is written last, also by `longdraft prepare regenerate`
+    lines = [f"{folder}: rows of {ShardSet(folder / SPLITS[0]).manifest['seq_len']:,} tokens"]
     for split in SPLITS:
         rows = ShardSet(folder / split)
         rows.verify()

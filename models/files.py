@@ -212,8 +212,8 @@ class WorkFolder:
     def read(self, task: str) -> dict[str, Any] | None:
         """The task's record; None unless this plan finished it and its output files have the recorded sizes."""
         try:
-            record = json.loads(self._record_path(task).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # a task with a damaged record is done again
+            record = dict(json.loads(self._record_path(task).read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError, TypeError):  # a task with a damaged record is done again
             return None
         address, outputs = record.pop("address", None), record.pop("outputs", None)
         if address != self.address or outputs is None:

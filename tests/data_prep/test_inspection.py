@@ -66,3 +66,6 @@ def test_damaged_folders_are_not_called_sound(folder, tmp_path, capsys):
         main(["--inspect", str(tmp_path / "damaged")])
     shown = capsys.readouterr()
     assert stop.value.code == 2 and "shard-00000.arrow" in shown.err and shown.out == ""
+    (tmp_path / "manifest.json").write_text('{"input": 3}')  # as `longdraft prepare regenerate` ends one
+    with pytest.raises(ValueError, match=r"train/manifest\.json: cannot be read"):
+        inspect(tmp_path)

@@ -93,7 +93,9 @@ def test_finished_tasks_are_read_back_and_damaged_ones_are_not(tmp_path):
             finish(folder, task, task * 3)
     (folder.path / "b.txt").unlink()
     (folder.path / "c.txt").write_text("other size")
-    (folder.path / "progress/d.json").write_text("{")
+    for damaged in ("7", "[[]]", "{"):
+        (folder.path / "progress/d.json").write_text(damaged)
+        assert folder.read("d") is None
     (folder.path / ".b.txt.77.tmp").write_text("half")
     with folder.opened():
         assert [folder.read(task) for task in "abcde"] == [{"text": "aaa"}, *[None] * 4]
