@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> None:
     given = drafting.ranks.from_first(_prompt(args, drafting.source) if drafting.ranks.rank == 0 else "")
     chat = args.chat or args.system is not None
     if given == "" and not chat and not load_tokenizer(drafting.source)("").input_ids:
-        raise ValueError("--prompt: it is empty, and this target's tokenizer adds no token to it; give some text")
+        option = "--prompt" if args.prompt_file is None else "--prompt-file"
+        raise ValueError(f"{option}: it is empty, and this target's tokenizer adds no token to it; give some text")
     target = drafting.open_target()
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer files, so no text can be shown; add them")

@@ -173,6 +173,7 @@ def test_options_are_read_by_their_kind():
         ("--prompt x --prompt-file y", "--prompt-file"),
         ("--prompt-file {t}/none.txt", "--prompt-file: {t}/none.txt"),
         ("--prompt-file {t}/binary", "--prompt-file: {t}/binary"),
+        ("--target smollm2-135m --prompt-file {t}/empty", "--prompt-file: it is empty"),
         ("--heldout {t}", "{t}/heldout"),
         ("--prompt=", "prompt"),
         ("--prompt x --prompt-tokens 0", "--prompt-tokens"),
@@ -192,6 +193,7 @@ def test_options_are_read_by_their_kind():
 )
 def test_errors_name_the_field_and_the_status_is_2(arguments, field, run, tiny, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty").touch()
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors", "generation_config.json"):
         (tmp_path / "bare" / name).symlink_to(tiny / name)
