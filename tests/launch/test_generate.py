@@ -69,7 +69,7 @@ def test_every_sampling_option_is_its_field():
     for name, value in GIVEN.items():
         many = value if isinstance(value, tuple) else () if value is True else (value,)
         line += [flag(name), *map(str, many)]
-    assert fields == {*GIVEN} == {*vars(SamplingParams())} - {"min_new_tokens", "logit_bias", "logprobs"}
+    assert fields == {*GIVEN} == {*vars(SamplingParams())} - {"min_new_tokens", "logit_bias", "grammar", "logprobs"}
     assert SamplingParams(**given_sampling(parser().parse_args(line), fields)) == SamplingParams(**GIVEN)
     assert given_sampling(parser().parse_args([]), fields) == {}
 
@@ -148,6 +148,14 @@ def test_prompts(run, target, tmp_path, monkeypatch):
     assert shown.out != run("--prompt", "hello 世界", "--chat").out == generation(target, chat[1:]).text + "\n"
 
 
+def test_json_of_a_schema(run, target, tmp_path):
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    found = json.loads(run("--prompt", PROMPT, "--json-schema", tmp_path / "schema.json", "--json").out)
+    assert found["finish_reason"] == "stop" and json.loads(found["text"])["a"] <= 9
+
+
 def test_drafters_nodes_and_options(run):
     plain = run("--prompt", PROMPT).out
     for arguments in (
@@ -177,6 +185,8 @@ def test_options_are_read_by_their_kind():
         ("--heldout {t}", "{t}/heldout"),
         ("--prompt=", "prompt"),
         ("--prompt x --prompt-tokens 0", "--prompt-tokens"),
+        ("--prompt x --json-schema {t}/binary", "--json-schema: {t}/binary"),
+        ("--prompt x --json-schema {t}/empty", "--json-schema: ''"),
         ("--prompt x --drafter eagle", "--drafter"),
         ("--prompt x --drafter token_recycling --nodes none", "--nodes"),
         ("--prompt x --option nodes", "--option: 'nodes'"),
