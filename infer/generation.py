@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from longdraft.infer.choice.grammar import compiled, matcher_of
+from longdraft.infer.choice.grammar import matcher_of
 from longdraft.infer.logprobs import TokenLogprob
 from longdraft.infer.requests import Request
 from longdraft.infer.text import ShownText
@@ -117,7 +117,9 @@ class ActiveSequence:
         self.committed, self._stop_ids = list(request.prompt), frozenset(sampling.stop_token_ids)
         self.result = Generation(request.index, request.prompt, [], None, sampling.seed, "", Statistics())
         self.result.logprobs = None if sampling.logprobs is None else []
-        self.matcher = None if sampling.grammar is None else matcher_of(target, sampling.grammar)
+        self.matcher = request.matcher and request.matcher.deep_copy()
+        if self.matcher is None and sampling.grammar is not None:
+            self.matcher = matcher_of(target, sampling.grammar)
         self._text = None
         if target.tokenizer is not None:
             continued = request.prompt if request.continues else ()
@@ -157,7 +159,6 @@ class ActiveSequence:
             self.matcher.consume_token(token)
             stopped = stopped or self.matcher.is_stopped()
         if self.matcher is not None and self.matcher.is_error():
-            compiled.cache_clear()  # its matchers share what has become too large
             self.result.finish_reason = "grammar"
         elif is_end or stopped:
             self.result.finish_reason = "stop"

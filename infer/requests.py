@@ -4,11 +4,12 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from typing import Annotated, Any, Literal
 
+from llguidance import LLMatcher
 from pydantic import BeforeValidator, Field
 
 from longdraft.infer.choice.grammar import matcher_of
@@ -31,6 +32,7 @@ class Request:
         sampling: with a seed; its `stop_token_ids` include the target's end tokens, unless `ignore_eos`.
         continues: whether the new text continues the prompt's text; False for a chat's answer.
         skip_special: whether the text omits all special tokens; otherwise it omits only the end token.
+        matcher: of its grammar. Other processes get a request without it.
     """
 
     index: int
@@ -38,6 +40,10 @@ class Request:
     sampling: SamplingParams
     continues: bool = False
     skip_special: bool = True
+    matcher: LLMatcher | None = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"matcher": None}
 
 
 def read_requests(
@@ -69,16 +75,19 @@ def read_requests(
     many = validate(list[Instance[SamplingParams]], many, "params")
     if len(many) != len(prompts):
         raise ValueError(f"params: {len(many)}, but prompts: {len(prompts)}; give one, or one for each prompt")
-    requests = []
+    requests, matchers = [], dict[str, LLMatcher]()
     for index, (prompt, sampling) in enumerate(zip(prompts, many, strict=True), first):
         tokens = prompt_tokens(target, prompt, f"prompt {index}")
         seed = draw_seed() if sampling.seed is None else sampling.seed
-        ends = [] if sampling.ignore_eos else [*target.eos_token_ids]
+        ends = [] if sampling.ignore_eos and sampling.grammar is None else [*target.eos_token_ids]
         if sampling.stop_strings:
             ends += _special_stops(target, sampling.stop_strings)
         sampling = replace(sampling, seed=seed, stop_token_ids=(*sampling.stop_token_ids, *ends))
         _check_tokens(target, index, tokens, sampling, max_length)
-        requests.append(Request(index, tokens, sampling, continues=isinstance(prompt, str)))
+        if (grammar := sampling.grammar) is not None and grammar not in matchers:
+            matchers[grammar] = matcher_of(target, grammar)
+        matcher = matchers[grammar].deep_copy() if grammar is not None else None
+        requests.append(Request(index, tokens, sampling, continues=isinstance(prompt, str), matcher=matcher))
     return requests
 
 
@@ -163,7 +172,6 @@ def _check_tokens(target: Target, index: int, tokens: list[int], sampling: Sampl
     if len({*sampling.banned_token_ids, *(sampling.stop_token_ids if sampling.min_new_tokens else ())}) == vocab:
         raise ValueError("banned_token_ids: all tokens are banned; leave at least one")
     if sampling.grammar is not None:
-        matcher_of(target, sampling.grammar)
         for name in ("min_new_tokens", "banned_token_ids"):
             if getattr(sampling, name):
                 raise ValueError(f"{name}: the text's grammar may allow no other tokens; omit the one or the other")

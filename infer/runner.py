@@ -158,10 +158,10 @@ class Runner:
             if state.matchers:
                 proposed = without_refused(proposed, state.matchers)
             tree, expected = self.policy.prune(proposed, state)
-            self._passed = drafted = time.perf_counter()
-            drafting, needs = (draft_begin, Moment(self.device, self.work_clock)), self.drafter.needs
             if state.matchers:
                 allowed = from_host(allowed_tokens(tree, state.matchers, self.model.config.vocab_size), self.device)
+            self._passed = drafted = time.perf_counter()
+            drafting, needs = (draft_begin, Moment(self.device, self.work_clock)), self.drafter.needs
             tree = tree.to(self.device)
             inputs: tuple[Any, ...] = tree.tokens, tree.parents, allowed, *(tree.relations if tree.width > 1 else ())
             if n_working == cache.batch:

@@ -52,7 +52,7 @@ class SamplingParams:
         min_new_tokens: until there are this many new tokens, no end or stop token is chosen and stop strings are
             ignored; 0 is off.
         stop_token_ids: end the sequence; the stop token is the last one returned, and has no text.
-        ignore_eos: continue after the target's own end tokens.
+        ignore_eos: continue after the target's own end tokens, unless there is a grammar.
         eta_cutoff: drop tokens less probable than min(eta_cutoff, sqrt(eta_cutoff) * exp(-entropy)), never the most
             probable one (Hewitt et al. 2022); 0 is off.
         min_tokens_to_keep: min-p and eta keep at least this many of the most probable tokens (ties with the last one

@@ -105,6 +105,7 @@ class SlotPool:
             # Drafters read the texts of free slots, too, but after a rehearsal, or for another engine, they no longer
             # have what belongs to the last one there.
             runner.state.positions.zero_()
+            runner.state.matchers = ()
             if runner.graphs.recording:
                 self._record(kinds)
         runner.start()

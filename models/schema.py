@@ -79,9 +79,10 @@ class Schema(BaseModel):
     @classmethod
     def _unknown_field_named(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if isinstance(values, dict) and cls.model_config.get("extra") == "forbid":
+            known = [field.alias or name for name, field in cls.model_fields.items()]
             for name in values:
-                if name not in cls.model_fields:
-                    raise _unknown(name, list(cls.model_fields))
+                if name not in known:
+                    raise _unknown(name, known)
         return handler(values)
 
 

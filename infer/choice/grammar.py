@@ -7,7 +7,6 @@ Shapes: B slots, N nodes, V vocabulary, W = ceil(V / 32) words of a mask.
 """
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -19,13 +18,12 @@ from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from llguidance import hf as tokenizers
 from torch import Tensor
 
+from longdraft.infer.choice.grammar_trial import error_of
 from longdraft.infer.tree import PAD, TokenTree
 from longdraft.models.target import Target
 
 # The blanks between two parts of JSON. Without a limit a model may write them without end.
 BLANKS = r" ?|\n[ \t]{0,40}"
-# Before llguidance's errors: a place in lines that the caller may not know.
-PLACE = re.compile(r"^(?:at )?(?:\d+\(\d+\): )*")
 Matchers = Sequence[LLMatcher | None]
 
 
@@ -36,7 +34,7 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """JSON texts of a schema, as part of a rule."""
-    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": BLANKS}, **schema})
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": BLANKS}})
 
 
 def regex_grammar(pattern: str) -> str:
@@ -65,15 +63,6 @@ def _vocabulary(tokenizer: Any, size: int, ends: tuple[int, ...]) -> tuple[LLTok
     return vocabulary, {one.content: token for token, one in added if vocabulary.is_special_token(token)}
 
 
-@lru_cache(maxsize=16)
-def compiled(tokenizer: Any, size: int, ends: tuple[int, ...], grammar: str) -> LLMatcher:
-    """A matcher, of which every request gets a copy. Copies share what they learn of a grammar."""
-    matcher = LLMatcher(_vocabulary(tokenizer, size, ends)[0], grammar, log_level=0)
-    if matcher.is_error():
-        raise ValueError(f"grammar: {PLACE.sub('', matcher.get_error().splitlines()[0])}")
-    return matcher
-
-
 def _of(target: Target) -> tuple[Any, int, tuple[int, ...]]:
     if target.tokenizer is None or not target.eos_token_ids:
         raise ValueError("grammar: this needs a tokenizer and an end token, and the target lacks one; omit it")
@@ -81,11 +70,15 @@ def _of(target: Target) -> tuple[Any, int, tuple[int, ...]]:
 
 
 def matcher_of(target: Target, grammar: str) -> LLMatcher:
-    """A matcher that has read nothing yet. A grammar's first one is compiled, which may take a second.
+    """A matcher that has read nothing yet. It is compiled, which takes 1 to 100 ms, and for hostile grammars far longer
+    (infer/choice/grammar_trial.py).
 
     Raises ValueError, which names `grammar`, if it is not one, and if the target's tokenizer cannot follow any.
     """
-    return compiled(*_of(target), grammar).deep_copy()
+    matcher = LLMatcher(_vocabulary(*_of(target))[0], grammar, log_level=0)
+    if error := error_of(matcher):
+        raise ValueError(f"grammar: {error}")
+    return matcher
 
 
 def textless_tokens(target: Target) -> Mapping[str, int]:

@@ -19,6 +19,9 @@ from longdraft.models.special_tokens import special_tokens
 THOUGHT, CONTENT, CALLS = "reasoning_content", "content", "tool_calls"
 THOUGHTS = (THOUGHT, "reasoning", "thinking")  # names of a thought in declared templates
 PROMPT_END = 32  # tokens of a prompt in which its answer may be opened already, as by "<think>"
+MOST_REFERENCES = 8  # of a schema, that are followed one to the next
+JSON_TYPES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+JSON_TYPES |= {list: "array", dict: "object"}
 CALL_ID = 9  # characters of a call's id: Mistral's templates take exactly these
 
 Field = dict[str, Any]
@@ -209,6 +212,45 @@ def _recognised(source: str, with_tools: bool) -> tuple[dict[str, Any], WrittenA
     )
 
 
+def referred(kind: Any, schema: Mapping[str, Any]) -> Any:
+    """What a part of a JSON schema refers to by `$ref`; the part itself if to nothing."""
+    for _ in range(MOST_REFERENCES):
+        reference = kind.get("$ref") if isinstance(kind, dict) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        kind = schema
+        for name in reference[2:].split("/"):
+            kind = kind.get(name) if isinstance(kind, dict) else None
+    return kind
+
+
+def argument_types(kind: Any, schema: Mapping[str, Any], depth: int = 0) -> list[str]:
+    """The types in JSON of an argument that a JSON schema, which is part of `schema`, allows; empty if not known."""
+    kind = referred(kind, schema)
+    if not isinstance(kind, dict) or depth > MOST_REFERENCES:
+        return []
+    declared = kind.get("type")
+    found = [declared] if isinstance(declared, str) else list(declared) if isinstance(declared, list) else []
+    for union in ("anyOf", "oneOf", "allOf"):
+        parts = kind.get(union)
+        for part in parts if isinstance(parts, list) else ():
+            found += argument_types(part, schema, depth + 1)
+    if not found:
+        values = kind["enum"] if isinstance(kind.get("enum"), list) else [kind["const"]] if "const" in kind else []
+        found = [JSON_TYPES[type(value)] for value in values]
+    return list(dict.fromkeys(one for one in found if isinstance(one, str)))
+
+
+def _typed(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with the types of its arguments alone, as transformers' parser reads them."""
+    function = tool["function"]
+    schema = function.get("parameters") or {}
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    given = properties.items() if isinstance(properties, dict) else ()
+    types = {name: {"type": argument_types(kind, schema)} for name, kind in given}
+    return {"type": "function", "function": {"name": function["name"], "parameters": {"properties": types}}}
+
+
 class AnswerSplitter:
     """Splits an answer that grows into parts of a message: `reasoning_content`, `content` and `tool_calls`.
 
@@ -233,7 +275,7 @@ class AnswerSplitter:
         most_calls: int | None = None,
     ):
         end = tokenizer.decode(prompt[-PROMPT_END:], clean_up_tokenization_spaces=False)
-        self._parser = ResponseParser(form.template, end, tools=[*tools])
+        self._parser = ResponseParser(form.template, end, tools=[*map(_typed, tools)])
         self._most_calls, self.calls = most_calls, 0
         self._drops_blanks = False
         self._part, self._of_call = "", ""  # the open part, and the text of a call that has not ended

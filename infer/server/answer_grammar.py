@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longdraft.infer.choice.grammar import json_rule, regex_rule, textless_tokens
-from longdraft.infer.server.answer_format import PROMPT_END, WrittenAnswer, WrittenCalls
+from longdraft.infer.server.answer_format import PROMPT_END, WrittenAnswer, WrittenCalls, argument_types, referred
+from longdraft.models.schema import short_repr
 from longdraft.models.target import Target
 
 Tools = Sequence[Mapping[str, Any]]
@@ -49,13 +50,19 @@ def _call_rules(target: Target, written: WrittenCalls, tools: Tools) -> list[str
     """The rule `call`, which is a call of any of the tools, and those that it needs."""
     calls, values = list[str](), dict[str, str]()
     for i, tool in enumerate(tools):
-        schema = tool["function"].get("parameters") or {"type": "object"}
+        name, schema = tool["function"]["name"], tool["function"].get("parameters") or {}
+        if not re.fullmatch(r"[\w.:/-]+", name):
+            raise ValueError(
+                f"tools: a call of {short_repr(name)} cannot be asked for; name it by letters, digits, _ and -"
+            )
+        if not isinstance(schema, dict):
+            raise ValueError(f"tools: {name}: the parameters are no JSON schema of an object; correct them")
+        schema = schema | {"type": "object"}
         arguments = _parameters(target, written.parameter, schema, values) if written.parameter else json_rule(schema)
         forms = list[str]()
         for form in filter(None, (written.call, written.other)):
             before, _, after = form.partition("ARGUMENTS")
-            named = _spelled(target, before.replace("NAME", tool["function"]["name"]))
-            forms.append(f"{named} arguments_{i} {_spelled(target, after)}")
+            forms.append(f"{_spelled(target, before.replace('NAME', name))} arguments_{i} {_spelled(target, after)}")
         calls += [f"call_{i}: " + " | ".join(forms), f"arguments_{i}: {arguments}"]
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools))), *calls]
     if written.parameter:
@@ -66,18 +73,26 @@ def _call_rules(target: Target, written: WrittenCalls, tools: Tools) -> list[str
 def _parameters(target: Target, template: str, schema: Mapping[str, Any], values: dict[str, str]) -> str:
     """The parameters of a call that writes one after the other, texts without quotes.
 
-    template: of one. values: rules of their values, to names; parameters of all calls share them."""
+    template: of one. values: rules of their values, to names; parameters of all calls share them.
+    """
     shared, parts = {name: schema[name] for name in ("$defs", "definitions") if name in schema}, list[str]()
-    for name, kind in schema.get("properties", {}).items():
-        before, _, after = (_spelled(target, text) for text in template.replace("KEY", name).partition("VALUE"))
-        kind = {field: kind[field] for field in kind if field != "description"} if isinstance(kind, dict) else {}
-        if kind.get("type") == "string" and not isinstance(kind.get("enum"), list):
-            part = f"{before} text"
+    properties, required = schema.get("properties") or {}, schema.get("required")
+    if not isinstance(properties, dict) or any(re.search(r"[<>\n]", name) for name in properties):
+        raise ValueError("tools: properties: give an object whose names have no <, > and line end")
+    first, _, after = template.partition("VALUE")
+    for name, given in properties.items():
+        kind = referred(given, schema)
+        before, types, rule = _spelled(target, first.replace("KEY", name)), argument_types(kind, schema), ""
+        texts = kind.get("enum") if types == ["string"] else None
+        if isinstance(texts, list) and texts and all(isinstance(one, str) for one in texts):
+            rule = " | ".join(map(json.dumps, texts))
+        elif types and "string" not in types:
+            rule = json_rule(shared | {field: kind[field] for field in kind if field != "description"})
+        if rule:
+            part = f"{before} {values.setdefault(rule, f'value_{len(values)}')} {_spelled(target, after)}"
         else:
-            texts = kind.get("type") == "string"
-            rule = " | ".join(map(json.dumps, kind["enum"])) if texts else json_rule(shared | kind)
-            part = f"{before} {values.setdefault(rule, f'value_{len(values)}')} {after}"
-        parts.append(part if name in schema.get("required", ()) else f"({part})?")
+            part = f"{before} text"
+        parts.append(part if isinstance(required, list) and name in required else f"({part})?")
     return " ".join(parts)
 
 

@@ -8,6 +8,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from longdraft.infer.choice.grammar_trial import GrammarTrial
 from longdraft.infer.engine import Engine
 from longdraft.infer.generation import Generation
 from longdraft.infer.server.answer_format import answer_format
@@ -65,7 +67,14 @@ class Service:
         self.engine, self._model, self._api_key, self._created = engine, model, api_key, int(time.time())
         self._names = LOOPBACK if host in LOOPBACK and not api_key else ()
         self.thread = EngineThread(engine, queue)
+        self._trial, self._for_grammars = GrammarTrial(engine.target), ThreadPoolExecutor(max_workers=1)
         answer_format(engine.target.tokenizer, with_tools=True)
+
+    async def close(self) -> None:
+        """Finish what was submitted, and end the engine's thread."""
+        await self.thread.close()
+        await asyncio.to_thread(self._for_grammars.shutdown)
+        self._trial.close()
 
     async def models(self, request: Request) -> Response:
         """The list of models, which has one entry, or the model of the requested name."""
@@ -89,7 +98,10 @@ class Service:
         self._check(request)
         body = parse(body_type, await _read(request))
         self._check_model(body.model)
-        requests = await asyncio.to_thread(requests_of, body, target, self.engine.max_length)
+        # Grammars, which may take long, do not occupy the threads of other requests.
+        loop, executor = asyncio.get_running_loop(), self._for_grammars if body.has_form else None
+        given = body, target, self.engine.max_length, self._trial.check
+        requests = await loop.run_in_executor(executor, requests_of, *given)
         answers = Answers(body, requests, target.tokenizer, secrets.token_hex(12), self._model)
         job = self.thread.submit(requests)
         if body.stream:
@@ -133,7 +145,7 @@ def create_app(service: Service) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.thread.start()
         yield
-        await service.thread.close()
+        await service.close()
 
     routes = [
         Route("/v1/chat/completions", partial(service.answer, Chat), methods=["POST"]),

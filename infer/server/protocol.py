@@ -8,7 +8,7 @@ Source: OpenAI's API reference, "Chat" and "Completions"; `top_k`, `min_p`, `min
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Annotated, Any, Literal, Self
@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from longdraft.infer.choice.grammar import choice_grammar, json_grammar, regex_grammar
 from longdraft.infer.requests import Request, prompt_tokens, read_requests
 from longdraft.infer.sampling import Logprobs, Number, SamplingParams, Text, draw_seed
-from longdraft.infer.server.answer_format import AnswerFormat, answer_format
+from longdraft.infer.server.answer_format import THOUGHT, THOUGHTS, AnswerFormat, answer_format
 from longdraft.infer.server.answer_grammar import answer_grammar
 from longdraft.models.schema import Bool, Int, Schema, Str, short_repr, validate
 from longdraft.models.target import Target
@@ -50,14 +50,17 @@ class ApiError(Exception):
 
 
 def _parsed(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except RecursionError as error:
+        raise ValueError(f"{error}; nest it less deep") from error
 
 
 class _JsonSchema(Schema, extra="ignore"):
     of: dict[str, Any] = Field(alias="schema")
 
 
-class _ResponseFormat(Schema, extra="ignore"):
+class _ResponseFormat(Schema):
     """OpenAI's field for the format of an answer's text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -76,7 +79,7 @@ class _ResponseFormat(Schema, extra="ignore"):
         return None if self.type == "text" else json_grammar(schema)
 
 
-class _StructuredOutputs(Schema, extra="allow"):
+class _StructuredOutputs(Schema):
     """vLLM's field for the same."""
 
     of_json: Annotated[dict[str, Any], BeforeValidator(_parsed)] | None = Field(alias="json", default=None)
@@ -135,15 +138,25 @@ class Body(Schema):
         """The grammar of the answer's text; None: any text."""
         return (self.structured_outputs or self.response_format).text_grammar
 
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call of a tool."""
+        return False
 
-class _Parameters(Schema, extra="allow"):
-    properties: dict[str, Any] = {}
-    required: list[Str] = []
+    @property
+    def has_form(self) -> bool:
+        """Whether the answer must follow a grammar."""
+        return self.must_call or self.text_grammar is not None
+
+    @property
+    def form_field(self) -> str:
+        """The field that asks for it."""
+        given = "structured_outputs" if self.structured_outputs else "response_format"
+        return "tool_choice" if self.must_call else given
 
 
 class _Function(Schema, extra="allow"):
     name: Text
-    parameters: _Parameters | None = None
 
 
 class _Tool(Schema, extra="allow"):
@@ -179,9 +192,9 @@ class Chat(Body):
 
     @model_validator(mode="after")
     def _chosen_tool_exists(self) -> Self:
-        if self.must_call and not self.callable:
+        if self.must_call and not self.may_call:
             named = self.tool_choice.function.name if isinstance(self.tool_choice, _Tool) else self.tool_choice
-            raise ValueError(f"tool_choice: {short_repr(named)}, but tools has none like this; add it")
+            raise ValueError(f"tool_choice: {short_repr(named)}, but there is no such tool; add it to tools")
         return self
 
     @property
@@ -191,11 +204,10 @@ class Chat(Body):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer must be a call."""
         return self.tool_choice not in ("auto", "none")
 
     @property
-    def callable(self) -> list[dict[str, Any]]:
+    def may_call(self) -> list[dict[str, Any]]:
         """The tools that the answer may call."""
         if not isinstance(self.tool_choice, _Tool):
             return self.offered
@@ -244,8 +256,12 @@ def parse(kind: type[Chat | Completion], body: bytes) -> Chat | Completion:
         raise _refused(error, {}) from error
 
 
-def requests_of(body: Chat | Completion, target: Target, max_length: int) -> list[Request]:
+def requests_of(
+    body: Chat | Completion, target: Target, max_length: int, check: Callable[[str], None] = lambda grammar: None
+) -> list[Request]:
     """A body's requests: `n` for each prompt, prompt after prompt. Choice i of a prompt has seed + i.
+
+    check: raises ValueError for a grammar that must not be compiled here (`GrammarTrial.check`).
 
     Raises ApiError.
     """
@@ -271,8 +287,11 @@ def requests_of(body: Chat | Completion, target: Target, max_length: int) -> lis
             params = _sampling(body, new_tokens, target.model.config.vocab_size)
             seed = draw_seed() if params.seed is None else params.seed
             many = [replace(params, seed=seed + j) for j in range(body.n)]
-            grammar, names["grammar"] = _grammar_of(body, target, tokens)
-            many = [replace(one, grammar=grammar) for one in many]
+            if body.has_form:
+                names["grammar"] = body.form_field
+                grammar = _grammar_of(body, target, tokens)
+                check(grammar)
+                many = [replace(one, grammar=grammar) for one in many]
             choices = read_requests(target, [tokens] * body.n, many, max_length, first=i)  # errors name this index
         except ValueError as error:
             raise _refused(error, names) from error
@@ -293,22 +312,25 @@ def _format_of(body: Chat, target: Target) -> AnswerFormat | None:
     return form
 
 
-def _grammar_of(body: Chat | Completion, target: Target, prompt: Sequence[int]) -> tuple[str | None, str]:
-    """The grammar that the answer to this prompt must follow, if any, and the field that asks for it.
+def _grammar_of(body: Chat | Completion, target: Target, prompt: Sequence[int]) -> str:
+    """The grammar that the answer to this prompt must follow.
 
-    Raises ApiError if the body must call a tool and it is not known how the target writes calls."""
-    content, field = body.text_grammar, "structured_outputs" if body.structured_outputs else "response_format"
-    if isinstance(body, Completion) or not (content or body.must_call):
-        return content, field
-    form = answer_format(target.tokenizer, bool(body.offered))
-    if form is None:
-        return content, field
-    if body.must_call:
-        content, field = None, "tool_choice"
-    if body.callable and form.written.calls is None:
-        text = f"tokenizer_config.json says how {target.name}'s calls are read, but not how they are written; omit this"
-        raise ApiError(400, f"{field}: {text}", field)
-    return answer_grammar(target, form.written, prompt, content, body.callable, body.parallel_tool_calls), field
+    Raises ApiError if it is not known how the target writes thoughts, or the calls of the tools that the body offers.
+    """
+    content, form = body.text_grammar, None
+    if isinstance(body, Chat):
+        form = _format_of(body, target)
+    if form is None or not isinstance(body, Chat):
+        assert content is not None
+        return content
+    thinks = not form.template.fields.keys().isdisjoint((THOUGHT, *THOUGHTS))
+    if (body.may_call and form.written.calls is None) or (thinks and form.written.thought is None):
+        text = (
+            f"tokenizer_config.json says how {target.name}'s answers are read, but not how they are written; omit this"
+        )
+        raise ApiError(400, f"{body.form_field}: {text}", body.form_field)
+    content = None if body.must_call else content
+    return answer_grammar(target, form.written, prompt, content, body.may_call, body.parallel_tool_calls)
 
 
 def _refused(error: ValueError, names: Mapping[str, str]) -> ApiError:

@@ -190,6 +190,8 @@ def test_answers_follow_their_grammars_and_end_with_them(models, tokenizer):
         ("grammar", {"grammar": json_grammar({"type": "objekt"})}),
         ("grammar", {"grammar": json_grammar({"not": {"type": "string"}})}),
         ("grammar", {"grammar": regex_grammar("(")}),
+        ("grammar", {"grammar": "start: start"}),
+        ("grammar", {"grammar": json_grammar({"$ref": "#"})}),
         ("min_new_tokens", {"grammar": regex_grammar("a*"), "min_new_tokens": 3}),
         ("banned_token_ids", {"grammar": regex_grammar("a*"), "banned_token_ids": (3,)}),
     ],
@@ -203,7 +205,7 @@ def test_what_cannot_be_followed_is_refused_by_name(models, field, values):
 
 
 def test_a_text_that_becomes_too_complex_ends_there_and_alone(models, monkeypatch):
-    """Of two requests; the other one goes on, and the next one of this grammar starts anew."""
+    """Of two requests; the other one goes on, and the next call of this grammar starts anew."""
     limits = LLParserLimits(max_lexer_states=60)
     monkeypatch.setattr(grammar, "LLMatcher", partial(LLMatcher, limits=limits))
     text = regex_grammar("[ab]*a[ab]{12}c")

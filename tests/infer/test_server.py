@@ -317,6 +317,23 @@ def test_a_completion_and_a_chat_have_the_format_that_is_asked_for(service, form
         assert re.fullmatch(pattern, text) and choice["finish_reason"] == "stop"
 
 
+CHAINED = {f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(5000)}
+HOSTILE = {
+    "a chain that overflows the stack": {"$defs": CHAINED | {"a5000": {}}, "$ref": "#/$defs/a0"},
+    "exponential time": {"type": "string", "allOf": [{"pattern": f"a{i}[ab]*"} for i in range(30)]},
+    "deep": '{"items": ' * 5000 + "{}" + "}" * 5000,
+    "no text": {"$ref": "#"},
+}
+
+
+@pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_form_is_refused_and_others_are_served(service, schema):
+    answer = post(service, prompt=TEXT, path="completions", structured_outputs={"json": schema})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs", answer.text
+    form = {"structured_outputs": {"choice": ["the log"]}, "max_tokens": 20}
+    assert post(service, prompt=TEXT, path="completions", **form).json()["choices"][0]["text"] == "the log"
+
+
 @pytest.mark.parametrize(("asked", "simply"), ASKED.values(), ids=ASKED)
 def test_a_clients_body_is_answered_like_the_simple_one(service, asked, simply):
     def answer(body):
