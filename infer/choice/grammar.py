@@ -82,7 +82,10 @@ def matcher_of(target: Target, grammar: str) -> LLMatcher:
 
 
 def textless_tokens(target: Target) -> Mapping[str, int]:
-    """The tokens that no text in a grammar stands for, only the token itself, written `<[id]>`."""
+    """The tokens that no text in a grammar stands for, only the token itself, written `<[id]>`.
+
+    Raises ValueError if the target's tokenizer cannot follow a grammar.
+    """
     return _vocabulary(*_of(target))[1]
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from longdraft.infer.choice.grammar import choice_grammar, json_grammar, regex_grammar
+from longdraft.infer.choice.grammar import choice_grammar, json_grammar, regex_grammar, textless_tokens
 from longdraft.infer.requests import Request, prompt_tokens, read_requests
 from longdraft.infer.sampling import Logprobs, Number, SamplingParams, Text, draw_seed
 from longdraft.infer.server.answer_format import THOUGHT, THOUGHTS, AnswerFormat, answer_format
@@ -315,8 +315,10 @@ def _format_of(body: Chat, target: Target) -> AnswerFormat | None:
 def _grammar_of(body: Chat | Completion, target: Target, prompt: Sequence[int]) -> str:
     """The grammar that the answer to this prompt must follow.
 
-    Raises ApiError if it is not known how the target writes thoughts, or the calls of the tools that the body offers.
+    Raises ApiError if it is not known how the target writes thoughts, or the calls of the tools that the body offers;
+    ValueError if its tokenizer cannot follow a grammar.
     """
+    textless_tokens(target)
     content, form = body.text_grammar, None
     if isinstance(body, Chat):
         form = _format_of(body, target)

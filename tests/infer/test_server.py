@@ -163,6 +163,8 @@ def test_a_completion_goes_on_from_its_prompt_with_special_tokens_where_asked(ti
         plain = post(service, "completions", **asked).json()["choices"]
         shown = post(service, "completions", skip_special_tokens=False, **asked).json()["choices"]
         answers = [alone(target, [0, 3], temperature=1, seed=1 + i, max_new_tokens=5).tokens for i in range(9)]
+        formed = post(service, "completions", structured_outputs={"choice": ["the"]}, **asked)
+        assert formed.status_code == 400 and "this target's tokenizer" in formed.text  # it does not tell its bytes
         with httpx.stream("POST", f"{service.url}/v1/completions", json=asked | {"n": 1, "stream": True}) as stream:
             events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
     for one, whole, tokens in zip(plain, shown, answers, strict=True):
