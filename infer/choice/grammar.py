@@ -28,13 +28,43 @@ Matchers = Sequence[LLMatcher | None]
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON texts that a JSON schema allows; {"type": "object"} allows every object."""
+    """The grammar of JSON texts that a JSON schema allows; {"type": "object"} allows every object. An object that names
+    properties has no others, unless the schema has `additionalProperties`.
+
+    Raises ValueError for a schema that is nested too deep.
+    """
     return "start: " + json_rule(schema)
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """JSON texts of a schema, as part of a rule."""
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": BLANKS}})
+    """JSON texts of a schema, as part of a rule. Raises ValueError for one that is nested too deep."""
+    try:
+        written = json.dumps(schema)
+        if '"allOf"' not in written:  # whose parts may name some of the properties each
+            schema = _closed(schema)
+        return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": BLANKS}})
+    except RecursionError as error:
+        raise ValueError("grammar: the schema is nested too deep; flatten it") from error
+
+
+def _closed(schema: Any) -> Any:
+    """The schema without properties that it does not name, of which models write more and more. As elsewhere, they must
+    be asked for by `additionalProperties`."""
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = dict(schema)
+    for name in ("properties", "$defs", "definitions", "patternProperties"):
+        if isinstance(parts := closed.get(name), Mapping):
+            closed[name] = {key: _closed(part) for key, part in parts.items()}
+    for name in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(parts := closed.get(name), list):
+            closed[name] = [_closed(part) for part in parts]
+    for name in ("items", "additionalProperties"):
+        if name in closed:
+            closed[name] = _closed(closed[name])
+    if "properties" in closed and not {"anyOf", "oneOf", "$ref", "patternProperties"} & closed.keys():
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def regex_grammar(pattern: str) -> str:

@@ -129,7 +129,7 @@ class Body(Schema):
         for name, value in (self.model_extra or {}).items():
             if name in NOT_SERVED and value and value not in ("none", NOT_SERVED[name], nothing[name]):
                 raise ValueError(f"{name}: {short_repr(value)}; this is not served: omit it")
-        if self.structured_outputs and self.response_format.text_grammar:
+        if self.structured_outputs and self.response_format.type != "text":
             raise ValueError("structured_outputs: there is a response_format too; give one of them")
         return self
 
@@ -146,7 +146,7 @@ class Body(Schema):
     @property
     def has_form(self) -> bool:
         """Whether the answer must follow a grammar."""
-        return self.must_call or self.text_grammar is not None
+        return self.must_call or self.structured_outputs is not None or self.response_format.type != "text"
 
     @property
     def form_field(self) -> str:
@@ -332,7 +332,8 @@ def _grammar_of(body: Chat | Completion, target: Target, prompt: Sequence[int]) 
         )
         raise ApiError(400, f"{body.form_field}: {text}", body.form_field)
     content = None if body.must_call else content
-    return answer_grammar(target, form.written, prompt, content, body.may_call, body.parallel_tool_calls)
+    several = body.parallel_tool_calls and not isinstance(body.tool_choice, _Tool)  # one of that name, as elsewhere
+    return answer_grammar(target, form.written, prompt, content, body.may_call, several)
 
 
 def _refused(error: ValueError, names: Mapping[str, str]) -> ApiError:

@@ -145,6 +145,28 @@ def test_so_it_does_on_a_device(models, plain, drafter, pretended_cuda, name, re
     assert [one.tokens for one in found] == [tokens[:5] for tokens in plain[:3]]
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "allowed"),
+    [
+        ({"properties": {"a": {}}, "type": "object"}, '{"a":1,"b":2}', False),
+        ({"properties": {"a": {}}, "type": "object", "additionalProperties": True}, '{"a":1,"b":2}', True),
+        ({"type": "object"}, '{"a":1,"b":2}', True),
+        ({"properties": {"properties": {"type": "integer"}}, "type": "object"}, '{"properties":1}', True),
+        (
+            {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"properties": {"x": {}}}}, "type": "array"},
+            '[{"y":1}]',
+            False,
+        ),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}], "type": "object"}, '{"a":1,"b":2}', True),
+        ({"type": "object", "properties": {"a": {}}}, '{\n  "a": 1\n}', True),
+        ({"type": "object", "properties": {"a": {}}}, '{  "a": 1}', False),
+    ],
+)
+def test_objects_have_the_properties_that_are_named_and_few_blanks(models, schema, text, allowed):
+    matcher, tokens = grammar.matcher_of(models[0], json_grammar(schema)), models[0].tokenizer(text).input_ids
+    assert (matcher.try_consume_tokens(tokens) == len(tokens)) == allowed
+
+
 class Masked(LogitsProcessor):
     """transformers' decoding of one text under llguidance's masks."""
 
