@@ -44,6 +44,7 @@ setup(
         "httpx>=0.27",
         "pyarrow>=19",
         "tokenizers>=0.21",
+        # From 1.8 on it limits blanks in JSON as we ask; vLLM 0.32 needs an older one.
         "llguidance>=1.7,<2",
         # transformers needs these for targets that only have a tokenizer.model, such as Vicuna and LongChat. From 0.2.3
         # on, sentencepiece refuses a protobuf older than its own, and that of vLLM and wandb may be older.
