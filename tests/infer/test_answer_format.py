@@ -18,7 +18,7 @@ from longdraft.infer.choice.grammar import choice_grammar, json_grammar, matcher
 from longdraft.infer.engine import Engine
 from longdraft.infer.requests import prompt_tokens
 from longdraft.infer.sampling import SamplingParams
-from longdraft.infer.server.answer_format import AnswerSplitter, answer_format
+from longdraft.infer.server.answer_format import AnswerSplitter, answer_format, typed
 from longdraft.infer.server.answer_grammar import answer_grammar
 from longdraft.infer.server.app import Service
 from longdraft.infer.server.protocol import ApiError, Chat, parse, requests_of
@@ -106,7 +106,7 @@ def tokenizer():
 
 def parts(tokenizer, prompt, text, step=None, is_whole=True, with_tools=True, most_calls=None):
     """(thought, content, [(name, arguments)]) of an answer that comes in texts of `step` characters, or at once."""
-    tools = [WEATHER] if with_tools else []
+    tools = [typed(WEATHER)] if with_tools else []
     form = answer_format(tokenizer, with_tools)
     splitter = AnswerSplitter(form, tokenizer, tokenizer(prompt).input_ids, tools, most_calls)
     found = {"reasoning_content": "", "content": "", "tool_calls": []}
@@ -189,7 +189,8 @@ def test_what_a_grammar_allows_is_what_is_read(target, tokenizer, contains, prom
     assert calls or json.loads(found) == ROME
 
 
-CITIES = {"$defs": {"City": {"enum": ["Rome", "Oslo"]}}}
+LOOP = {"anyOf": [{"$ref": "#/$defs/Loop"}] * 30 + [{"type": "integer"}]}
+CITIES = {"$defs": {"City": {"enum": ["Rome", "Oslo"]}, "Loop": LOOP}}
 ARGUMENTS = [  # a parameter's schema, its text in a call with tags, its value; then what the grammar does not allow
     ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "a b", "a b", None),
     ({"type": ["string", "null"], "maxLength": 3}, '"a"', '"a"', None),
@@ -200,6 +201,7 @@ ARGUMENTS = [  # a parameter's schema, its text in a call with tags, its value; 
     ({"type": "boolean"}, "true", True, "True"),
     ({"type": "array", "items": {"$ref": "#/$defs/City"}}, '["Rome"]', ["Rome"], '["Bonn"]'),
     ({"enum": [1, 2]}, "2", 2, "3"),
+    (LOOP, "7", 7, "x"),
     ({}, "{", "{", None),
 ]
 
@@ -215,7 +217,7 @@ def test_arguments_with_tags_are_read_as_the_values_that_were_written(
     answer = f"<tool_call>\n<function=f>\n<parameter={name}>\n{{}}\n</parameter>\n</function>\n</tool_call>"
     assert is_allowed(target, tokenizer, "", answer.format(text), None, (tool,))
     assert refused is None or not is_allowed(target, tokenizer, "", answer.format(refused), None, (tool,))
-    splitter = AnswerSplitter(answer_format(tokenizer, True), tokenizer, tokenizer("a").input_ids, [tool])
+    splitter = AnswerSplitter(answer_format(tokenizer, True), tokenizer, tokenizer("a").input_ids, [typed(tool)])
     (call,) = splitter.push(answer.format(text), ends=True)["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {name: value}
 
