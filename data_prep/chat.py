@@ -38,7 +38,7 @@ from longdraft.data_prep.chat_template import (
     Encoding,
     placeholder,
 )
-from longdraft.data_prep.documents import REASONING, WEIGHT, Conversation, Document, Message, Unusable
+from longdraft.data_prep.documents import REASONING, WEIGHT, Conversation, Document, Message, TokenDocument, Unusable
 from longdraft.data_prep.tokenize import Encoded, make_encoder
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ChatEncoder:
             "chat_template_sha256": hashlib.sha256(self.template.source.encode()).hexdigest(),
         }
 
-    def encode_document(self, document: Document | Conversation) -> list[Encoded]:
+    def encode_document(self, document: Document | Conversation | TokenDocument) -> list[Encoded]:
         """The conversation as one sequence, or as several, named `name#1`, `name#2`, ... by their last turns. Raises
         Unusable."""
         assert isinstance(document, Conversation), document.name

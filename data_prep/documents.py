@@ -1,4 +1,4 @@
-"""What sources contain: texts, conversations, and documents that cannot be used, with the reasons."""
+"""What sources contain: texts, conversations, token ids, and documents that cannot be used, with the reasons."""
 
 import ast
 import hashlib
@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 ROLES = ("system", "user", "assistant")
 # What data sets call the roles, in lower case: the names of OpenAI, ShareGPT, OpenAssistant and LLaMA-Factory.
@@ -51,6 +53,17 @@ class Conversation:
     unfinished: bool = False
     tools: tuple[dict[str, Any], ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TokenDocument:
+    """Token ids of the target, int32 [n]. name: like a document's. digest: a sha256 that decides whether it is held
+    out. spans: (start, stop) of each span of ids that the loss counts."""
+
+    name: str
+    digest: bytes
+    tokens: np.ndarray
+    spans: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Record formats: a record holds a text, a conversation, a question and its answer, or ids of another tokenizer.
+"""Record formats: a record holds a text, a conversation, a question and its answer, or token ids.
 
 A format's `documents` turns the record `name`, a mapping from field names to values, into documents. It raises
 `Unusable` or UnicodeError for a record that it cannot use. `fields` are the fields that it reads if a record has them.
@@ -15,6 +15,7 @@ import numpy as np
 from longdraft.data_prep.documents import (
     Conversation,
     Document,
+    TokenDocument,
     Unusable,
     messages_digest,
     read_messages,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 TEXT_FIELD = "text"
 UNFINISHED, TOOLS, SYSTEM, OPTIONS = "unfinished", "tools", "system", "chat_template_kwargs"
+TOKENIZER = "tokenizer_sha256"
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,7 @@ class TokenIdsFormat:
         ids = _integers(_present(record, self.tokens_field), "not_token_ids", (), tokenizer.get_vocab_size() - 1)
         spans = np.array([[0, len(ids)]])
         if self.spans_field is not None:
-            spans = _integers(_present(record, self.spans_field), "not_spans", (2,), len(ids))
-            if (np.diff(spans) < 0).any():
-                raise Unusable("not_spans")
+            spans = _spans(_present(record, self.spans_field), len(ids))
         found = []
         for number, (begin, end) in enumerate(spans.tolist(), start=1):
             text = tokenizer.decode(ids[begin:end].tolist(), skip_special_tokens=True).strip("\ufffd")
@@ -126,11 +126,44 @@ class TokenIdsFormat:
         return found
 
 
-RecordFormat = TextFormat | ChatFormat | QuestionAnswerFormat | TokenIdsFormat
+@dataclass(frozen=True)
+class TargetTokensFormat:
+    """One field holds token ids of the target, and another the spans of them that the loss counts. If a record names a
+    tokenizer by its hash in `tokenizer_sha256`, it must be the target's.
+
+    All records that are equal up to their first span are in one split: other answers to the same prompt, for example.
+    """
+
+    tokens_field: str
+    loss_field: str
+    vocab_size: int
+    tokenizer_hash: str
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (self.tokens_field, self.loss_field, TOKENIZER)
+
+    def documents(self, name: str, record: Mapping[str, Any]) -> Sequence[TokenDocument]:
+        if record.get(TOKENIZER) not in (None, self.tokenizer_hash):
+            raise Unusable("other_tokenizer", "has token ids of another tokenizer than the target's")
+        ids = _integers(_present(record, self.tokens_field), "not_token_ids", (), self.vocab_size - 1)
+        spans = _spans(_present(record, self.loss_field), len(ids))
+        tokens = ids.astype(np.int32)
+        digest = hashlib.sha256(tokens[: spans[0, 0] or None].tobytes()).digest()
+        return [TokenDocument(name, digest, tokens, tuple(map(tuple, spans.tolist())))]
 
 
-def record_format_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokenizerFast]") -> RecordFormat:
-    """The format of a source's records. tokenizers: by name, the tokenizers that sources of token ids refer to."""
+RecordFormat = TextFormat | ChatFormat | QuestionAnswerFormat | TokenIdsFormat | TargetTokensFormat
+
+
+def record_format_of(
+    source: Source,
+    tokenizers: "Mapping[str, PreTrainedTokenizerFast]",
+    vocab_size: int,
+    tokenizer_hash: str,
+) -> RecordFormat:
+    """The format of a source's records. tokenizers: by name, the tokenizers that sources of token ids refer to.
+    vocab_size, tokenizer_hash: of the target's tokenizer."""
     if source.chat_field is not None:
         return ChatFormat(source.chat_field)
     if source.prompt is not None and source.answer is not None:
@@ -138,6 +171,8 @@ def record_format_of(source: Source, tokenizers: "Mapping[str, PreTrainedTokeniz
     if source.tokens_field is not None and source.tokenizer is not None:
         serialised = tokenizers[source.tokenizer].backend_tokenizer.to_str()
         return TokenIdsFormat(source.tokens_field, source.spans_field, serialised)
+    if source.target_tokens_field is not None and source.loss_field is not None:
+        return TargetTokensFormat(source.target_tokens_field, source.loss_field, vocab_size, tokenizer_hash)
     return TextFormat(TEXT_FIELD if source.text_field is None else source.text_field)
 
 
@@ -173,3 +208,11 @@ def _integers(value: Any, why: str, columns: tuple[int, ...], most: int) -> np.n
     if not fits or array.min() < 0 or array.max() > most:
         raise Unusable(why)
     return array.astype(np.int64)
+
+
+def _spans(value: Any, n_ids: int) -> np.ndarray:
+    """(start, stop) of spans of the ids, int64 [n, 2]. Raises Unusable."""
+    spans = _integers(value, "not_spans", (2,), n_ids)
+    if (np.diff(spans) < 0).any():
+        raise Unusable("not_spans")
+    return spans

@@ -57,7 +57,7 @@ def prepare(
     """
     with failures_described(config.out):
         files = list_files(tuple(config.sources.values()))
-        readers = make_readers(config, tokenizer, tokenizers or {})
+        readers = make_readers(config, tokenizer, tokenizer_hash, tokenizers or {})
         with tqdm(files, desc="reading sources", unit="file", leave=False, mininterval=1) as to_read:
             digests, segments = scan(to_read, SEGMENT_BYTES)
         tasks = plan_tasks(config, segments)

@@ -11,7 +11,7 @@ from longdraft.models.files import from_home
 from longdraft.models.schema import Bool, Float, Int, Schema, Str
 
 STDLIB, STDLIB_CHAT = "stdlib", "stdlib-chat"  # the sources that every machine has
-WAYS_TO_READ = ("text_field", "chat_field", "prompt", "tokens_field")
+WAYS_TO_READ = ("text_field", "chat_field", "prompt", "tokens_field", "target_tokens_field")
 T = TypeVar("T", bound=Schema)
 
 
@@ -42,7 +42,9 @@ class Source(Schema):
       chat_field: the field that holds a list of messages; the loss counts the answers;
       prompt, answer: two templates with fields in braces ("Summarise:\\n\\n{report}"), a conversation with one answer;
       tokens_field: the field that holds token ids of the model `tokenizer`, which are turned back into text.
-        spans_field: the field with (start, stop) of each document among the ids; None: all ids are one document.
+        spans_field: the field with (start, stop) of each document among the ids; None: all ids are one document;
+      target_tokens_field, loss_field: the field that holds token ids of the target, which become a sequence as they
+        are, and the field with (start, stop) of each span of these that the loss counts.
 
     weight: the source's part of `PrepareConfig.max_tokens`, relative to the other sources' weights. streaming: read
     only the needed parts of a hub data set, without storing its files.
@@ -56,6 +58,8 @@ class Source(Schema):
     answer: Template | None = None
     tokens_field: Str | None = None
     spans_field: Str | None = None
+    target_tokens_field: Str | None = None
+    loss_field: Str | None = None
     tokenizer: Str | None = None
     weight: Annotated[Float, Field(gt=0)] = 1.0
     streaming: Bool = False
@@ -66,7 +70,8 @@ class Source(Schema):
         if len(ways := [name for name in WAYS_TO_READ if name in given]) > 1:
             raise ValueError(f"{', '.join(ways)} are given for {self.path}; a record is read in one way: keep only one")
         for one, other in (("prompt", "answer"), ("answer", "prompt"), ("tokens_field", "tokenizer"),
-                           ("tokenizer", "tokens_field"), ("spans_field", "tokens_field")):  # fmt: skip
+                           ("tokenizer", "tokens_field"), ("spans_field", "tokens_field"),
+                           ("target_tokens_field", "loss_field"), ("loss_field", "target_tokens_field")):  # fmt: skip
             if one in given and other not in given:
                 raise ValueError(f"{one} of {self.path} needs {other}, which is missing")
         return self

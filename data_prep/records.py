@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from longdraft.data_prep.docstrings import read_docstrings
-from longdraft.data_prep.documents import BadDocument, Conversation, Document, Unusable
+from longdraft.data_prep.documents import BadDocument, Conversation, Document, TokenDocument, Unusable
 from longdraft.data_prep.formats import TEXT_FIELD, RecordFormat, TextFormat
 from longdraft.data_prep.sources import SourceFile, is_compressed, open_plain
 from longdraft.data_prep.tables import TABLES, open_table, table_rows
@@ -102,7 +102,7 @@ def _chunk_ends(chunks: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, i
 
 def read_documents(
     segment: Segment, record_format: RecordFormat | None = None
-) -> Iterator[Document | Conversation | BadDocument]:
+) -> Iterator[Document | Conversation | TokenDocument | BadDocument]:
     """The segment's documents in order, good and bad.
 
     record_format: how a record is read; None: its field "text" is a text. A text file counts as a record that has only

@@ -32,6 +32,7 @@ from longdraft.data_prep.documents import (
     Conversation,
     Document,
     Message,
+    TokenDocument,
     Unusable,
     messages_digest,
     read_messages,
@@ -71,7 +72,7 @@ class Completion:
     refused: str = ""
 
 
-Given = Conversation | Document | BadDocument
+Given = Conversation | Document | TokenDocument | BadDocument
 # Waiting prompts by index: token ids with a seed (unsigned, 64 bits).
 Due = dict[int, tuple[list[int], int]]
 # Removes prompts from a Due until none is left, and yields their completions as they finish, in any order. After each

@@ -69,6 +69,7 @@ def empty_record() -> dict[str, Any]:
 def make_readers(
     config: PrepareConfig,
     tokenizer: "PreTrainedTokenizerFast",
+    tokenizer_hash: str,
     tokenizers: "Mapping[str, PreTrainedTokenizerFast]",
 ) -> list[Reader]:
     """A reader for each source. tokenizers: see `record_format_of`."""
@@ -82,7 +83,8 @@ def make_readers(
         return ChatEncoder(tokenizer, template) if is_chat else make_encoder(tokenizer, config.documents == "pack")
 
     encoders = {is_chat: encoder(is_chat) for is_chat in {source.is_chat for _, source in sources}}
-    return [Reader(name, record_format_of(source, tokenizers), encoders[source.is_chat]) for name, source in sources]
+    given = tokenizers, len(tokenizer), tokenizer_hash
+    return [Reader(name, record_format_of(source, *given), encoders[source.is_chat]) for name, source in sources]
 
 
 def make_shards_of(task: ShardTask, config: PrepareConfig, readers: Sequence[Reader], folder: WorkFolder) -> None:

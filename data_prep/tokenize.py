@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Tokenizer
 
-from longdraft.data_prep.documents import Conversation, Document
+from longdraft.data_prep.documents import Conversation, Document, TokenDocument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -51,12 +51,15 @@ class Encoder:
             "documents_end_with_eos": self.ends_documents,
         }
 
-    def encode_document(self, document: Document | Conversation) -> list[Encoded]:
+    def encode_document(self, document: Document | Conversation | TokenDocument) -> list[Encoded]:
         """The text as one sequence: `bos_ids`, the text, and EOS if `ends_documents`. The loss counts every token.
+        Token ids are a sequence as they are.
 
         Special tokens spelled out in the text ("<|im_end|>" in a source file) are plain text: the EOS id
         stands only at the end of a document.
         """
+        if isinstance(document, TokenDocument):
+            return [Encoded(document.name, document.tokens, document.spans)]
         assert isinstance(document, Document), document.name
         text = encode_text(self.serialised, document.text)
         tokens = np.array([*self.bos_ids, *text, *([self.eos_id] if self.ends_documents else [])], dtype=np.int32)

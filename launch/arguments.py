@@ -180,6 +180,8 @@ def serve() -> ArgumentParser:
     add("--port", type=at_least(0), default=8000, help="default: 8000; 0 chooses a free port, which is printed")
     add("--model-name", help="the model's name in requests (default: the target's name)")
     add("--queue", type=at_least(0), default=256, help="requests that may wait (default: 256); more get 429")
+    help = "write the token ids of all prompts and answers to files of this folder, to train a draft on them"
+    add("--record", type=Path, metavar="FOLDER", help=help)
     return parser
 
 

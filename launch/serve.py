@@ -13,10 +13,12 @@ from pathlib import Path
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.server.app import Server, Service
+from longdraft.infer.server.recorder import Recorder
 from longdraft.launch.arguments import API_KEY
 from longdraft.launch.console import note
 from longdraft.launch.runtime import Drafting
-from longdraft.models.files import signals_noted
+from longdraft.models.files import signals_noted, write_text
+from longdraft.models.fingerprint import tokenizer_hash
 
 ENGINE_FAILED = 1  # exit status that makes a supervisor restart the process
 
@@ -27,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     # Taken before the target is loaded, which may take minutes. Connections are refused until the engine is ready. A
     # port that another server has taken likewise, and does not listen on yet, is refused then.
     address = None if drafting.ranks.rank > 0 else _bind(args.host, args.port)
+    if address is not None and args.record is not None:
+        _make_folder(args.record)
     # Load on a thread that then ends. Each thread that computes gets OpenMP threads of its own. With two such sets on a
     # CPU, this thread's and the engine thread's, all sleep instead of spinning, and a prompt takes a quarter longer.
     with ThreadPoolExecutor(1) as loading:
@@ -41,11 +45,13 @@ def run(args: argparse.Namespace) -> int:
     with _address_named(args.host, args.port):
         address.listen()
     api_key = os.environ.get(API_KEY, "")
-    service = Service(engine, model, api_key, args.queue, args.host)
+    recorder = args.record and Recorder(args.record, tokenizer_hash(target.tokenizer), note)
+    service = Service(engine, model, api_key, args.queue, args.host, recorder)
     host = f"[{args.host}]" if ":" in args.host else args.host
     place, key = f"http://{host}:{address.getsockname()[1]}", ", with a key" if api_key else ""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it runs, the server handles signals itself
-    note(f"Serving {model} on {place}, slots: {args.slots} of {engine.max_length} positions{key}")
+    recorded = f"; recorded in {args.record}" if args.record else ""
+    note(f"Serving {model} on {place}, slots: {args.slots} of {engine.max_length} positions{key}{recorded}")
     Server(service).run([address])
     return ENGINE_FAILED if service.thread.failed else 0
 
@@ -62,6 +68,16 @@ def _bind(host: str, port: int) -> socket.socket:
             address.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         address.bind((host, port))
     return address
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder for its owner only, unless it exists. Raises ValueError if it cannot be written."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_text(trial := folder / ".trial", "")
+        trial.unlink()
+    except OSError as error:
+        raise ValueError(f"--record: {folder} cannot be written ({error.strerror}); give another folder") from error
 
 
 @contextmanager

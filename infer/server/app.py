@@ -29,6 +29,7 @@ from longdraft.infer.server.answer_format import answer_format
 from longdraft.infer.server.answers import Answers
 from longdraft.infer.server.engine_thread import EngineThread, Job
 from longdraft.infer.server.protocol import ApiError, Chat, Completion, parse, requests_of
+from longdraft.infer.server.recorder import Recorder
 
 PAGE = Path(__file__).with_name("page.html")
 BODY_BYTES = 4 << 20  # the largest request body
@@ -59,14 +60,23 @@ class Service:
         queue: requests that may wait for a slot; more are answered with 429.
         host: the address it listens on. On a loopback address without a key, requests with another Host name are
             refused, because a web page could point its own name at this address (DNS rebinding).
+        recorder: receives what is read and written; closed with the service.
 
     Raises ValueError if the tokenizer declares a format of answers that cannot be read.
     """
 
-    def __init__(self, engine: Engine, model: str, api_key: str = "", queue: int = 256, host: str = ""):
+    def __init__(
+        self,
+        engine: Engine,
+        model: str,
+        api_key: str = "",
+        queue: int = 256,
+        host: str = "",
+        recorder: Recorder | None = None,
+    ):
         self.engine, self._model, self._api_key, self._created = engine, model, api_key, int(time.time())
         self._names = LOOPBACK if host in LOOPBACK and not api_key else ()
-        self.thread = EngineThread(engine, queue)
+        self._recorder, self.thread = recorder, EngineThread(engine, queue, recorder and recorder.add)
         self._trial, self._for_grammars = GrammarTrial(engine.target), ThreadPoolExecutor(max_workers=1)
         answer_format(engine.target.tokenizer, with_tools=True)
 
@@ -75,6 +85,8 @@ class Service:
         await self.thread.close()
         await asyncio.to_thread(self._for_grammars.shutdown)
         self._trial.close()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
     async def models(self, request: Request) -> Response:
         """The list of models, which has one entry, or the model of the requested name."""

@@ -50,10 +50,11 @@ class EngineThread:
     Args:
         engine: from `start` on, nobody else may use it.
         queue: the number of requests that may wait for a slot.
+        on_end: called with each finished request.
     """
 
-    def __init__(self, engine: Engine, queue: int):
-        self.engine, self._capacity = engine, (engine.slots or MOST_SLOTS) + queue
+    def __init__(self, engine: Engine, queue: int, on_end: Callable[[Generation], object] | None = None):
+        self.engine, self._capacity, self._on_end = engine, (engine.slots or MOST_SLOTS) + queue, on_end
         self._inbox = SimpleQueue[Request | int | None]()  # a request, an index to cancel, or None to wake the thread
         self._jobs: dict[int, Job] = {}
         self._indices = itertools.count()
@@ -129,6 +130,8 @@ class EngineThread:
         job = self._jobs[piece.index]
         if piece.generation is not None:
             del self._jobs[piece.index]
+            if self._on_end is not None:
+                self._on_end(piece.generation)
         job.inbox.put_nowait(piece)
 
     def _fail(self) -> None:

@@ -66,7 +66,7 @@ def run(recipe, out, *overrides):
 
 
 def test_there_is_a_test_for_every_recipe():
-    names = {path.stem for path in RECIPES.glob("*.yaml")}
+    names = {path.stem for path in RECIPES.glob("*.yaml")} - {"served"}  # tests/launch/test_serve.py
     assert names == {"pg19", "slimpajama-6b", "prolong-64k", "long-sft", "qwq-longcot", "chat", "text", "smollm2-mixed"}
 
 

@@ -1,6 +1,8 @@
 """Several sources in one folder: forms of records, weights, ids."""
 
 import json
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -64,6 +66,44 @@ def test_ids_are_held_against_their_tokenizer(tmp_path, tiny_tokenizer, read_bac
     assert manifest["splits"]["train"]["bad"] == {"empty": 1, "missing_field": 1, "not_token_ids": 4}
     found = read_back(config.out, tiny_tokenizer)
     assert sorted(found.values()) == [f"text {i} é".encode() for i in range(10)]
+
+
+def test_ids_of_the_target_become_rows_as_they_are(tmp_path, tiny_tokenizer):
+    # Not the tokens of their text: a sampled answer may be spelled with others.
+    spelled = [tiny_tokenizer.convert_tokens_to_ids(letter) for letter in "shipship"]
+    assert spelled != tiny_tokenizer("shipship")["input_ids"]
+    good = [
+        {"ids": [i % 250, *spelled, 0, 7, 7], "own": [[1, 10], [11, 12]], "tokenizer_sha256": "hash"} for i in range(40)
+    ]
+    other_answers = [{"ids": [i, 5, 5], "own": [[1, 3]]} for i in range(40)]
+    bad = [
+        {"ids": [1, len(tiny_tokenizer)], "own": [[0, 1]]},
+        {"ids": [1, 2], "own": [[0, 3]]},
+        {"ids": [1, 2], "own": [[1, 0]]},
+        {"ids": [1, 2], "own": []},
+        {"ids": [1, 2], "own": [0, 1]},
+        {"ids": [1, 2]},
+        {"ids": [1, 2], "own": [[0, 1]], "tokenizer_sha256": "another"},
+    ]
+    write(tmp_path / "ids.jsonl", [*good, *other_answers, *bad])
+    source = Source(path=str(tmp_path / "ids.jsonl"), target_tokens_field="ids", loss_field="own")
+    config = PrepareConfig(sources={"ids": source}, out=tmp_path / "out", seq_len=32, heldout_share=0.5)
+    manifest = prepare(config, tiny_tokenizer, "hash")
+    counts = [Counter(manifest["splits"][split]["bad"]) for split in ("train", "heldout")]
+    assert counts[0] + counts[1] == {"missing_field": 1, "not_spans": 4, "not_token_ids": 1, "other_tokenizer": 1}
+    found = []
+    for split in ("train", "heldout"):
+        rows = ShardSet(config.out / split)
+        for i in range(len(rows)):
+            for start, stop in pairwise(rows[i]["borders"].tolist()):
+                tokens, loss = (rows[i][name][start:stop].tolist() for name in ("tokens", "loss"))
+                found.append((split, tokens, [int(one) for one in loss]))
+    want = [(one["ids"], [0] + [1] * 9 + [0, 1]) for one in good]
+    want += [(one["ids"], [0, 1, 1]) for one in other_answers]
+    assert sorted((tokens, loss) for _, tokens, loss in found) == sorted(want)
+    # Answers to one prompt are in one split.
+    split_of = {tokens[0]: split for split, tokens, _ in found}
+    assert all(split_of[tokens[0]] == split for split, tokens, _ in found) and len({*split_of.values()}) == 2
 
 
 def test_mistakes_of_a_mix_are_named(books, tmp_path):

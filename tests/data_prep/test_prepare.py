@@ -200,6 +200,8 @@ def test_wrong_settings_are_named(config, field, value):
     "fields",
     [
         {"prompt": "{a}"}, {"text_field": "a", "chat_field": "b"}, {"tokens_field": "ids"}, {"spans_field": "ids"},
+        {"target_tokens_field": "ids"}, {"loss_field": "ids"},
+        {"text_field": "a", "target_tokens_field": "b", "loss_field": "c"},
         {"path": ""}, {"weight": -1.0}, {"weight": float("nan")}, {"split": "train"}, {"pat": "x"},
         *({"prompt": text, "answer": "{a}"} for text in ("no field", "{a} {", "{a!r}", "{}", "{a.b}")),
     ],

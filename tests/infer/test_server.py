@@ -17,10 +17,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from longdraft.infer.engine import Engine
+from longdraft.infer.generation import Generation, Statistics
 from longdraft.infer.logprobs import TokenLogprob
 from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.server.answers import chat_logprobs, completion_logprobs
 from longdraft.infer.server.app import Server, Service, _event
+from longdraft.infer.server.recorder import Recorder
 from longdraft.infer.text import token_bytes, token_text
 from longdraft.models.hf import load_target
 
@@ -568,3 +570,79 @@ def test_what_is_not_done_in_time_is_cut_off_when_the_server_ends(target, monkey
             with pytest.raises(httpx.HTTPError):
                 list(lines)
         assert isinstance(whole.exception(30), httpx.HTTPError) or whole.result().status_code == 500
+
+
+def test_what_is_served_is_recorded_a_session_a_sequence(target, tmp_path):
+    recorder, sampled = Recorder(tmp_path, "hash", print), {"temperature": 1, "seed": 3}
+    first = alone(target, CHAT, max_new_tokens=12, **sampled)
+    # The next turn's prompt, in ids, since this target writes tokens that its text would not be cut into.
+    second = alone(target, [*first.prompt, *first.tokens, 7, 7], max_new_tokens=12, **sampled)
+    others = [alone(target, TEXT, max_new_tokens=12, temperature=1, seed=3 + i) for i in range(2)]
+    with served(target, recorder=recorder) as service:
+        client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60)
+        asked = {"model": "tiny", "max_tokens": 12, **sampled}
+        client.chat.completions.create(messages=CHAT, **asked)
+        assert list(client.completions.create(prompt=second.prompt, stream=True, **asked))
+        client.completions.create(prompt=TEXT, n=2, **asked)
+        cut = client.completions.create(prompt=TEXT, stream=True, extra_body={"ignore_eos": True},
+                                        **{**asked, "max_tokens": 150, "seed": 9})  # fmt: skip
+        next(cut)
+        cut.close()  # it hangs up, and what was written until then counts
+        while any(service.thread.engine.pool.sequences):
+            time.sleep(0.01)
+    whole = alone(target, TEXT, temperature=1, seed=9, max_new_tokens=150, ignore_eos=True)
+    (path,) = tmp_path.glob("*.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {record.pop("tokenizer_sha256") for record in records} == {"hash"}
+    session, *both, last = records
+    n, ends = len(first.prompt), (len(first.prompt) + len(first.tokens), len(second.prompt) + len(second.tokens))
+    assert session == {
+        "tokens": second.prompt + second.tokens,
+        "answers": [[n, ends[0]], [len(second.prompt), ends[1]]],
+    }
+    want = [{"tokens": one.prompt + one.tokens, "answers": [[len(one.prompt), len(one.prompt) + 12]]} for one in others]
+    assert sorted(both, key=str) == sorted(want, key=str)
+    assert last["answers"] == [[len(whole.prompt), len(last["tokens"])]]
+    assert len(whole.prompt) < len(last["tokens"]) < len(whole.prompt) + 150
+    assert (whole.prompt + whole.tokens)[: len(last["tokens"])] == last["tokens"]
+
+
+def test_a_session_that_nobody_continues_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("longdraft.infer.server.recorder.IDLE_SECONDS", 0.1)
+    lines = []
+    recorder = Recorder(tmp_path, "hash", lines.append)
+
+    def add(prompt, tokens):
+        recorder.add(Generation(0, prompt, tokens, None, 0, "length", Statistics()))
+
+    def wait_for(count):
+        while len(files := [*tmp_path.glob("*.jsonl")]) < count:
+            time.sleep(0.01)
+        return [json.loads(line) for path in sorted(files, key=lambda one: one.stat().st_mtime_ns)
+                for line in path.read_text().splitlines()]  # fmt: skip
+
+    add([1, 2], [3])
+    add([1, 2], [])  # cancelled before its first token
+    assert [one["tokens"] for one in wait_for(1)] == [[1, 2, 3]]
+    add([1, 2, 3, 4], [5])  # it goes on afterwards, and the first answer is context
+    assert [(one["tokens"], one["answers"]) for one in wait_for(2)[1:]] == [([1, 2, 3, 4, 5], [[4, 5]])]
+    # A folder that cannot be written loses what comes, says so, and the server goes on.
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    add([7], [8])
+    while not lines:
+        time.sleep(0.01)
+    assert "1 recorded sessions are lost" in lines[0] and str(tmp_path) in lines[0]
+    moved.rename(tmp_path)
+    add([9], [10])
+    recorder.close()
+    assert wait_for(3)[-1]["tokens"] == [9, 10]
+
+
+def test_many_tokens_are_not_held_until_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("longdraft.infer.server.recorder.MOST_TOKENS", 100)
+    recorder = Recorder(tmp_path, "hash", print)
+    for i in range(30):
+        recorder.add(Generation(0, [i] * 9, [i], None, 0, "length", Statistics()))
+    recorder.close()
+    sizes = [len(path.read_text().splitlines()) for path in tmp_path.glob("*.jsonl")]
+    assert sum(sizes) == 30 and max(sizes) == 11

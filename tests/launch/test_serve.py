@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import openai
 import pytest
@@ -13,13 +14,15 @@ from longdraft.launch import cli, serve
 
 SERVE = ["serve", "--drafter", "prompt_lookup", "--dtype", "fp32", "--device", "cpu"]
 COMMAND = [sys.executable, "-m", "longdraft.launch.cli", *SERVE]
+ROOT = Path(__file__).parents[2]
 CHAT = [{"role": "user", "content": "the cat and the dog"}]
 
 
 @pytest.fixture(params=[[], ["--tensor-parallel", "2"]], ids=["alone", "on two ranks"])
-def running(tiny, request):
-    """A server of the tiny checkpoint with a key: its process and a client."""
+def running(tiny, request, tmp_path):
+    """A server of the tiny checkpoint with a key, which records: its process and a client."""
     options = ["--target", tiny, "--port", "0", "--slots", "2", "--max-length", "1200", *request.param]
+    options += ["--record", tmp_path / "recorded"]
     environment = os.environ | {"LONGDRAFT_API_KEY": "secret", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*COMMAND, *options], stderr=subprocess.PIPE, text=True, env=environment)
     lines = []
@@ -35,7 +38,7 @@ def running(tiny, request):
     process.wait()
 
 
-def test_sigterm_ends_it_when_its_answers_are_done(running, capfd, tiny):
+def test_sigterm_ends_it_when_its_answers_are_done(running, capfd, tiny, tmp_path):
     process, client = running
     (model,) = client.models.list()
     stream = client.chat.completions.create(
@@ -54,6 +57,12 @@ def test_sigterm_ends_it_when_its_answers_are_done(running, capfd, tiny):
     given = ["--chat", "--prompt", CHAT[0]["content"], "--max-new-tokens", "500", "--ignore-eos"]
     assert cli.run("generate", [*options, *given]) == 0
     assert capfd.readouterr().out.rstrip("\n") == (text + (last.choices[0].delta.content or "")).rstrip("\n")
+    # What was recorded is data to train on: the loss counts the answer's 500 tokens.
+    given = [str(ROOT / "configs/data/served.yaml"), "--target", str(tiny), "--out", str(tmp_path / "rows")]
+    given += [f"sources.served.path={tmp_path / 'recorded'}", "seq_len=1200", "heldout_share=0"]
+    assert cli.run("prepare", given) == 0
+    assert "supervised: 500, documents: 1," in capfd.readouterr().out
+    assert (tmp_path / "recorded").stat().st_mode & 0o777 == 0o700
 
 
 def test_sigterm_just_after_it_says_that_it_serves_ends_it(tiny, monkeypatch):
@@ -88,6 +97,10 @@ def test_too_little_memory_is_said_before_it_listens(tiny, capsys):
         (["--target", "smollm2-135m", "--port", "70000"], "--host, --port: 127.0.0.1, 70000"),
         (["--target", "smollm2-135m", "--host", "", "--port", "0"], "--host: "),
         (["--target", "smollm2-135m", "--port", "0", "--max-length", "1"], "--max-length"),
+        (
+            ["--target", "smollm2-135m", "--port", "0", "--record", "/proc/here"],
+            "--record: /proc/here cannot be written",
+        ),
         (["--target", "smollm2-135m", "--port", "0", "--prefill-chunk", "0"], "--prefill-chunk"),
     ],
 )
