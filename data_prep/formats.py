@@ -128,8 +128,8 @@ class TokenIdsFormat:
 
 @dataclass(frozen=True)
 class TargetTokensFormat:
-    """One field holds token ids of the target, and another the spans of them that the loss counts. If a record names a
-    tokenizer by its hash in `tokenizer_sha256`, it must be the target's.
+    """One field holds token ids of the target, and another the spans of them that the loss counts, in order. If a
+    record names a tokenizer by its hash in `tokenizer_sha256`, it must be the target's.
 
     All records that are equal up to their first span are in one split: other answers to the same prompt, for example.
     """
@@ -148,8 +148,11 @@ class TargetTokensFormat:
             raise Unusable("other_tokenizer", "has token ids of another tokenizer than the target's")
         ids = _integers(_present(record, self.tokens_field), "not_token_ids", (), self.vocab_size - 1)
         spans = _spans(_present(record, self.loss_field), len(ids))
+        lengths = np.diff(spans.ravel())  # of the spans and what is between them
+        if lengths.min() < 0 or not lengths[::2].all():
+            raise Unusable("not_spans")
         tokens = ids.astype(np.int32)
-        digest = hashlib.sha256(tokens[: spans[0, 0] or None].tobytes()).digest()
+        digest = hashlib.sha256(tokens[: int(spans[0, 0]) or None].tobytes()).digest()
         return [TokenDocument(name, digest, tokens, tuple(map(tuple, spans.tolist())))]
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longdraft.data_prep.chat import PLAIN, ChatEncoder
-from longdraft.data_prep.documents import BadDocument, Unusable
+from longdraft.data_prep.documents import BadDocument, TokenDocument, Unusable
 from longdraft.data_prep.formats import RecordFormat, record_format_of
 from longdraft.data_prep.pack import Piece, pack
 from longdraft.data_prep.recipe import PrepareConfig
@@ -83,8 +83,10 @@ def make_readers(
         return ChatEncoder(tokenizer, template) if is_chat else make_encoder(tokenizer, config.documents == "pack")
 
     encoders = {is_chat: encoder(is_chat) for is_chat in {source.is_chat for _, source in sources}}
-    given = tokenizers, len(tokenizer), tokenizer_hash
-    return [Reader(name, record_format_of(source, *given), encoders[source.is_chat]) for name, source in sources]
+    return [
+        Reader(name, record_format_of(source, tokenizers, len(tokenizer), tokenizer_hash), encoders[source.is_chat])
+        for name, source in sources
+    ]
 
 
 def make_shards_of(task: ShardTask, config: PrepareConfig, readers: Sequence[Reader], folder: WorkFolder) -> None:
@@ -149,9 +151,9 @@ def _sequences(
             cuts = list[Encoded]()
             for sequence in encoded:
                 cut = _beginning(sequence, min(room[source], most))
-                room[source] -= len(cut.tokens)
-                if cut.spans:  # otherwise the whole answer was cut off
-                    cuts.append(cut)
+                parts = _windows(cut, config.seq_len) if isinstance(document, TokenDocument) else [cut]
+                room[source] -= sum(len(part.tokens) for part in parts)
+                cuts += [part for part in parts if part.spans]  # otherwise the whole answer was cut off
             record["documents"] += bool(cuts)
             counts = record["mix"].setdefault(reader.name, {"documents": 0, "tokens": 0})
             counts["documents"] += bool(cuts)
@@ -164,6 +166,24 @@ def _beginning(sequence: Encoded, limit: float) -> Encoded:
     n = int(min(limit, len(sequence.tokens)))
     spans = tuple((start, min(stop, n)) for start, stop in sequence.spans if start < n)
     return replace(sequence, tokens=sequence.tokens[:n], spans=spans)
+
+
+def _windows(sequence: Encoded, seq_len: int) -> list[Encoded]:
+    """The sequence or, if a row is too short for it, windows that end where an answer ends, so that an answer stands
+    behind as much of what precedes it as fits. Each token that the loss counts is counted in one of them."""
+    windows, spans = list[Encoded](), [*sequence.spans]
+    if len(sequence.tokens) <= seq_len:
+        return [sequence]
+    while spans:
+        start, stop = spans[-1]
+        begin = max(0, stop - seq_len)
+        whole = [span for span in spans if span[0] >= begin] or [(begin, stop)]
+        spans = [span for span in spans if span[0] < begin]
+        if start < begin:  # this answer alone is longer than a row
+            spans[-1] = start, begin
+        shifted = tuple((first - begin, last - begin) for first, last in whole)
+        windows.insert(0, Encoded(f"{sequence.name}@{begin}", sequence.tokens[begin:stop], shifted))
+    return windows
 
 
 def _make_row(pieces: Sequence[Piece], sequences: Sequence[Encoded]) -> Row:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from longdraft.infer.engine import Engine
 from longdraft.infer.server.app import Server, Service
@@ -17,7 +18,7 @@ from longdraft.infer.server.recorder import Recorder
 from longdraft.launch.arguments import API_KEY
 from longdraft.launch.console import note
 from longdraft.launch.runtime import Drafting
-from longdraft.models.files import signals_noted, write_text
+from longdraft.models.files import signals_noted
 from longdraft.models.fingerprint import tokenizer_hash
 
 ENGINE_FAILED = 1  # exit status that makes a supervisor restart the process
@@ -46,13 +47,17 @@ def run(args: argparse.Namespace) -> int:
         address.listen()
     api_key = os.environ.get(API_KEY, "")
     recorder = args.record and Recorder(args.record, tokenizer_hash(target.tokenizer), note)
-    service = Service(engine, model, api_key, args.queue, args.host, recorder)
+    service = Service(engine, model, api_key, args.queue, args.host, recorder and recorder.add)
     host = f"[{args.host}]" if ":" in args.host else args.host
     place, key = f"http://{host}:{address.getsockname()[1]}", ", with a key" if api_key else ""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it runs, the server handles signals itself
     recorded = f"; recorded in {args.record}" if args.record else ""
     note(f"Serving {model} on {place}, slots: {args.slots} of {engine.max_length} positions{key}{recorded}")
-    Server(service).run([address])
+    try:
+        Server(service).run([address])
+    finally:
+        if recorder:
+            recorder.close()
     return ENGINE_FAILED if service.thread.failed else 0
 
 
@@ -74,8 +79,7 @@ def _make_folder(folder: Path) -> None:
     """Make a folder for its owner only, unless it exists. Raises ValueError if it cannot be written."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_text(trial := folder / ".trial", "")
-        trial.unlink()
+        TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(f"--record: {folder} cannot be written ({error.strerror}); give another folder") from error
 

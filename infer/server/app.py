@@ -7,7 +7,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -29,7 +29,6 @@ from longdraft.infer.server.answer_format import answer_format
 from longdraft.infer.server.answers import Answers
 from longdraft.infer.server.engine_thread import EngineThread, Job
 from longdraft.infer.server.protocol import ApiError, Chat, Completion, parse, requests_of
-from longdraft.infer.server.recorder import Recorder
 
 PAGE = Path(__file__).with_name("page.html")
 BODY_BYTES = 4 << 20  # the largest request body
@@ -60,7 +59,7 @@ class Service:
         queue: requests that may wait for a slot; more are answered with 429.
         host: the address it listens on. On a loopback address without a key, requests with another Host name are
             refused, because a web page could point its own name at this address (DNS rebinding).
-        recorder: receives what is read and written; closed with the service.
+        on_end: called with each generation, unless its request has `store: false`.
 
     Raises ValueError if the tokenizer declares a format of answers that cannot be read.
     """
@@ -72,11 +71,11 @@ class Service:
         api_key: str = "",
         queue: int = 256,
         host: str = "",
-        recorder: Recorder | None = None,
+        on_end: Callable[[Generation], object] | None = None,
     ):
         self.engine, self._model, self._api_key, self._created = engine, model, api_key, int(time.time())
         self._names = LOOPBACK if host in LOOPBACK and not api_key else ()
-        self._recorder, self.thread = recorder, EngineThread(engine, queue, recorder and recorder.add)
+        self.thread = EngineThread(engine, queue, on_end)
         self._trial, self._for_grammars = GrammarTrial(engine.target), ThreadPoolExecutor(max_workers=1)
         answer_format(engine.target.tokenizer, with_tools=True)
 
@@ -85,8 +84,6 @@ class Service:
         await self.thread.close()
         await asyncio.to_thread(self._for_grammars.shutdown)
         self._trial.close()
-        if self._recorder is not None:
-            await asyncio.to_thread(self._recorder.close)
 
     async def models(self, request: Request) -> Response:
         """The list of models, which has one entry, or the model of the requested name."""
@@ -115,7 +112,7 @@ class Service:
         given = body, target, self.engine.max_length, self._trial.check
         requests = await loop.run_in_executor(executor, requests_of, *given)
         answers = Answers(body, requests, target.tokenizer, secrets.token_hex(12), self._model)
-        job = self.thread.submit(requests)
+        job = self.thread.submit(requests, body.store)
         if body.stream:
             return Events(_events(job, answers), self.thread, job)
         try:

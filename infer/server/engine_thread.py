@@ -18,10 +18,12 @@ class Job:
     """The requests of one caller, and their pieces as they are decoded.
 
     Attributes:
+        stored: whether `on_end` may have them.
         inbox: the requests' pieces; None if the engine failed.
     """
 
     requests: list[Request]
+    stored: bool
     inbox: asyncio.Queue[Piece | None] = field(default_factory=asyncio.Queue)
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
@@ -50,7 +52,7 @@ class EngineThread:
     Args:
         engine: from `start` on, nobody else may use it.
         queue: the number of requests that may wait for a slot.
-        on_end: called with each finished request.
+        on_end: called with the generation of each finished request that may be stored.
     """
 
     def __init__(self, engine: Engine, queue: int, on_end: Callable[[Generation], object] | None = None):
@@ -71,9 +73,9 @@ class EngineThread:
         """Whether it accepts requests."""
         return not (self.failed or self._closed)
 
-    def submit(self, requests: Sequence[Request]) -> Job:
-        """Submit all of these requests, or none; they get new indices. Raises ApiError if the queue is full, the server
-        is shutting down, or an empty queue could not hold them."""
+    def submit(self, requests: Sequence[Request], stored: bool = True) -> Job:
+        """Submit all of these requests, or none; they get new indices. stored: whether `on_end` may have them. Raises
+        ApiError if the queue is full, the server is shutting down, or an empty queue could not hold them."""
         if not self.alive:
             raise ApiError(503, "the server is shutting down")
         count = len(requests)
@@ -81,7 +83,7 @@ class EngineThread:
             raise ApiError(400, f"n: {count} answers in one request; this server holds {self._capacity}", "n")
         if len(self._jobs) + count > self._capacity:
             raise ApiError(429, "all slots and the queue are full; try again", code="queue_full")
-        job = Job([replace(one, index=next(self._indices)) for one in requests])
+        job = Job([replace(one, index=next(self._indices)) for one in requests], stored)
         for request in job.requests:
             self._jobs[request.index] = job
             self._inbox.put(request)
@@ -130,7 +132,7 @@ class EngineThread:
         job = self._jobs[piece.index]
         if piece.generation is not None:
             del self._jobs[piece.index]
-            if self._on_end is not None:
+            if self._on_end is not None and job.stored:
                 self._on_end(piece.generation)
         job.inbox.put_nowait(piece)
 

@@ -115,6 +115,7 @@ class Body(Schema):
     logit_bias: dict[int, Number] = {}
     stream: Bool = False
     stream_options: dict[str, Any] = {}
+    store: Bool = True  # whether it may be recorded
     response_format: _ResponseFormat = _ResponseFormat()
     structured_outputs: _StructuredOutputs | None = None
 

@@ -17,10 +17,11 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from longdraft.infer.generation import Generation
-from longdraft.models.files import write_text
+from longdraft.models.files import write_atomically
 
-IDLE_SECONDS = 300.0  # a session that nobody continues for this long is written
-MOST_TOKENS = 1 << 24  # held in memory, which is 64 MiB; then all sessions are written
+IDLE_SECONDS = 600.0  # a session is written before nobody has continued it for so long, and after half of that
+MOST_SESSIONS, MOST_TOKENS = 1024, 1 << 22  # held in memory; beyond either, the older half is written
+CLOSE_SECONDS = 60.0  # how long the last file may take
 
 
 @dataclass(eq=False)
@@ -31,20 +32,26 @@ class _Session:
     answers: list[tuple[int, int]]
     at: float
 
+    def begins(self, tokens: np.ndarray) -> bool:
+        """Whether these tokens are the sequence, or continue it."""
+        n = len(self.tokens)
+        # The last one alone tells most sessions apart.
+        return n <= len(tokens) and self.tokens[-1] == tokens[n - 1] and np.array_equal(self.tokens, tokens[:n])
+
 
 class Recorder:
     """Writes finished requests to new files of a folder, on a thread of its own. A file is complete when it appears.
 
+    Whatever fails there, requests are answered: `log` receives a line, and the records are lost.
+
     Args:
-        folder: exists.
         tokenizer_hash: from `tokenizer_hash` of models/fingerprint.py.
-        log: receives a line if a file cannot be written; its records are lost.
     """
 
     def __init__(self, folder: Path, tokenizer_hash: str, log: Callable[[str], object]):
         self._folder, self._hash, self._log = folder, tokenizer_hash, log
         self._inbox = SimpleQueue[Generation | None]()
-        self._sessions = list[_Session]()  # the one that was continued last is the last one
+        self._sessions = list[_Session]()  # in the order of their last answers
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
@@ -55,46 +62,55 @@ class Recorder:
     def close(self) -> None:
         """Write what is left, and stop."""
         self._inbox.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._log(f"the last recorded sessions are lost: {self._folder} cannot be written in {CLOSE_SECONDS:.0f} s")
 
     def _run(self) -> None:
         while True:
+            wait = self._sessions[0].at + IDLE_SECONDS - time.monotonic() if self._sessions else None
             try:
-                if (generation := self._inbox.get(timeout=IDLE_SECONDS)) is None:
-                    break
-                self._add(generation)
+                generation = self._inbox.get(timeout=wait and max(wait, 0))
             except Empty:
-                pass
-            now = time.monotonic()
-            # Twice the time, so that a file has the sessions of some minutes.
-            if self._sessions and now - self._sessions[0].at > 2 * IDLE_SECONDS:
-                self._write([one for one in self._sessions if now - one.at > IDLE_SECONDS])
-            if sum(len(one.tokens) for one in self._sessions) > MOST_TOKENS:
-                self._write(self._sessions)
-        self._write(self._sessions)
+                # Not only the one whose time is up, which would be as many files as sessions.
+                self._write(sum(time.monotonic() - one.at > IDLE_SECONDS / 2 for one in self._sessions))
+                continue
+            if generation is None:
+                return self._write(len(self._sessions))
+            if generation.tokens:
+                self._add(generation)
+            if len(self._sessions) > MOST_SESSIONS or sum(len(one.tokens) for one in self._sessions) > MOST_TOKENS:
+                self._write(-(-len(self._sessions) // 2))
 
     def _add(self, generation: Generation) -> None:
-        if not generation.tokens:
-            return
-        start, tokens = len(generation.prompt), np.array([*generation.prompt, *generation.tokens], dtype=np.int32)
-        shorter = (one for one in self._sessions if len(one.tokens) <= start)
-        continued = [one for one in shorter if np.array_equal(one.tokens, tokens[: len(one.tokens)])]
-        session = max(continued, key=lambda one: len(one.tokens), default=None)
-        if session is not None:
-            self._sessions.remove(session)
-        answers = [*(session.answers if session else ()), (start, len(tokens))]
-        self._sessions.append(_Session(tokens, answers, time.monotonic()))
+        start, stop = len(generation.prompt), len(generation.prompt) + len(generation.tokens)
+        session = _Session(np.array([*generation.prompt, *generation.tokens], dtype=np.int32), [], time.monotonic())
+        # Those that end within the answer are other answers. One that ends with it is the same again.
+        begun = [one for one in self._sessions if one.begins(session.tokens) and not start < len(one.tokens) < stop]
+        if begun:
+            longest = max(begun, key=lambda one: len(one.tokens))
+            self._sessions.remove(longest)
+            session.answers += longest.answers
+        if (start, stop) not in session.answers:
+            session.answers.append((start, stop))
+        self._sessions.append(session)
 
-    def _write(self, sessions: list[_Session]) -> None:
-        """Write these sessions, which are over, to a file."""
-        records = [
-            {"tokens": one.tokens.tolist(), "answers": one.answers, "tokenizer_sha256": self._hash} for one in sessions
-        ]
-        self._sessions = [one for one in self._sessions if one not in sessions]
-        if not records:
+    def _write(self, count: int) -> None:
+        """Write the first `count` sessions, which are then over, to a file."""
+        over, self._sessions = self._sessions[:count], self._sessions[count:]
+        if not over:
             return
         path = self._folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}.jsonl"
+
+        def write(temporary: Path) -> None:
+            temporary.touch(mode=0o600)
+            with temporary.open("w") as file:
+                for one in over:
+                    record = {"tokens": one.tokens.tolist(), "answers": one.answers, "tokenizer_sha256": self._hash}
+                    file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
         try:
-            write_text(path, "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
-        except OSError as error:
-            self._log(f"{len(records)} recorded sessions are lost: {path} cannot be written ({error.strerror})")
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomically(path, write)
+        except (OSError, MemoryError) as error:
+            self._log(f"{len(over)} recorded sessions are lost: {path} cannot be written ({error})")

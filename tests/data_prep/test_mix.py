@@ -82,6 +82,8 @@ def test_ids_of_the_target_become_rows_as_they_are(tmp_path, tiny_tokenizer):
         {"ids": [1, 2], "own": [[1, 0]]},
         {"ids": [1, 2], "own": []},
         {"ids": [1, 2], "own": [0, 1]},
+        {"ids": [1, 2, 3], "own": [[1, 2], [0, 1]]},
+        {"ids": [1, 2], "own": [[1, 1]]},
         {"ids": [1, 2]},
         {"ids": [1, 2], "own": [[0, 1]], "tokenizer_sha256": "another"},
     ]
@@ -90,7 +92,7 @@ def test_ids_of_the_target_become_rows_as_they_are(tmp_path, tiny_tokenizer):
     config = PrepareConfig(sources={"ids": source}, out=tmp_path / "out", seq_len=32, heldout_share=0.5)
     manifest = prepare(config, tiny_tokenizer, "hash")
     counts = [Counter(manifest["splits"][split]["bad"]) for split in ("train", "heldout")]
-    assert counts[0] + counts[1] == {"missing_field": 1, "not_spans": 4, "not_token_ids": 1, "other_tokenizer": 1}
+    assert counts[0] + counts[1] == {"missing_field": 1, "not_spans": 6, "not_token_ids": 1, "other_tokenizer": 1}
     found = []
     for split in ("train", "heldout"):
         rows = ShardSet(config.out / split)
@@ -104,6 +106,29 @@ def test_ids_of_the_target_become_rows_as_they_are(tmp_path, tiny_tokenizer):
     # Answers to one prompt are in one split.
     split_of = {tokens[0]: split for split, tokens, _ in found}
     assert all(split_of[tokens[0]] == split for split, tokens, _ in found) and len({*split_of.values()}) == 2
+
+
+def test_a_sequence_of_the_target_that_no_row_holds_is_cut_where_answers_end(tmp_path, tiny_tokenizer):
+    # A long prompt with a short answer; a session; an answer that is longer than a row.
+    spans = [[[95, 99]], [[10, 14], [30, 41], [50, 55], [96, 97]], [[9, 60]]]
+    records = [{"ids": [*range(50, 149)], "own": one} for one in spans]
+    write(tmp_path / "ids.jsonl", records)
+    source = Source(path=str(tmp_path / "ids.jsonl"), target_tokens_field="ids", loss_field="own")
+    config = PrepareConfig(sources={"ids": source}, out=tmp_path / "out", seq_len=32, heldout_share=0)
+    prepare(config, tiny_tokenizer, "hash")
+    rows, found = ShardSet(config.out / "train"), {}
+    for i in range(len(rows)):
+        borders = rows[i]["borders"].tolist()
+        for (name, _), start, stop in zip(rows.pieces(i), borders, borders[1:], strict=False):
+            tokens, loss = rows[i]["tokens"][start:stop], rows[i]["loss"][start:stop]
+            document = int(name.partition("@")[0].partition(":")[2]) - 1
+            first = int(tokens[0]) - 50
+            counted = [first + k for k, counts in enumerate(loss) if counts]
+            found.setdefault(document, []).append((first, first + len(tokens), counted[0], counted[-1] + 1))
+    assert found.keys() == {0, 1, 2}
+    assert sorted(found[0]) == [(67, 99, 95, 99)]
+    assert sorted(found[1]) == [(0, 14, 10, 14), (23, 55, 30, 55), (65, 97, 96, 97)]
+    assert sorted(found[2]) == [(0, 28, 9, 28), (28, 60, 28, 60)]
 
 
 def test_mistakes_of_a_mix_are_named(books, tmp_path):

@@ -578,18 +578,20 @@ def test_what_is_served_is_recorded_a_session_a_sequence(target, tmp_path):
     # The next turn's prompt, in ids, since this target writes tokens that its text would not be cut into.
     second = alone(target, [*first.prompt, *first.tokens, 7, 7], max_new_tokens=12, **sampled)
     others = [alone(target, TEXT, max_new_tokens=12, temperature=1, seed=3 + i) for i in range(2)]
-    with served(target, recorder=recorder) as service:
+    with served(target, on_end=recorder.add) as service:
         client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60)
         asked = {"model": "tiny", "max_tokens": 12, **sampled}
         client.chat.completions.create(messages=CHAT, **asked)
         assert list(client.completions.create(prompt=second.prompt, stream=True, **asked))
         client.completions.create(prompt=TEXT, n=2, **asked)
+        client.completions.create(prompt="the dog", extra_body={"store": False}, **asked)
         cut = client.completions.create(prompt=TEXT, stream=True, extra_body={"ignore_eos": True},
                                         **{**asked, "max_tokens": 150, "seed": 9})  # fmt: skip
         next(cut)
         cut.close()  # it hangs up, and what was written until then counts
         while any(service.thread.engine.pool.sequences):
             time.sleep(0.01)
+    recorder.close()
     whole = alone(target, TEXT, temperature=1, seed=9, max_new_tokens=150, ignore_eos=True)
     (path,) = tmp_path.glob("*.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -607,42 +609,72 @@ def test_what_is_served_is_recorded_a_session_a_sequence(target, tmp_path):
     assert (whole.prompt + whole.tokens)[: len(last["tokens"])] == last["tokens"]
 
 
+def record(prompt, tokens):
+    return Generation(0, prompt, tokens, None, 0, "length", Statistics())
+
+
+def recorded(folder, count=0):
+    """The sessions in a folder's files, once it has this many."""
+    while len(files := sorted(folder.glob("*.jsonl"), key=lambda one: one.stat().st_mtime_ns)) < count:
+        time.sleep(0.01)
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
+    return [(line["tokens"], [tuple(span) for span in line["answers"]]) for line in lines]
+
+
+def test_sessions_are_joined_and_repetitions_are_not(tmp_path):
+    recorder = Recorder(tmp_path, "hash", print)
+    turns = [([1, 2], [3]), ([1, 2], [3, 4]), ([1, 2, 3, 5], [6]), ([1, 2, 3, 4, 9], [8]), ([1, 2, 3, 4, 9], [7, 7])]
+    for turn in [*turns, ([1, 2, 3, 5], [6]), ([1, 2], []), *turns[3:]]:
+        recorder.add(record(*turn))
+    recorder.close()
+    want = [
+        ([1, 2, 3, 5, 6], [(2, 3), (4, 5)]),
+        ([1, 2, 3, 4, 9, 8], [(2, 4), (5, 6)]),
+        ([1, 2, 3, 4, 9, 7, 7], [(5, 7)]),
+    ]
+    assert recorded(tmp_path) == want
+
+
 def test_a_session_that_nobody_continues_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("longdraft.infer.server.recorder.IDLE_SECONDS", 0.1)
-    lines = []
-    recorder = Recorder(tmp_path, "hash", lines.append)
-
-    def add(prompt, tokens):
-        recorder.add(Generation(0, prompt, tokens, None, 0, "length", Statistics()))
-
-    def wait_for(count):
-        while len(files := [*tmp_path.glob("*.jsonl")]) < count:
-            time.sleep(0.01)
-        return [json.loads(line) for path in sorted(files, key=lambda one: one.stat().st_mtime_ns)
-                for line in path.read_text().splitlines()]  # fmt: skip
-
-    add([1, 2], [3])
-    add([1, 2], [])  # cancelled before its first token
-    assert [one["tokens"] for one in wait_for(1)] == [[1, 2, 3]]
-    add([1, 2, 3, 4], [5])  # it goes on afterwards, and the first answer is context
-    assert [(one["tokens"], one["answers"]) for one in wait_for(2)[1:]] == [([1, 2, 3, 4, 5], [[4, 5]])]
-    # A folder that cannot be written loses what comes, says so, and the server goes on.
-    moved = tmp_path.rename(tmp_path.with_name("moved"))
-    add([7], [8])
+    monkeypatch.setattr("longdraft.infer.server.recorder.IDLE_SECONDS", 0.2)
+    lines, folder = [], tmp_path / "folder"
+    recorder = Recorder(folder, "hash", lines.append)
+    recorder.add(record([1, 2], [3]))
+    assert recorded(folder, 1) == [([1, 2, 3], [(2, 3)])]
+    recorder.add(record([1, 2, 3, 4], [5]))  # it goes on afterwards, and the first answer is context
+    assert recorded(folder, 2)[1:] == [([1, 2, 3, 4, 5], [(4, 5)])]
+    # What cannot be written is lost and said, and the next is written.
+    moved = folder.rename(tmp_path / "moved")
+    folder.write_text("no folder")
+    recorder.add(record([7], [8]))
     while not lines:
         time.sleep(0.01)
-    assert "1 recorded sessions are lost" in lines[0] and str(tmp_path) in lines[0]
-    moved.rename(tmp_path)
-    add([9], [10])
+    assert "1 recorded sessions are lost" in lines[0] and str(folder) in lines[0]
+    folder.unlink()
+    moved.rename(folder)
+    recorder.add(record([9], [10]))
     recorder.close()
-    assert wait_for(3)[-1]["tokens"] == [9, 10]
+    assert recorded(folder)[-1] == ([9, 10], [(1, 2)])
 
 
-def test_many_tokens_are_not_held_until_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("longdraft.infer.server.recorder.MOST_TOKENS", 100)
+@pytest.mark.parametrize("limit", ["MOST_TOKENS", "MOST_SESSIONS"])
+def test_memory_is_bounded(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(f"longdraft.infer.server.recorder.{limit}", 100 if limit == "MOST_TOKENS" else 10)
     recorder = Recorder(tmp_path, "hash", print)
     for i in range(30):
-        recorder.add(Generation(0, [i] * 9, [i], None, 0, "length", Statistics()))
+        recorder.add(record([i] * 9, [i]))
     recorder.close()
     sizes = [len(path.read_text().splitlines()) for path in tmp_path.glob("*.jsonl")]
-    assert sum(sizes) == 30 and max(sizes) == 11
+    assert sum(sizes) == 30 and max(sizes) <= 10
+
+
+def test_a_disk_that_hangs_does_not_keep_the_server_from_ending(tmp_path, monkeypatch):
+    monkeypatch.setattr("longdraft.infer.server.recorder.CLOSE_SECONDS", 0.1)
+    lines, hangs = [], threading.Event()
+    recorder = Recorder(tmp_path, "hash", lines.append)
+    monkeypatch.setattr("longdraft.infer.server.recorder.write_atomically", lambda *_: hangs.wait())
+    recorder.add(record([1], [2]))
+    recorder.close()
+    assert "lost" in lines[0]
+    hangs.set()
