@@ -52,8 +52,11 @@ class DraftFields(Schema):
     start_from: Name | None = None
     draft_vocab_size: Count | None = None
 
-    def network_fields(self) -> dict[str, Any]:
-        """The fields that are also in the network's config."""
+    def network_fields(self, target: DecoderConfig) -> dict[str, Any]:
+        """The fields that are also in the network's config. Raises ValueError for more tokens than the target has."""
+        size, most = self.draft_vocab_size, target.vocab_size
+        if size is not None and size > most:
+            raise ValueError(f"draft.draft_vocab_size: {size}; give at most {most}, all tokens of the target")
         return self.model_dump(exclude={"method", "start_from"})
 
 
@@ -67,7 +70,7 @@ class TokenSwiftSection(DraftFields):
     init_std: InitStd = 0.02
 
     def network(self, target: DecoderConfig) -> TokenSwiftConfig:
-        return TokenSwiftConfig(target.hidden_size, target.rms_norm_eps, **self.network_fields())
+        return TokenSwiftConfig(target.hidden_size, target.rms_norm_eps, **self.network_fields(target))
 
 
 class MedusaSection(DraftFields):
@@ -78,7 +81,7 @@ class MedusaSection(DraftFields):
     init_std: InitStd = 0.0
 
     def network(self, target: DecoderConfig) -> MedusaConfig:
-        return MedusaConfig(target.hidden_size, **self.network_fields())
+        return MedusaConfig(target.hidden_size, **self.network_fields(target))
 
 
 class LongSpecSection(DraftFields):
@@ -91,7 +94,7 @@ class LongSpecSection(DraftFields):
     warm_start: Bool = False
 
     def network(self, target: DecoderConfig) -> LongSpecConfig:
-        return LongSpecConfig.for_target(target, **self.network_fields())
+        return LongSpecConfig.for_target(target, **self.network_fields(target))
 
 
 DraftSection = TokenSwiftSection | MedusaSection | LongSpecSection

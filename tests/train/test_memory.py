@@ -315,6 +315,12 @@ def test_hours_are_of_a_rate_that_is_given_or_was_measured(config_file, tmp_path
     assert of(2, 1e-6).startswith(f"{1e9 / speed / 3600:,.1f} process-hours for a billion tokens, ")
 
 
+@pytest.mark.parametrize("draft", ["{method: tokenswift}", "{method: medusa}", "{method: longspec}"])
+def test_a_vocabulary_above_the_targets_is_refused(config_file, draft):
+    with pytest.raises(ValueError, match=r"^draft\.draft_vocab_size: 98; "):
+        report(load_stages(config_file, [f"draft={draft}", "draft.draft_vocab_size=98"]))
+
+
 def test_the_rate_of_an_h100_is_its_21_000_tokens_a_second():
     config = a_config(data={"seq_len": 32768})
     found = operations(config.draft, config.data, "cross_entropy", LLAMA)

@@ -121,6 +121,7 @@ MISTAKES = {
     "stages.long.draft.window=5": r"stages\.long: draft: .*window=5.* the stage before trains .*window=6",
     "stages.long.data.seq_len=100": r"stages\.long: data\.seq_len: 100, ",
     "stages.long.train.epochs=0.1": r"stages\.long: train\.epochs: ",
+    "draft.draft_vocab_size=98": r"stages\.short: draft\.draft_vocab_size: 98; ",
     "train.sequence_parallel=2": r"stages\.short: train\.sequence_parallel: 2; give a divisor of 1, ",
 }
 
