@@ -68,11 +68,10 @@ def run_bench(args: argparse.Namespace) -> dict:
         raise ValueError(f"{forcing}: a paper's figures have no forced acceptance; omit it or --paper")
     settings = settings_of(drafting, suite)
     asked = suite_questions(drafting, suite, settings) if suite else questions_of(texts_of(drafting))
-    ranks = drafting.ranks
+    ranks, builders = drafting.ranks, dict(builder_of(drafting, name) for name in drafting.names if name != "plain")
     with recorded(args.out if ranks.rank == 0 else None, asked_for(drafting, settings, asked)) as record:
         record.entries, record.proof, record.machine = ranks.from_first((record.entries, record.proof, record.machine))
         target = drafting.open_target()
-        builders = dict(builder_of(drafting, name) for name in drafting.names if name != "plain")
         device, path = target.model.embed_tokens.weight.device, drafting.source
         theirs = load_transformers(path, DTYPES[args.dtype]).to(device) if args.transformers else None
         with on_device(device):
@@ -109,7 +108,7 @@ def builder_of(drafting: Drafting, name: str) -> tuple[str, Builder]:
     args, of_drafter, named = drafting.args, drafting.of(name), forced_names(drafting)
     build = partial(build_drafter, name, **of_drafter)
     if name == ORACLE:
-        build = partial(oracle, options=of_drafter["options"])
+        build = oracle(of_drafter["options"])
     if name not in named:
         return name, build
     rates = partial(at_rates, args.accept_rates or [1.0])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from longdraft.data_prep.shards import ShardSet
-from longdraft.infer.drafters.build import DRAFTERS, TRAINED
+from longdraft.infer.drafters.build import DRAFTERS, TRAINED, parse_drafters
 from longdraft.infer.engine import Engine
 from longdraft.launch.console import note
 from longdraft.models.device import option_device, start
@@ -52,6 +52,9 @@ class Drafting:
                 raise ValueError(f"--option: {key} applies to none of the drafters {', '.join(self.names)}; omit it")
         if unused := set(args.draft) - {draft_for(name, args.draft) for name in self.names}:
             raise ValueError(f"--draft: {unused.pop()} fits none of the drafters {', '.join(self.names)}; omit it")
+        for name in self.names:
+            if name not in alone:
+                parse_drafters(name, **self.of(name))
         self.nodes = {None: "auto", "all": None}.get(args.nodes, args.nodes)
         # The section `target` of the run that trained the first draft.
         trained = (read_info(args.draft[0]).train_config.get("target") if args.draft else None) or {}

@@ -170,12 +170,14 @@ def _key(prompt: Sequence[int], params: SamplingParams) -> str:
     return repr((list(prompt), replace(params, stop_token_ids=())))
 
 
-def oracle(target: Target, options: Mapping[str, Any]) -> Blank:
-    """The drafter that is forced to be an oracle. Raises ValueError for options other than those of Blank."""
+def oracle(options: Mapping[str, Any]) -> Builder:
+    """A builder of the drafter that is forced to be an oracle. Raises ValueError for options that are not Blank's."""
+    own = {key.removeprefix(f"{ORACLE}."): value for key, value in options.items()}
     try:
-        return Blank(**{key.removeprefix(f"{ORACLE}."): value for key, value in options.items()})
+        Blank(**own)
     except TypeError:
         raise ValueError(f"options: {ORACLE} has only depth and siblings, not {', '.join(options)}") from None
+    return lambda target: Blank(**own)
 
 
 def forced(build: Builder, rates: RatesFor, seed: int, nodes: int | None) -> Builder:

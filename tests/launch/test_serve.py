@@ -87,6 +87,9 @@ def test_too_little_memory_is_said_before_it_listens(tiny, capsys):
     assert "Serving" not in error and "memory" in error.splitlines()[-1]
 
 
+TARGET = ["--target", "smollm2-135m", "--port", "0"]
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
@@ -96,12 +99,13 @@ def test_too_little_memory_is_said_before_it_listens(tiny, capsys):
         ([], "--target: name a model"),
         (["--target", "smollm2-135m", "--port", "70000"], "--host, --port: 127.0.0.1, 70000"),
         (["--target", "smollm2-135m", "--host", "", "--port", "0"], "--host: "),
-        (["--target", "smollm2-135m", "--port", "0", "--max-length", "1"], "--max-length"),
-        (
-            ["--target", "smollm2-135m", "--port", "0", "--record", "/proc/here"],
-            "--record: /proc/here cannot be written",
-        ),
-        (["--target", "smollm2-135m", "--port", "0", "--prefill-chunk", "0"], "--prefill-chunk"),
+        ([*TARGET, "--max-length", "1"], "--max-length"),
+        ([*TARGET, "--prefill-chunk", "0"], "--prefill-chunk"),
+        ([*TARGET, "--drafter", "token_recycling", "--option", "wings=2"], "token_recycling does not know wings"),
+        ([*TARGET, "--drafter", "small_model"], "options: small_model needs small"),
+        ([*TARGET, "--drafter", "tokenswift"], "draft: tokenswift needs a trained draft"),
+        ([*TARGET, "--draft", "smollm2-135m-longspec", "--drafter", "medusa"], "draft: smollm2-135m-longspec is a "),
+        ([*TARGET, "--record", "/proc/here"], "--record: /proc/here cannot be written"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_loaded(options, field, capsys):
