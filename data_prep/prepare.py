@@ -173,9 +173,10 @@ def _write_manifests(tasks: Sequence[ShardTask], config: PrepareConfig, folder: 
         records = folder.read_all([task.name for task in tasks if task.split == name])
         splits[name] = split = add_up([empty_record(), *records])
         if fraction and not split["rows"]:
+            folder.clear()  # so that other settings may use it
             raise ValueError(
-                f"no row for {name}: give more text and another folder, or change heldout_share, seq_len, "
-                f"max_tokens or seed; bad or dropped: {'; '.join(_omitted(split)) or 'none'}"
+                f"no row for {name}; bad or dropped documents: {'; '.join(_omitted(split)) or 'none'}; give more or "
+                "other ones, or change heldout_share, seq_len, max_tokens or seed"
             )
     for name, split in splits.items():
         (folder.path / name).mkdir(exist_ok=True)

@@ -44,7 +44,7 @@ from longdraft.data_prep.shards import MANIFEST
 from longdraft.data_prep.sources import list_files
 from longdraft.data_prep.tasks import add_up, failures_described
 from longdraft.data_prep.tokenize import rust_tokenizer
-from longdraft.models.files import PLAN, WorkFolder, write_json, write_text
+from longdraft.models.files import WorkFolder, write_json, write_text
 from longdraft.models.schema import validated_dataclass
 
 PART_SIZE = 256  # conversations per task
@@ -215,7 +215,7 @@ def _finish(task: _Task, folder: WorkFolder) -> None:
     named = [f"{name}: {why} {detail}".rstrip() for name, why, detail in bad[:SHOWN_BAD]]
     all_bad = len(ends) >= ENOUGH and list(reasons.values()) == [len(ends)]
     if all_bad and task.name == FIRST and not folder.tasks():
-        (folder.path / PLAN).unlink()  # nothing was done, so a call with other settings may begin here
+        folder.clear()  # nothing was done, so a call with other settings may begin here
         raise ValueError(
             f"none of the first {len(ends)} conversations can be used ({', '.join(reasons)}), so the call ends; "
             f"the first is {named[0]}"

@@ -23,7 +23,15 @@ from longdraft.benchmarks.drafters.report import table, write_report
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.launch.arguments import NEW_TOKENS, PROMPTS, SAMPLING, TEXT_TOKENS, given_sampling
 from longdraft.launch.console import note, read_text, show
-from longdraft.launch.runtime import DTYPES, Drafting, heldout_rows, options_for, read_options, used_tokens
+from longdraft.launch.runtime import (
+    DTYPES,
+    Drafting,
+    heldout_rows,
+    options_for,
+    read_options,
+    used_tokens,
+    without_draft,
+)
 from longdraft.models.device import on_device
 from longdraft.models.draft_folder import local_folder
 from longdraft.models.hf import load_tokenizer, load_transformers, read_limits
@@ -80,7 +88,7 @@ def run_bench(args: argparse.Namespace) -> dict:
             note(f"Written to {args.out}; as Spec-Bench's answers: {write_spec_bench(record, args.out)}")
         if args.paper is not None:
             paper = PAPERS[args.paper]
-            compared = [name for name in builders if paper.drafter in name.split("+")]
+            compared = [name for name in builders if paper.drafter in without_draft(name).split("+")]
             result["paper"] = beside(paper, record, compared, settings.temperatures)
     if args.report is not None and args.out is not None and ranks.rank == 0:
         write_report([args.out], args.report, "--report")
@@ -106,7 +114,7 @@ def forced_names(drafting: Drafting) -> dict[str, str]:
 def builder_of(drafting: Drafting, name: str) -> tuple[str, Builder]:
     """The name of a drafter's figures, and the function that builds the drafter."""
     args, of_drafter, named = drafting.args, drafting.of(name), forced_names(drafting)
-    build = partial(build_drafter, name, **of_drafter)
+    build = partial(build_drafter, without_draft(name), **of_drafter)
     if name == ORACLE:
         build = oracle(of_drafter["options"])
     if name not in named:

@@ -29,7 +29,7 @@ class Drafting:
     """The drafters and the target that a command's arguments (launch/arguments.py) ask for.
 
     Attributes:
-        names: the drafters' names.
+        names: the drafters' names, with the draft as NAME@DRAFT where several drafts fit a drafter.
         options: the drafters' options, as --option gives them.
         nodes: as `Engine` takes it.
         source: path or name of the target.
@@ -54,7 +54,7 @@ class Drafting:
             raise ValueError(f"--draft: {unused.pop()} fits none of the drafters {', '.join(self.names)}; omit it")
         for name in self.names:
             if name not in alone:
-                parse_drafters(name, **self.of(name))
+                parse_drafters(without_draft(name), **self.of(name))
         self.nodes = {None: "auto", "all": None}.get(args.nodes, args.nodes)
         # The section `target` of the run that trained the first draft.
         trained = (read_info(args.draft[0]).train_config.get("target") if args.draft else None) or {}
@@ -89,7 +89,7 @@ class Drafting:
         """An engine for each drafter, by name."""
         settings = {name: getattr(self.args, name) for name in ("max_length", "prefill_chunk")}
         settings |= {"slots": slots, "nodes": self.nodes, "log": note}
-        return {name: Engine(target, name, **self.of(name), **settings) for name in self.names}
+        return {name: Engine(target, without_draft(name), **self.of(name), **settings) for name in self.names}
 
     def open_engine(self, slots: int) -> Engine:
         """Load the target and open the engine of a command that takes one drafter."""
@@ -108,26 +108,36 @@ def _source(drafts: Sequence[str], trained: Mapping[str, Any]) -> str:
 
 
 def drafter_names(given: Sequence[str] | None, drafts: Sequence[str], alone: Sequence[str]) -> list[str]:
-    """The drafters that were named, else those of the draft folders' methods, else plain.
+    """The drafters that were named, else those of the draft folders' methods, else plain. One that several folders fit
+    stands once for each, as NAME@DRAFT.
 
     alone: names of the command's own drafters, which cannot be combined with others.
     """
-    methods = [draft_method(draft) for draft in drafts] if len(drafts) > 1 or given is None else []
-    if len(set(methods)) < len(methods):
-        raise ValueError(f"--draft: {', '.join(drafts)}: two drafts are for the same method; give one for each method")
-    names = list(dict.fromkeys(given or methods or ["plain"]))
+    methods = {draft: draft_method(draft) for draft in drafts} if len(drafts) > 1 or given is None else {}
+    names = dict.fromkeys(given or list(methods.values()) or ["plain"])
     for part in (part for name in names if name not in alone for part in name.split("+")):
         if part not in DRAFTERS:
             known = f"known: {', '.join(DRAFTERS)}, or several as a+b in one tree"
             known += f"; alone: {', '.join(alone)}" if alone else ""
             raise ValueError(f"--drafter: unknown name {part!r}; {known}")
-    return names
+    drafts_of = {method: [draft for draft, own in methods.items() if own == method] for method in methods.values()}
+    named = list[str]()
+    for name in names:
+        fitting = next((drafts_of[part] for part in name.split("+") if part in drafts_of), [])
+        named += [f"{name}@{draft}" for draft in fitting] if len(fitting) > 1 else [name]
+    return named
+
+
+def without_draft(name: str) -> str:
+    """A drafter's name as `build_drafter` takes it, of NAME or NAME@DRAFT."""
+    return name.partition("@")[0]
 
 
 def draft_for(name: str, drafts: Sequence[str]) -> str | None:
-    """The draft folder for a drafter that needs one: the only folder, or that of its method among several."""
-    if not (methods := TRAINED.intersection(name.split("+"))):
-        return None
+    """The draft folder for a drafter that needs one: that in its name, the only folder, or that of its method."""
+    drafter, _, draft = name.partition("@")
+    if draft or not (methods := TRAINED.intersection(drafter.split("+"))):
+        return draft or None
     return next((draft for draft in drafts if len(drafts) == 1 or draft_method(draft) in methods), None)
 
 
@@ -151,7 +161,8 @@ def options_for(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options for one drafter: those without a drafter's name, and those with its name or with one of its a+b."""
     if name == "plain":
         return {}
-    return {key: value for key, value in options.items() if "." not in key or key.split(".")[0] in name.split("+")}
+    names = without_draft(name).split("+")
+    return {key: value for key, value in options.items() if "." not in key or key.split(".")[0] in names}
 
 
 def heldout_rows(data: str | Path, tokenizer: Any) -> ShardSet:

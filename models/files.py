@@ -195,7 +195,7 @@ class WorkFolder:
         with locked(progress / "all.lock", "out", busy):
             before = read_plan(self.path) if path.exists() else None
             if before is None:
-                self._remove(".*")
+                self.clear()
                 write_json(path, {"address": self.address, **self.plan})
             elif found := _differences(before, json.loads(json.dumps(self.plan))):
                 raise ValueError(
@@ -232,6 +232,10 @@ class WorkFolder:
         """Mark the task as finished. Its output files must already be in the folder."""
         sizes = {path.relative_to(self.path).as_posix(): path.stat().st_size for path in outputs}
         write_json(self._record_path(task), {"address": self.address, "outputs": sizes, **record})
+
+    def clear(self) -> None:
+        """Remove all that was written, so that another plan may have the folder."""
+        self._remove(".*")
 
     def tasks(self) -> list[str]:
         """The names of all records, sorted."""

@@ -40,7 +40,7 @@ class TargetSection(Schema):
 
     path: PathName
     max_positions: Count | None = None
-    zero_stage: Annotated[Int, Field(ge=0, le=3, multiple_of=3)] = 0
+    zero_stage: Literal[0, 3] = 0
     loader: Literal["longdraft", "transformers"] = "longdraft"
 
 

@@ -254,7 +254,7 @@ def report(
         parts.append(f"r, a step over the target's pass: {counted.r:.3f}{described}")
     known = [stage_hours for stage_hours in hours if stage_hours is not None]
     if len(known) == len(stages) > 1:
-        parts.append(f"All stages: {sum(known):,.1f} {unit}-hours")
+        parts.append(f"All stages: {sum(known):,.1f} {unit}-hours: {sum(known) / n_ranks:,.2f} hours")
     return "\n\n".join(parts)
 
 
@@ -282,5 +282,5 @@ def _hours(
     n_tokens = n_steps * config.train.global_batch * config.data.seq_len if n_steps else 10**9
     hours = n_tokens / speed / 3600
     line = f"\n{hours:,.1f} {unit}-hours for {f'{n_steps:,} steps' if n_steps else 'a billion tokens'}, {speed:,.0f} "
-    line += f"tokens/s a {unit} at {tflops:g} TFLOP/s {source}"
+    line += f"tokens/s a {unit} at {tflops:.3g} TFLOP/s {source}"
     return (hours, f"{line}: {hours / n_ranks:,.2f} hours") if n_steps else (None, line)

@@ -143,6 +143,7 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
             run.bar = tqdm(total=n_steps, initial=run.step, desc="train", unit="step", mininterval=0.5)
         if undecoded or (run.step == 0 and config.draft.start_from is not None):
             # At step 0, the baseline for `gains`; later, the decoding that a stop cut off.
+            ranks.log(f"Measuring {config.draft.start_from if run.step == 0 else 'the draft'} on held-out rows first")
             _evaluate(run, validates=run.is_due(run.step, config.heldout.every), decodes=True)
         saved = found and found.folder
         while run.step < n_steps and (result := train_step(run)) is not None:
@@ -232,7 +233,7 @@ def gains(records: Sequence[dict[str, Any]]) -> str:
         if measured and (measured[0]["step"], measured[-1]["step"]) == (0, records[-1]["step"]):
             values = (np.atleast_1d(np.array(one[key], dtype=float)) for one in (measured[0], measured[-1]))
             before, after = (float(np.nanmean(value[:, 0] if value.ndim == 2 else value)) for value in values)
-            found.append(f"{what} {before:.3f} -> {after:.3f}, {'' if after > before else 'not '}better")
+            found.append(f"{what} {before:.3f} -> {after:.3f}")
     return "; ".join(found)
 
 

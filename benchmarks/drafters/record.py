@@ -138,7 +138,7 @@ def write_spec_bench(record: Record, folder: Path) -> Path:
             name = f"{drafter}-temperature-{temperature:g}" if len(runs) > 1 else drafter
             model = f"{record.machine.get('target', 'target')}-{name}"
             lines = (json.dumps(_spec_bench(entry, model)) + "\n" for entry in entries)
-            write_text(out / f"{name}.jsonl", "".join(lines))
+            write_text(out / f"{name.replace('/', '_')}.jsonl", "".join(lines))  # a draft's path may be in it
     return out
 
 

@@ -283,7 +283,7 @@ def requests_of(
     requests = list[Request]()
     for i, prompt in enumerate(body.prompts):
         try:
-            tokens = prompt_tokens(target, prompt, f"prompt {i}", variables)
+            tokens = prompt_tokens(target, prompt, "prompt" if isinstance(body, Chat) else f"prompt {i}", variables)
             new_tokens = _new_tokens(body, len(tokens), max_length, names)
             params = _sampling(body, new_tokens, target.model.config.vocab_size)
             seed = draw_seed() if params.seed is None else params.seed

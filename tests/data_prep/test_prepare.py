@@ -178,10 +178,12 @@ def test_a_long_task_writes_several_shards(corpus, tmp_path, tiny_tokenizer, rea
 def test_empty_split_says_why(config, tmp_path, tiny_tokenizer):
     (tmp_path / "one.txt").write_text("a few words")
     one = changed(config, sources=same_way([str(tmp_path / "one.txt")]), heldout_share=0.01)
-    with pytest.raises(ValueError, match=r"no row for heldout: .*heldout_share"):
+    with pytest.raises(ValueError, match=r"no row for heldout; .*heldout_share"):
         prepare(one, tiny_tokenizer, "hash")
-    with pytest.raises(ValueError, match=r"(?s)no row for train: .*1 shorter_than_seq_len"):
+    with pytest.raises(ValueError, match=r"(?s)no row for train; .*1 shorter_than_seq_len"):
         prepare(changed(one, documents="first", out=tmp_path / "first"), tiny_tokenizer, "hash")
+    # Other settings may use the folder.
+    assert prepare(changed(one, heldout_share=0), tiny_tokenizer, "hash")["splits"]["train"]["rows"] == 1
 
 
 @pytest.mark.parametrize(

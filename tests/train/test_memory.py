@@ -280,7 +280,7 @@ def test_the_command_prints_what_each_stage_takes(target_folder, capsys):
     printed = capsys.readouterr().out
     assert "Stage short" not in printed and ", GPUs: 8; a pass of 1 x 2,048 tokens, 2 a step" in printed
     found = re.findall(r"\n([\d.]+) GPU-hours for [\d,]+ steps, .* as measured on one H100: ", printed)
-    (total,) = re.findall(r"\nAll stages: ([\d.]+) GPU-hours\n", printed)
+    (total,) = re.findall(r"\nAll stages: ([\d.]+) GPU-hours: [\d.]+ hours\n", printed)
     assert len(found) == 6 and float(total) == pytest.approx(sum(map(float, found)), abs=0.05 * 7)
 
 
