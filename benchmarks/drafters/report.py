@@ -212,7 +212,8 @@ def bars(title: str, groups: Mapping[str, Sequence[tuple[str, float, float, floa
     axes.set_ylim(at - 0.8, -0.8)
     axes.set_xlim(0, 1.35 * max(max(value, high) for of in groups.values() for _, value, _, high in of))
     axes.set_title(title, fontsize=10, loc="left")
-    figure.legend(list(shown.values()), list(shown), fontsize=8, loc="outside lower left", ncols=2)
+    columns = 2 if max(map(len, shown)) < 50 else 1
+    figure.legend(list(shown.values()), list(shown), fontsize=8, loc="outside lower left", ncols=columns)
     return figure
 
 
