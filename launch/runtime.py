@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from longdraft.data_prep.shards import ShardSet
-from longdraft.infer.drafters.build import DRAFTERS, TRAINED, parse_drafters
+from longdraft.infer.drafters.build import TRAINED, parse_drafters
 from longdraft.infer.engine import Engine
 from longdraft.launch.console import note
 from longdraft.models.device import option_device, start
@@ -46,15 +46,14 @@ class Drafting:
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(self.device)
         start(self.device, "--device")  # fails before anything is loaded if CUDA does not start
-        self.names, self.options = drafter_names(args.drafter, args.draft, alone), read_options(args.option)
+        self.names, self.options = drafter_names(args.drafter, args.draft), read_options(args.option)
+        for name in (name for name in self.names if name not in alone):
+            parse_drafters(without_draft(name), **self.of(name))
         for key in self.options:
             if not any(key in options_for(name, self.options) for name in self.names):
                 raise ValueError(f"--option: {key} applies to none of the drafters {', '.join(self.names)}; omit it")
         if unused := set(args.draft) - {draft_for(name, args.draft) for name in self.names}:
             raise ValueError(f"--draft: {unused.pop()} fits none of the drafters {', '.join(self.names)}; omit it")
-        for name in self.names:
-            if name not in alone:
-                parse_drafters(without_draft(name), **self.of(name))
         self.nodes = {None: "auto", "all": None}.get(args.nodes, args.nodes)
         # The section `target` of the run that trained the first draft.
         trained = (read_info(args.draft[0]).train_config.get("target") if args.draft else None) or {}
@@ -107,25 +106,16 @@ def _source(drafts: Sequence[str], trained: Mapping[str, Any]) -> str:
     return f"{path}/{trained['gguf_file']}" if trained.get("gguf_file") else path
 
 
-def drafter_names(given: Sequence[str] | None, drafts: Sequence[str], alone: Sequence[str]) -> list[str]:
+def drafter_names(given: Sequence[str] | None, drafts: Sequence[str]) -> list[str]:
     """The drafters that were named, else those of the draft folders' methods, else plain. One that several folders fit
-    stands once for each, as NAME@DRAFT.
-
-    alone: names of the command's own drafters, which cannot be combined with others.
-    """
+    stands once for each, as NAME@DRAFT."""
     methods = {draft: draft_method(draft) for draft in drafts} if len(drafts) > 1 or given is None else {}
-    names = dict.fromkeys(given or list(methods.values()) or ["plain"])
-    for part in (part for name in names if name not in alone for part in name.split("+")):
-        if part not in DRAFTERS:
-            known = f"known: {', '.join(DRAFTERS)}, or several as a+b in one tree"
-            known += f"; alone: {', '.join(alone)}" if alone else ""
-            raise ValueError(f"--drafter: unknown name {part!r}; {known}")
     drafts_of = {method: [draft for draft, own in methods.items() if own == method] for method in methods.values()}
-    named = list[str]()
-    for name in names:
+    names = list[str]()
+    for name in dict.fromkeys(given or list(drafts_of) or ["plain"]):
         fitting = next((drafts_of[part] for part in name.split("+") if part in drafts_of), [])
-        named += [f"{name}@{draft}" for draft in fitting] if len(fitting) > 1 else [name]
-    return named
+        names += [f"{name}@{draft}" for draft in fitting] if len(fitting) > 1 else [name]
+    return names
 
 
 def without_draft(name: str) -> str:

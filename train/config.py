@@ -54,9 +54,8 @@ class DraftFields(Schema):
 
     def network_fields(self, target: DecoderConfig) -> dict[str, Any]:
         """The fields that are also in the network's config. Raises ValueError for more tokens than the target has."""
-        size, most = self.draft_vocab_size, target.vocab_size
-        if size is not None and size > most:
-            raise ValueError(f"draft.draft_vocab_size: {size}; give at most {most}, all tokens of the target")
+        if (size := self.draft_vocab_size or 0) > target.vocab_size:
+            raise ValueError(f"draft.draft_vocab_size: {size}; give at most {target.vocab_size}, the target's")
         return self.model_dump(exclude={"method", "start_from"})
 
 

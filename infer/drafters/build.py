@@ -47,14 +47,20 @@ def build_drafter(name: str, target: Target, draft: Any = None, options: Mapping
     Raises:
         ValueError: an unknown name or option, a draft that is missing, or that the drafter cannot use.
     """
-    with on_device(target.model.embed_tokens.weight.device):
-        drafters = [_build(one, target, own) for one, own in parse_drafters(name, draft, options)]
+    drafters, weight = list[Drafter](), target.model.embed_tokens.weight
+    with on_device(weight.device):
+        for one, given in parse_drafters(name, draft, options):
+            if isinstance(given.get("draft"), str | Path):
+                given["draft"] = load_draft(given["draft"], target)
+            if isinstance(given.get("small"), str | Path):
+                given["small"] = load_target(given["small"], weight.dtype, weight.device)
+            if "target" in inspect.signature(DRAFTERS[one]).parameters:
+                given["target"] = target
+            drafters.append(DRAFTERS[one](**given))
     return drafters[0] if len(drafters) == 1 else Combined(drafters)
 
 
-def parse_drafters(
-    name: str, draft: Any = None, options: Mapping[str, Any] | None = None
-) -> list[tuple[str, dict[str, Any]]]:
+def parse_drafters(name: str, draft: Any, options: Mapping[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
     """The drafters in `name`, each with its keyword arguments but the target. Loads nothing. Arguments as for
     `build_drafter`; raises its errors that no target would avert."""
     names = name.split("+")
@@ -70,35 +76,24 @@ def parse_drafters(
         if owner not in names:
             raise ValueError(f"options: {key}: say which drafter's, as in {names[0]}.{option}")
         options_of[owner][option] = value
-    return [(one, _arguments(one, draft if one in TRAINED else None, options_of[one])) for one in names]
-
-
-def _arguments(name: str, draft: Any, options: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(DRAFTERS[name]).parameters
-    known = [key for key in parameters if key not in ("target", "draft")]
-    if unknown := sorted(set(options) - set(known)):
-        raise ValueError(f"options: {name} does not know {', '.join(unknown)}; it knows {', '.join(known) or 'none'}")
-    if "small" in known and parameters["small"].default is inspect.Parameter.empty and "small" not in options:
-        raise ValueError(f"options: {name} needs small, a model of the target's vocabulary: a path, a name or a Target")
-    if name not in TRAINED:
-        return options
-    if draft is None:
-        raise ValueError(f"draft: {name} needs a trained draft; give the folder that `longdraft export` wrote")
-    if isinstance(draft, str | Path):
-        method, networks = draft_method(draft), get_args(parameters["draft"].annotation)[0]
-        if not issubclass(DRAFTS[method][1], networks):
-            raise ValueError(f"draft: {draft} is a {method} draft, which {name} cannot use; name {method} instead")
-        options = _tree_option(draft, parameters) | options
-    return options | {"draft": draft}
-
-
-def _build(name: str, target: Target, arguments: dict[str, Any]) -> Drafter:
-    make, weight = DRAFTERS[name], target.model.embed_tokens.weight
-    if isinstance(draft := arguments.get("draft"), str | Path):
-        arguments["draft"] = load_draft(draft, target)
-    if isinstance(small := arguments.get("small"), str | Path):
-        arguments["small"] = load_target(small, weight.dtype, weight.device)
-    return make(**({"target": target} if "target" in inspect.signature(make).parameters else {}), **arguments)
+    for one, given in options_of.items():
+        parameters = inspect.signature(DRAFTERS[one]).parameters
+        known = [key for key in parameters if key not in ("target", "draft")]
+        if unknown := sorted(set(given) - set(known)):
+            raise ValueError(f"options: {one} does not know {', '.join(unknown)}; known: {', '.join(known) or 'none'}")
+        if "small" in known and parameters["small"].default is inspect.Parameter.empty and "small" not in given:
+            raise ValueError(f"options: {one} needs small, a model of the target's vocabulary: a path, name or Target")
+        if one not in TRAINED:
+            continue
+        if draft is None:
+            raise ValueError(f"draft: {one} needs a trained draft; give the folder that `longdraft export` wrote")
+        if isinstance(draft, str | Path):
+            method, networks = draft_method(draft), get_args(parameters["draft"].annotation)[0]
+            if not issubclass(DRAFTS[method][1], networks):
+                raise ValueError(f"draft: {draft} is a {method} draft, which {one} cannot use; name {method} instead")
+            options_of[one] = _tree_option(draft, parameters) | given
+        options_of[one]["draft"] = draft
+    return [(one, options_of[one]) for one in names]
 
 
 def _tree_option(folder: str | Path, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def test_the_mark_is_in_record_table_and_page(tiny, text_file, tmp_path, capsys)
         ("--tokens-per-step 13.5 --drafter oracle", "--tokens-per-step: 13.5, but a depth of 12"),
         ("--tokens-per-step 6 --drafter oracle --nodes 4", "--tokens-per-step: 6, but a depth of 4"),
         ("--accept-rates 0.5,0.5 --drafter oracle --option depth=1", "--accept-rates: 2 rates, but"),
-        ("--drafter oracle+prompt_lookup", "--drafter: unknown name 'oracle'"),
+        ("--drafter oracle+prompt_lookup", "drafter: unknown name 'oracle'"),
         ("--drafter oracle --option gamma=1", "oracle has only depth and siblings"),
         ("--drafter oracle --option depth=0", "depth"),
         ("--drafter token_recycling --accept-rates 0.5 --paper token-recycling", "--accept-rates: "),

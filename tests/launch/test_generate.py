@@ -187,7 +187,7 @@ def test_options_are_read_by_their_kind():
         ("--prompt x --prompt-tokens 0", "--prompt-tokens"),
         ("--prompt x --json-schema {t}/binary", "--json-schema: {t}/binary"),
         ("--prompt x --json-schema {t}/empty", "--json-schema: ''"),
-        ("--prompt x --drafter eagle", "--drafter"),
+        ("--prompt x --drafter eagle", "drafter: unknown name 'eagle'"),
         ("--prompt x --drafter token_recycling --nodes none", "--nodes"),
         ("--prompt x --option nodes", "--option: 'nodes'"),
         ("--prompt x --option a=1 --option a=2 --drafter token_recycling", "--option: 'a=2'"),

@@ -95,7 +95,7 @@ TARGET = ["--target", "smollm2-135m", "--port", "0"]
     [
         (["--slots", "0"], "--slots"),
         (["--queue", "-1"], "--queue"),
-        (["--drafter", "nothing"], "--drafter: unknown name 'nothing'"),
+        (["--drafter", "nothing"], "drafter: unknown name 'nothing'"),
         ([], "--target: name a model"),
         (["--target", "smollm2-135m", "--port", "70000"], "--host, --port: 127.0.0.1, 70000"),
         (["--target", "smollm2-135m", "--host", "", "--port", "0"], "--host: "),
