@@ -186,7 +186,7 @@ class DraftPasses:
         keys, values = head.weight.new_zeros(self.kept_shape(draft.config, cache.batch, cache.capacity, tree_rows))
         self.kept, self._n_positions = (keys, values), keys.shape[1] - tree_rows
         self._slots_B1 = torch.arange(cache.batch, device=keys.device)[:, None]
-        self._missing = 0  # the most tokens before its root that any slot lacks keys of
+        self._missing = 0  # the most tokens that any slot lacks keys of, its root included
         self.usual = 0  # the most tokens that the last step may have committed
 
     @classmethod
@@ -197,19 +197,18 @@ class DraftPasses:
 
     def note_prompt(self, length: int) -> None:
         """Another sequence starts on a slot. length: tokens of its prompt."""
-        self._missing = min(max(self._missing, length), self.window)
+        self._missing = max(self._missing, length)
 
     def note_step(self, most: int) -> None:
         """A step committed at most `most` tokens to each slot."""
         self.usual = most
-        self._missing = min(self._missing + most, self.window)
+        self._missing += most
 
     def begin(self, state: SlotState) -> int:
-        """Start a proposal on the host. Returns how many tokens `catch_up` must process. None is missing after that; if
-        the roots' keys are kept too, not even the next one."""
-        count = state.rounded(max(0, self._missing), min(self.usual, self.window), self.window)
-        self._missing = -1 if self.keeps_all else 0
-        return count
+        """Start a proposal on the host. Returns how many tokens before the roots `catch_up` must process."""
+        count = min(max(0, self._missing - 1), self.window)
+        self._missing = 0 if self.keeps_all else 1  # the root itself
+        return state.rounded(count, min(self.usual, self.window), self.window)
 
     def catch_up(self, state: SlotState, n_missing: int) -> None:
         """Compute the keys and values of the last `n_missing` tokens before the roots."""

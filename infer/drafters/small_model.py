@@ -56,10 +56,7 @@ class SmallModelDrafter(DeviceDrafter):
         self._linear = small.model.config.delta is not None
         self._cache: KVCache | None = None
         self._kept: KVCache | None = None  # without rows: linear attention's states before the last root, and lengths
-        # How many tokens are missing of a text that ends with the last root: none of it, not even the root where that
-        # has its row; states are kept without the root's.
-        self._after_root = 0 if self._linear else -1
-        # Upper bounds over all slots: cache rows for the tokens before the root, and how many of these are missing.
+        # Upper bounds over all slots: cache rows for the tokens before the root; missing rows, the root's included.
         self._span = self._missing = 0
         self._most_missing = self.window
         self._trial: list[bool] | None = None  # within `trying`: whether each proposal so far refilled the caches
@@ -87,7 +84,7 @@ class SmallModelDrafter(DeviceDrafter):
         self._cache.reset([slot])
         self._kept.reset([slot])
         self._skipped[slot].fill_(len(request.prompt) - 1 - before)
-        self._span, self._missing = max(self._span, before), max(self._missing, before)
+        self._span, self._missing = max(self._span, before), max(self._missing, 1 + before)
 
     def buffers(self) -> tuple[object, ...]:
         return self._cache, self._read, self._skipped, self._kept
@@ -97,12 +94,12 @@ class SmallModelDrafter(DeviceDrafter):
         slots are refilled, and whether the states before the roots are kept."""
         count = min(self.gamma, budget.max_nodes, budget.stages)
         half = self.window // 2
-        missing = state.rounded(max(0, self._missing), min(self._usual, half), half)
+        missing = state.rounded(max(0, self._missing - 1), min(self._usual, half), half)
         if begins_anew := missing == half or self._span + missing + self.gamma > self.window:
             self._span = missing = half
         keeps = self._linear and (begins_anew or not self._trial)
         if keeps or not self._linear:
-            self._missing = self._after_root
+            self._missing = int(self._linear)  # the root's row is kept, but not its state
         if self._trial is not None:
             self._trial.append(begins_anew)
         return count, missing, begins_anew, keeps
@@ -169,9 +166,9 @@ class SmallModelDrafter(DeviceDrafter):
         """In this context it drafts after roots that are then rejected, until each slot has `most` tokens more. The
         next root follows the present one."""
         span, refills = self._span, list[bool]()
-        self._trial, self._most_missing = refills, most + self.gamma
+        self._trial, self._most_missing = refills, 1 + most + self.gamma
         yield
-        self._trial, self._most_missing, self._missing = None, self.window, self._after_root
+        self._trial, self._most_missing, self._missing = None, self.window, int(self._linear)
         # States that were kept after a refill may have read what is now rejected, so the next proposal refills again.
         self._span = self.window if self._linear and any(refills[1:]) else min(span, self._span)
 
