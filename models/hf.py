@@ -214,13 +214,16 @@ def read_target_config(path: str | Path, max_positions: int | None = None) -> De
     return decoder_config(_open(_locate(path, weights=False)[1])[0], max_positions)
 
 
-def read_target(path: str | Path, max_positions: int | None = None) -> Target:
-    """A target as from `load_target`, but on the meta device, without weights. Downloads as `read_target_config`."""
+def read_target(path: str | Path, max_positions: int | None = None, loader: str = "longdraft") -> Target | None:
+    """A target as from LOADERS, but our decoder on the meta device, without weights; None for a family that only
+    transformers supports. Downloads as `read_target_config`."""
     name, location = _locate(path, weights=False)
-    hf_config, _ = _open(location)
+    hf_config, _ = _open(location) if loader == "longdraft" else _open_network(location, torch.float32)
+    if loader != "longdraft" and hf_config.model_type not in SUPPORTED:
+        return None
     with torch.device("meta"):
         model = Decoder(decoder_config(hf_config, max_positions))
-    return _target(model, name, location, hf_config)
+    return _target(model, name, location, hf_config, loader)
 
 
 def read_limits(path: str | Path, max_positions: int | None = None, loader: str = "longdraft") -> tuple[int, int, str]:

@@ -17,7 +17,6 @@ from tqdm import tqdm
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import CONFIG, WEIGHTS, read_info
 from longdraft.models.files import file_digest, locked, write_text
-from longdraft.models.hf import read_target
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
 from longdraft.train.config import Config, to_dict, to_yaml
@@ -49,25 +48,20 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
     if any(stage.config.train.deterministic for stage in stages):  # cuBLAS reads it once, at a process's first matmul
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     done = ranks.from_first(lambda: [stage.name is not None and _is_done(stage) for stage in stages])
-    for number, (stage, is_done) in enumerate(zip(stages, done, strict=True), start=1):
-        config = stage.config
+    left = [stage for stage, is_done in zip(stages, done, strict=True) if not is_done]
+    for number, stage in enumerate(stages, start=1):
+        config, wanted = stage.config, (stage.config.target, stage.config.train.precision)
         if stage.name is not None:
-            ranks.log(f"Stage {stage.name}, {number} of {len(stages)}{': done' if is_done else ''}")
-            if is_done:
+            ranks.log(f"Stage {stage.name}, {number} of {len(stages)}{'' if stage in left else ': done'}")
+            if stage not in left:
                 continue
-        is_first, wanted = loaded is None, (config.target, config.train.precision)
         target = target if loaded == wanted else None  # free its memory before another is loaded
         gc.collect()  # the previous stage's DeepSpeed engine and transformers' models contain reference cycles
-        unfinished = [one for one, is_done in zip(stages, done, strict=True) if not is_done]
-        knows_shape = config.target.loader == "longdraft"  # before its weights are loaded, which may take minutes
-        if is_first and knows_shape:
-            check_stages(unfinished, read_target(config.target.path, config.target.max_positions), ranks)
         if target is None:
-            target, loaded = open_target(config, ranks), wanted
-        if is_first and not knows_shape:
-            check_stages(unfinished, target, ranks)
+            target, loaded = check_stages(left, ranks) or open_target(config, ranks), wanted
         if not train(config, ranks, target, stop, stage.name):
             return
+        left.remove(stage)
         if stage.name is not None:
             with failures_named(ranks):
                 ranks.from_first(partial(export, config.train.run_dir, target=target))

@@ -12,19 +12,20 @@ from tqdm import tqdm
 
 from longdraft.data_prep.shards import MANIFEST, SPLITS, ShardSet
 from longdraft.models.device import free_bytes
+from longdraft.models.draft_folder import load_draft
 from longdraft.models.fingerprint import weights_hash
-from longdraft.models.hf import LOADERS, load_through_transformers, read_target_config
+from longdraft.models.hf import LOADERS, load_through_transformers, read_target, read_target_config
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
 from longdraft.train.batches import EpochRow
-from longdraft.train.checkpoint import Found
+from longdraft.train.checkpoint import Found, checkpoint_folder, finished_folders
 from longdraft.train.config import DTYPES, Config, DataSection, TargetSection
 from longdraft.train.config_file import Stage
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.estimate import memory
 from longdraft.train.evaluate import Evaluator
 from longdraft.train.methods.base import Method, MicroBatch
-from longdraft.train.methods.build import open_draft, same_shape
+from longdraft.train.methods.build import check_target, open_draft, same_shape
 from longdraft.train.ranks import Ranks, log
 from longdraft.train.sequence_parallel import SequenceParallel, sequence_group
 from longdraft.train.sharding import load_sharded_target, share_out, whole_layers
@@ -129,27 +130,42 @@ def open_target(config: Config, ranks: Ranks) -> Target:
     return load_through_transformers(section.path, dtype, ranks.device, section.max_positions, wrap=wrap)
 
 
-def check_stages(stages: Sequence[Stage], target: Target, ranks: Ranks) -> None:
-    """Raises ValueError before the first stage begins if any stage would fail later: for its number of ranks, its
-    draft's shape, or its rows if they are already prepared."""
+def check_stages(stages: Sequence[Stage], ranks: Ranks) -> Target | None:
+    """Raises ValueError before the first stage's target is opened if any stage would fail later: for its number of
+    ranks, its draft's shape, the draft that it starts from, or its rows; a later stage's may not be prepared yet.
+
+    Returns: that target, if it had to be opened for this because only transformers supports its family.
+    """
     first, before = stages[0].config.target, None
+    known = read_target(first.path, first.max_positions, first.loader)
+    target = known or open_target(stages[0].config, ranks)
     for stage in stages:
-        config = stage.config
+        config, own, is_first = stage.config, stage.config.target, stage is stages[0]
         try:
             config.train.n_passes(ranks.world_size)
             network = config.draft.network(target.model.config)
+            before = ranks.from_first(partial(_start_of, config, target)) if is_first else before
             if before is not None and not same_shape(before, network):
-                raise ValueError(f"draft: {network}, but the stage before trains {before}; make the sections match")
-            same = (config.target.path, config.target.max_positions) == (first.path, first.max_positions)
-            if before is not None and same:
-                ranks.from_first(partial(_check_rows, config, target))
+                start = f"draft.start_from: {config.draft.start_from} holds {before}"
+                raise ValueError(f"{start}, but this run trains {network}; make the draft section match")
+            if (own.path, own.max_positions, own.loader) == (first.path, first.max_positions, first.loader):
+                check_target(config.draft, target)
+                ranks.from_first(partial(_check_rows, config, target, is_first))
         except ValueError as error:
             raise ValueError(str(error) if stage.name is None else f"stages.{stage.name}: {error}") from error
         before = network
+    return None if known else target
 
 
-def _check_rows(config: Config, target: Target) -> None:
-    if not all((Path(config.data.path) / split / MANIFEST).exists() for split in SPLITS):  # written last
+def _start_of(config: Config, target: Target) -> Any:
+    """The shape of the draft that a run starts from; None if it starts from a checkpoint or with new weights."""
+    start, begun = config.draft.start_from, finished_folders(checkpoint_folder(config.train.run_dir))
+    return None if start is None or begun else load_draft(start, target).config
+
+
+def _check_rows(config: Config, target: Target, is_first: bool) -> None:
+    are_prepared = all((Path(config.data.path) / split / MANIFEST).exists() for split in SPLITS)  # written last
+    if not (is_first or are_prepared):
         log(f"{config.data.path} is not prepared yet; prepare it before its stage begins")
         return
     rows, _ = (open_rows(config.data, split, target) for split in SPLITS)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.draft_folder import load_draft
-from longdraft.train import loop
+from longdraft.train import loop, setup
 from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.export import export
 from longdraft.train.loop import train_stages
@@ -117,8 +117,13 @@ MISTAKES = {
     "stages.long.data.path=${nope}": r"stages\.long: data\.path: .*'nope'",
     "train.zero_stage=4": r"stages\.short: train\.zero_stage: ",
     "stages.long.train.device=cuda": r"stages\.long: train\.device: ",
-    "--stage long": r"draft: .*1-short/draft ",
-    "stages.long.draft.window=5": r"stages\.long: draft: .*window=5.* the stage before trains .*window=6",
+    "--stage long": r"stages\.long: draft: .*1-short/draft ",
+    "--from-draft nowhere": r"stages\.short: draft: nowhere ",
+    "--from-draft smollm2-135m-tokenswift": r"stages\.short: draft: .* was trained for smollm2-135m,",
+    "data.path=nowhere": r"stages\.short: nowhere/train/manifest\.json: ",
+    "stages.long.draft.window=5": r"stages\.long: draft\.start_from: .*1-short/draft holds .*window=6.* window=5",
+    "target.loader=transformers stages.long.draft.warm_start=true": r"stages\.long: draft\.warm_start: True ",
+    "target.loader=transformers stages.long.data.seq_len=100": r"stages\.long: data\.seq_len: 100, ",
     "stages.long.data.seq_len=100": r"stages\.long: data\.seq_len: 100, ",
     "stages.long.train.epochs=0.1": r"stages\.long: train\.epochs: ",
     "draft.draft_vocab_size=98": r"stages\.short: draft\.draft_vocab_size: 98; ",
@@ -128,9 +133,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_mistakes_are_named(staged, train_command, monkeypatch, tmp_path, arguments):
-    """Before the target is loaded; only that of a draft to start from needs it."""
-    if arguments != "--stage long":
-        monkeypatch.setattr(loop, "open_target", None)
+    """Before the target is loaded."""
+    monkeypatch.setattr(setup, "whole_target", None)
     status, printed = train_command(staged, *arguments.split(), f"train.run_dir={tmp_path / 'run'}")
     assert status == 2
     (line,) = [line for line in printed.splitlines() if "error: " in line]
@@ -302,7 +306,10 @@ OTHERS = {"draft.window=5": "window=5", "draft={method: medusa}": "MedusaConfig(
 
 
 @pytest.mark.parametrize("override", OTHERS)
-def test_another_shape_or_method_is_refused(unbroken, staged, config_file, train_command, tmp_path, override):
+def test_another_shape_or_method_is_refused(
+    unbroken, staged, config_file, train_command, tmp_path, monkeypatch, override
+):
+    monkeypatch.setattr(setup, "whole_target", None)
     draft = unbroken[0] / "1-short" / "draft"
     file = config_file if "method" in override else staged
     status, printed = train_command(file, override, f"train.run_dir={tmp_path}", "--from-draft", draft)

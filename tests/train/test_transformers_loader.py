@@ -13,10 +13,10 @@ from longdraft.launch import arguments
 from longdraft.launch.runtime import Drafting
 from longdraft.models.draft_folder import read_info
 from longdraft.models.hf import load_through_transformers
-from longdraft.train.config_file import load_config, load_stages
+from longdraft.train.config_file import load_stages
 from longdraft.train.estimate import report
 from longdraft.train.export import export
-from longdraft.train.setup import open_run, open_target
+from longdraft.train.setup import check_stages
 from longdraft.train.tracking import read_metrics
 
 VOCAB = 97
@@ -134,16 +134,16 @@ def test_a_draft_says_who_computes_its_target(trained, folders, tmp_path):
     ],
 )
 def test_what_only_our_decoder_gives_is_refused(folders, config_file, alone, overrides, message):
-    config = load_config(config_file, [f"target.path={folders['olmo2']}", LOADER, *overrides])
+    stages = load_stages(config_file, [f"target.path={folders['olmo2']}", LOADER, *overrides])
     with pytest.raises(ValueError, match=message):
-        open_run(config, alone, open_target(config, alone))
+        check_stages(stages, alone)
 
 
 def test_a_block_is_refused_where_keys_are_rotated_otherwise(tmp_path, saved_model, config_file, alone):
     folder = saved_model(tmp_path / "stablelm", StableLmConfig(**SIZES))
-    config = load_config(config_file, [f"target.path={folder}", LOADER, *PLAIN["longspec"]])
+    stages = load_stages(config_file, [f"target.path={folder}", LOADER, *PLAIN["longspec"]])
     with pytest.raises(ValueError, match=r"^draft\.method: longspec "):
-        open_run(config, alone, open_target(config, alone))
+        check_stages(stages, alone)
 
 
 def test_the_estimate_says_that_it_does_not_cover_this_loader(folders, config_file):

@@ -46,7 +46,6 @@ def open_draft(config: Config, target: Target, rows: ShardSet, saved: Path | Non
         saved: the folder of the checkpoint to resume, if any: its vocabulary is used; its weights are loaded later.
     """
     section, token_ids = config.draft, None
-    _check_target(section, target)
     start = load_draft(section.start_from, target) if section.start_from is not None and saved is None else None
     if section.draft_vocab_size is not None:
         if saved is not None:
@@ -58,20 +57,23 @@ def open_draft(config: Config, target: Target, rows: ShardSet, saved: Path | Non
             token_ids = frequent_tokens(rows, vocab_size, section.draft_vocab_size, target.eos_token_ids)
     with whole_layers(target.model, target.model.config.attention_layers[0], -1):  # a warm start reads them
         method = open_method(section, config.data, config.train, target.model, token_ids)
-    if start is not None:
-        begin_with(method, start, str(section.start_from))
+    if start is not None:  # the network keeps its own vocabulary
+        weights = {name: weight for name, weight in start.state_dict().items() if name != "token_ids"}
+        method.draft.load_state_dict(method.draft.state_dict() | weights)
     return method
 
 
-def _check_target(section: DraftSection, target: Target) -> None:
-    """Raises ValueError if a target loaded through transformers lacks something that the draft section needs."""
+def check_target(section: DraftSection, target: Target) -> None:
+    """Raises ValueError if a target loaded through transformers lacks something that the draft section needs. Its model
+    may also be `read_target`'s."""
     if target.loader != "transformers":
         return
-    model: Any = target.model  # of models/transformers_model.py, which imports much of transformers
+    # Fields of models/transformers_model.py, which imports much of transformers; absent in `read_target`'s.
+    known, rotates = (getattr(target.model, name, True) for name in ("known", "rotates"))
     # Gemma stores its norms' weights minus 1; our decoder adds the 1 when it loads them.
-    has_our_norms = model.known is not None and not model.known.norm_offset
+    has_our_norms = known is not None and not target.model.config.norm_offset
     lacks = {
-        "method": section.method == "longspec" and not model.rotates,  # the last layer's keys over whole heads
+        "method": section.method == "longspec" and not rotates,  # the last layer's keys over whole heads
         "warm_start": getattr(section, "warm_start", False),
         "final_norm": getattr(section, "final_norm", False) and not has_our_norms,
         "out_norm_init": getattr(section, "out_norm_init", "ones") == "target" and not has_our_norms,
@@ -93,21 +95,6 @@ def open_method(
         section.network(target.config), torch.Generator().manual_seed(train.seed), target, token_ids_E
     )
     return kind(data, train, network, target.config.vocab_size)
-
-
-def begin_with(method: Method, start: Draft, folder: str) -> None:
-    """Copy the weights of another draft into the network, which keeps its own vocabulary.
-
-    Raises ValueError if that draft's method or shape differs from the config's.
-    """
-    ours = method.draft.config
-    if not same_shape(start.config, ours):
-        raise ValueError(
-            f"draft.start_from: {folder} holds {start.config}, but this run trains {ours}; make the draft section match"
-        )
-    own = {name: buffer for name, buffer in method.draft.named_buffers() if name == "token_ids"}
-    weights = {name: weight for name, weight in start.state_dict().items() if name != "token_ids"}
-    method.draft.load_state_dict(weights | own)
 
 
 def same_shape(one: Any, other: Any) -> bool:
