@@ -47,17 +47,18 @@ def build_drafter(name: str, target: Target, draft: Any = None, options: Mapping
     Raises:
         ValueError: an unknown name or option, a draft that is missing, or that the drafter cannot use.
     """
-    drafters, weight = list[Drafter](), target.model.embed_tokens.weight
-    with on_device(weight.device):
-        for one, given in parse_drafters(name, draft, options):
-            if isinstance(given.get("draft"), str | Path):
-                given["draft"] = load_draft(given["draft"], target)
-            if isinstance(given.get("small"), str | Path):
-                given["small"] = load_target(given["small"], weight.dtype, weight.device)
-            if "target" in inspect.signature(DRAFTERS[one]).parameters:
-                given["target"] = target
-            drafters.append(DRAFTERS[one](**given))
+    with on_device(target.model.embed_tokens.weight.device):
+        drafters = [_build(one, target, given) for one, given in parse_drafters(name, draft, options)]
     return drafters[0] if len(drafters) == 1 else Combined(drafters)
+
+
+def _build(name: str, target: Target, given: dict[str, Any]) -> Drafter:
+    make, weight = DRAFTERS[name], target.model.embed_tokens.weight
+    if isinstance(given.get("draft"), str | Path):
+        given["draft"] = load_draft(given["draft"], target)
+    if isinstance(given.get("small"), str | Path):
+        given["small"] = load_target(given["small"], weight.dtype, weight.device)
+    return make(**({"target": target} if "target" in inspect.signature(make).parameters else {}), **given)
 
 
 def parse_drafters(name: str, draft: Any, options: Mapping[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
@@ -79,8 +80,8 @@ def parse_drafters(name: str, draft: Any, options: Mapping[str, Any] | None) -> 
     for one, given in options_of.items():
         parameters = inspect.signature(DRAFTERS[one]).parameters
         known = [key for key in parameters if key not in ("target", "draft")]
-        if unknown := sorted(set(given) - set(known)):
-            raise ValueError(f"options: {one} does not know {', '.join(unknown)}; known: {', '.join(known) or 'none'}")
+        if wrong := sorted(set(given) - set(known)):
+            raise ValueError(f"options: {one} does not know {', '.join(wrong)}; it knows {', '.join(known) or 'none'}")
         if "small" in known and parameters["small"].default is inspect.Parameter.empty and "small" not in given:
             raise ValueError(f"options: {one} needs small, a model of the target's vocabulary: a path, name or Target")
         if one not in TRAINED:

@@ -132,7 +132,8 @@ def test_answers_without_a_text_are_given_one(tiny):
 
 def test_a_record_knows_its_texts_and_its_checkpoint(tiny, tmp_path):
     def of(line: str = "", target: Path = tiny, draft: Path | None = None, **options) -> dict:
-        given = ["--text-file", "t", "--target", str(target), "--drafter", "prompt_lookup", *line.split()]
+        drafter = "small_model" if options else "prompt_lookup"
+        given = ["--text-file", "t", "--target", str(target), "--drafter", drafter, *line.split()]
         given += [f"--option={key}={value}" for key, value in options.items()]
         drafting = Drafting(arguments.bench().parse_args(given))
         drafting.args.draft = [] if draft is None else [str(draft)]
