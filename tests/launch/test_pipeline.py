@@ -133,7 +133,6 @@ def status_of(command: str, arguments: str) -> int:
         (BENCH + "--new-tokens 99999", "99999 new ones"),
         (BENCH + "--noise", "--noise"),
         (BENCH + "--drafter tokenswift", "draft: tokenswift"),
-        (BENCH + "--draft {f}/run/draft {f}/run/draft", "--draft"),
         (BENCH + "--report r.html", "--report"),
         ("--target {f}/target --text-file {f}/none", "--text-file: {f}/none"),
     ],
