@@ -115,7 +115,9 @@ class TokenIdsFormat:
         ids = _integers(_present(record, self.tokens_field), "not_token_ids", (), tokenizer.get_vocab_size() - 1)
         spans = np.array([[0, len(ids)]])
         if self.spans_field is not None:
-            spans = _spans(_present(record, self.spans_field), len(ids))
+            spans = _integers(_present(record, self.spans_field), "not_spans", (2,), len(ids))
+            if (np.diff(spans) < 0).any():
+                raise Unusable("not_spans")
         found = []
         for number, (begin, end) in enumerate(spans.tolist(), start=1):
             text = tokenizer.decode(ids[begin:end].tolist(), skip_special_tokens=True).strip("\ufffd")
@@ -147,7 +149,7 @@ class TargetTokensFormat:
         if record.get(TOKENIZER) not in (None, self.tokenizer_hash):
             raise Unusable("other_tokenizer", "has token ids of another tokenizer than the target's")
         ids = _integers(_present(record, self.tokens_field), "not_token_ids", (), self.vocab_size - 1)
-        spans = _spans(_present(record, self.loss_field), len(ids))
+        spans = _integers(_present(record, self.loss_field), "not_spans", (2,), len(ids))
         lengths = np.diff(spans.ravel())  # of the spans and what is between them
         if lengths.min() < 0 or not lengths[::2].all():
             raise Unusable("not_spans")
@@ -211,11 +213,3 @@ def _integers(value: Any, why: str, columns: tuple[int, ...], most: int) -> np.n
     if not fits or array.min() < 0 or array.max() > most:
         raise Unusable(why)
     return array.astype(np.int64)
-
-
-def _spans(value: Any, n_ids: int) -> np.ndarray:
-    """(start, stop) of spans of the ids, int64 [n, 2]. Raises Unusable."""
-    spans = _integers(value, "not_spans", (2,), n_ids)
-    if (np.diff(spans) < 0).any():
-        raise Unusable("not_spans")
-    return spans
