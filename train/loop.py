@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +44,26 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
         ValueError: a config does not fit the ranks, the data, the target or the run already in its folder.
         TrainingError: training cannot continue.
     """
-    target: Target | None = None
-    loaded: Any = None
     if any(stage.config.train.deterministic for stage in stages):  # cuBLAS reads it once, at a process's first matmul
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     done = ranks.from_first(lambda: [stage.name is not None and _is_done(stage) for stage in stages])
     left = [stage for stage, is_done in zip(stages, done, strict=True) if not is_done]
-    for number, stage in enumerate(stages, start=1):
-        config, wanted = stage.config, (stage.config.target, stage.config.train.precision)
-        if stage.name is not None:
-            ranks.log(f"Stage {stage.name}, {number} of {len(stages)}{'' if stage in left else ': done'}")
+    for _, of_same_target in groupby(stages, lambda stage: (stage.config.target, stage.config.train.precision)):
+        target: Target | None = None  # frees the one before
+        for stage in of_same_target:
+            if stage.name is not None:
+                of_all = f"{1 + stages.index(stage)} of {len(stages)}"
+                ranks.log(f"Stage {stage.name}, {of_all}{'' if stage in left else ': done'}")
             if stage not in left:
                 continue
-        target = target if loaded == wanted else None  # free its memory before another is loaded
-        gc.collect()  # the previous stage's DeepSpeed engine and transformers' models contain reference cycles
-        if target is None:
-            target, loaded = check_stages(left, ranks) or open_target(config, ranks), wanted
-        if not train(config, ranks, target, stop, stage.name):
-            return
-        left.remove(stage)
-        if stage.name is not None:
-            with failures_named(ranks):
-                ranks.from_first(partial(export, config.train.run_dir, target=target))
+            gc.collect()  # the engine and transformers' models of the stage before contain reference cycles
+            target = target or check_stages(left, ranks) or open_target(stage.config, ranks)
+            if not train(stage.config, ranks, target, stop, stage.name):
+                return
+            left.remove(stage)
+            if stage.name is not None:
+                with failures_named(ranks):
+                    ranks.from_first(partial(export, stage.config.train.run_dir, target=target))
 
 
 def _is_done(stage: Stage) -> bool:

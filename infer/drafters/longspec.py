@@ -90,7 +90,7 @@ class LongSpecDrafter(DeviceDrafter):
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if self._passes is None or self._passes.cache is not cache:
             self._passes = self._kind(self.draft, self._model, self._head, cache, self._tree_rows)
-        self._passes.note_prompt(len(request.prompt))
+        self._passes.note_prompt(slot, len(request.prompt))
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         assert self._passes is not None
@@ -117,8 +117,7 @@ class LongSpecDrafter(DeviceDrafter):
         n_missing, *widths = plan
         assert self._passes is not None
         roots_B = state.roots
-        # A slot in prefill is inactive but counts as caught up, so it takes part if more than the usual is missing.
-        if self._kind is _CPasses and n_missing <= self._passes.usual:
+        if self._kind is _CPasses:
             state = state.leading()
         self._passes.catch_up(state, n_missing)
         level = self._root_level(state)
@@ -186,8 +185,8 @@ class DraftPasses:
         keys, values = head.weight.new_zeros(self.kept_shape(draft.config, cache.batch, cache.capacity, tree_rows))
         self.kept, self._n_positions = (keys, values), keys.shape[1] - tree_rows
         self._slots_B1 = torch.arange(cache.batch, device=keys.device)[:, None]
-        self._missing = 0  # the most tokens that any slot lacks keys of, its root included
-        self.usual = 0  # the most tokens that the last step may have committed
+        self._missing = [0] * cache.batch  # how many tokens each slot lacks keys of at most, its root included
+        self._most = 0  # tokens that a step may commit to a slot
 
     @classmethod
     def kept_shape(cls, config: LongSpecConfig, batch: int, capacity: int, tree_rows: int) -> tuple[int, ...]:
@@ -195,20 +194,22 @@ class DraftPasses:
         n_positions = capacity if cls.keeps_all else min(config.window, config.max_positions)
         return 2, batch, n_positions + tree_rows, config.n_kv_heads, config.head_dim
 
-    def note_prompt(self, length: int) -> None:
-        """Another sequence starts on a slot. length: tokens of its prompt."""
-        self._missing = max(self._missing, length)
+    def note_prompt(self, slot: int, length: int) -> None:
+        """Another sequence starts on this slot. length: tokens of its prompt."""
+        self._missing[slot] = length
 
     def note_step(self, most: int) -> None:
         """A step committed at most `most` tokens to each slot."""
-        self.usual = most
-        self._missing += most
+        self._most = most
+        self._missing = [count + most for count in self._missing]
 
     def begin(self, state: SlotState) -> int:
         """Start a proposal on the host. Returns how many tokens before the roots `catch_up` must process."""
-        count = min(max(0, self._missing - 1), self.window)
-        self._missing = 0 if self.keeps_all else 1  # the root itself
-        return state.rounded(count, min(self.usual, self.window), self.window)
+        working = [slot for slot, tokens in enumerate(state.committed) if tokens]
+        count = min(max([0, *(self._missing[slot] - 1 for slot in working)]), self.window)
+        for slot in working:
+            self._missing[slot] = 0 if self.keeps_all else 1  # the root itself
+        return state.rounded(count, min(self._most, self.window), self.window)
 
     def catch_up(self, state: SlotState, n_missing: int) -> None:
         """Compute the keys and values of the last `n_missing` tokens before the roots."""
