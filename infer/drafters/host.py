@@ -14,6 +14,7 @@ from longdraft.infer.drafters.base import Drafter, Request
 from longdraft.infer.slot_state import SlotState
 from longdraft.infer.tree import TokenTree, Trie
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import TargetOutput
 
 # How many of the last committed tokens every step reads from the device, because the host may lag by one step. If a
 # step commits more, the slot proposes nothing until the host knows them.
@@ -62,8 +63,11 @@ class HostDrafter(Drafter):
     def on_start(self, slot: int, request: Request, cache: KVCache) -> None:
         if len(self._tables) != cache.batch:
             self._tables = [None] * cache.batch
-        self._tables[slot] = table = NgramIndex(self.longest_ngram)
-        table.extend(request.prompt)
+        self._tables[slot] = NgramIndex(self.longest_ngram)
+
+    def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
+        if (table := self._tables[slot]) is not None:  # while a GPU runs the pass
+            table.extend(prompt[start:end])
 
     def device_rows(self, state: SlotState) -> Tensor:
         """int64 [B, 3 + R], the rows that `tries` needs: active, root, position, and the last R tokens up to the root;

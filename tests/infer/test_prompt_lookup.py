@@ -19,6 +19,7 @@ from longdraft.infer.sampling import SamplingParams
 from longdraft.infer.slot_state import SlotState
 from longdraft.kernels import backend
 from longdraft.models.kv_cache import KVCache
+from longdraft.models.passes import TargetOutput
 
 
 def state_of(sequences, capacity=256):
@@ -160,8 +161,8 @@ def test_tables_catch_up_with_the_history(monkeypatch, free, committed):
     drafter.fill = lambda trie, table, max_nodes: caught_up.update({trie.tokens[0]: table.tokens[:]})
     drafter.longest_ngram = 2
     for slot in range(3):
-        drafter.on_start(slot, Request(slot, [0] if slot < 2 else [], SamplingParams()), KVCache(1, 4, 1, 1, 1, None))
-    drafter._tables[1].extend(sequences[1][1:5])
+        drafter.on_start(slot, Request(slot, [0], SamplingParams()), KVCache(1, 4, 1, 1, 1, None))
+    drafter.on_prefill(1, sequences[1], 0, 5, TargetOutput())
     state = state_of(sequences, 400)
     state.committed = [tokens[:committed] for tokens in sequences]
     tries = drafter.tries(state, drafter.device_rows(state).tolist(), 9)
