@@ -107,8 +107,9 @@ class TokenRecycling(DeviceDrafter):
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
         if output.post_norm is None:  # rows of an earlier prompt, which the table already has
             return
-        # Only a token's last occurrence in the chunk is written, so the LM head runs only there.
-        last = {token: place for place, token in enumerate(prompt[start:end])}
+        # Only a token's last occurrence before the root is written, so the LM head runs only there.
+        later = set(prompt[end:-1])
+        last = {token: place for place, token in enumerate(prompt[start:end]) if token not in later}
         states_MD = output.post_norm[0]
         places_M, tokens_M = integers(list(last.values()), self._device), integers(list(last), self._device)
         for places, tokens in zip(places_M.split(SEED_ROWS), tokens_M.split(SEED_ROWS), strict=True):

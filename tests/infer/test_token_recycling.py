@@ -142,21 +142,23 @@ def test_the_first_of_equal_tokens_writes(target, paths, counts, seed):
     assert (kept[written].diff(dim=1) <= 0).all() and kept[~written].isneginf().all()
 
 
-def test_a_prompt_seeds_the_table(tiny_target):
-    """Whatever the chunks: candidates are those at a token's last place in the prompt; the root writes its own."""
-    prompt, target = PROMPTS[0], tiny_target(vocab_size=VOCAB)
+@pytest.mark.parametrize("chunk", [512, 3])
+def test_a_prompt_seeds_the_table(tiny_target, chunk):
+    """Whatever the chunks: candidates are those at a token's last place in the prompt, and the LM head runs nowhere
+    else; the root writes its own."""
+    prompt, target, written = PROMPTS[0], tiny_target(vocab_size=VOCAB), list[int]()
     logits = target.model(Pass(torch.tensor([prompt]))).logits[0]
-    one = SamplingParams(max_new_tokens=1)
-    for chunk in (512, 3):
-        drafter = TokenRecycling(target)
-        assert drafter.needs == {"post_norm"}
-        Engine(target, drafter, prefill_chunk=chunk, nodes=None).generate([prompt], one)
-        for place, token in enumerate(prompt):
-            if token not in prompt[place + 1 :]:
-                ids = drafter.candidates[token].tolist()
-                torch.testing.assert_close(logits[place, ids], logits[place].topk(8).values, rtol=0, atol=1e-4)
-        assert int((drafter.candidates[:VOCAB, 0] >= 0).sum()) == len(set(prompt))
-        assert drafter.needs == {"logits"}
+    drafter, write, before = TokenRecycling(target), TokenRecycling._write, set(prompt[:-1])
+    drafter._write = lambda tokens, *best: (written.extend(tokens.tolist()), write(drafter, tokens, *best))
+    assert drafter.needs == {"post_norm"}
+    Engine(target, drafter, prefill_chunk=chunk, nodes=None).generate([prompt], SamplingParams(max_new_tokens=1))
+    assert set(written[: len(before)]) == before
+    for place, token in enumerate(prompt):
+        if token not in prompt[place + 1 :]:
+            ids = drafter.candidates[token].tolist()
+            torch.testing.assert_close(logits[place, ids], logits[place].topk(8).values, rtol=0, atol=1e-4)
+    assert int((drafter.candidates[:VOCAB, 0] >= 0).sum()) == len(set(prompt))
+    assert drafter.needs == {"logits"}
 
 
 def test_of_several_prompts_the_last_place_wins(target, exact_dtype):
