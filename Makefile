@@ -3,8 +3,8 @@
 #   TORCH_INDEX=URL          the package index for torch, for example https://download.pytorch.org/whl/cpu
 #   STEPS=N                  training steps of the quickstart
 #   WORKERS=N                processes that run the tests (default: 2), each with one thread
-#   NIGHTLY="infer positions kernels"  these nightly tests run with the others: drafters in all combinations, 32K
-#                            positions, kernels compiled for absent GPUs
+#   NIGHTLY="infer positions kernels train"  these nightly tests run with the others: drafters in all combinations, 32K
+#                            positions, kernels compiled for absent GPUs, training on 8 ranks
 PYTHON ?= python3
 TORCH_INDEX ?=
 STEPS ?=
@@ -64,7 +64,7 @@ test: $(SETUP)
 quick: $(SETUP)
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup $(QUICK)
 
-# Slow tests that rarely fail: all combinations of exactness, 32K positions, kernels compiled for absent GPUs.
+# Slow tests that rarely fail: all combinations of exactness, 32K positions, kernels compiled for absent GPUs, 8 ranks.
 nightly: $(SETUP) test-machines test-oldest
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadgroup -m nightly
 

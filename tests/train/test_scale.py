@@ -1,6 +1,10 @@
 """Several ranks train as one does: where they share the target's weights or the tokens of a row, and where the passes
 do not divide among them, so that some have none at all."""
 
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,30 +27,51 @@ CASES = {
         ("fp32-1-1", []), ("longspec-fp32-1-1", ["train.zero_stage=3"]),
         ("longspec-anchored", [SHARDED, "train.zero_stage=3"]), ("poisoned", []),
     ],
-    4: [("fp32-1-1", [THREES, SHARED])],
+    4: [
+        ("fp32-1-1", [THREES, SHARED]),
+        ("longspec-anchored", [SHARED, "train.zero_stage=3", "train.micro_batch=2"]),  # two ranks share no row
+    ],
+    8: [
+        ("fp32-1-1", []), ("fp32-1-1", [SHARED, SHARDED, "train.zero_stage=2", "train.micro_batch=1"]),
+        ("longspec", ["train.micro_batch=1"]), ("longspec", ["train.zero_stage=3"]),
+        ("longspec-anchored", [SHARED, SHARDED, "train.zero_stage=3"]), ("acceptance", [SHARED]), ("mix", [SHARDED]),
+        ("poisoned", [SHARED]),
+    ],
 }  # fmt: skip
-NAMES = [f"{n_ranks}-{number}-{like}" for n_ranks, cases in CASES.items() for number, (like, _) in enumerate(cases)]
+NIGHTLY = 8
+NAMES = [
+    pytest.param(f"{n_ranks}-{number}-{like}", marks=[pytest.mark.nightly(of="train")] if n_ranks == NIGHTLY else [])
+    for n_ranks, cases in CASES.items()
+    for number, (like, _) in enumerate(cases)
+]
 
 
 @pytest.fixture(scope="module")
-def scaled(tmp_path_factory, start_ranks, finish_ranks, runs):
-    """A folder of the cases' runs, by NAMES."""
+def scaled(tmp_path_factory, start_ranks, finish_ranks, runs) -> Callable[[str], Path]:
+    """(one of NAMES) -> its run; the runs of a number of ranks are trained at the first question for one."""
     folder = tmp_path_factory.mktemp("scaled")
-    for n_ranks, cases in CASES.items():
+
+    @cache
+    def train(n_ranks: int) -> None:
         actions = [
             {"train": [f"train.run_dir={folder / f'{n_ranks}-{i}-{like}'}", *others],
                 "config": str(runs / like / "config.yaml"), "until": N_STEPS.get(like, 10)}
-            for i, (like, others) in enumerate(cases)
+            for i, (like, others) in enumerate(CASES[n_ranks])
         ]  # fmt: skip
         finish_ranks(start_ranks(n_ranks, actions))
-    return folder
+
+    def trained(name: str) -> Path:
+        train(int(name.split("-")[0]))
+        return folder / name
+
+    return trained
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_train_as_one(runs, scaled, name):
     """Losses of every step, what is skipped, weights and the evaluation."""
     n_ranks, number, like = name.split("-", 2)
-    alone, together, n_steps = runs / like, scaled / name, N_STEPS.get(like, 10)
+    alone, together, n_steps = runs / like, scaled(name), N_STEPS.get(like, 10)
     bound = 1e-5 if like == "longspec" or (n_ranks == "3" and like != "longspec-anchored") else 1e-4
     records, found = ([record for record in read_metrics(run) if "loss" in record] for run in (alone, together))
     assert len(found) == n_steps

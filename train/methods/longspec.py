@@ -57,7 +57,12 @@ class LongSpecMethod(Method):
     ) -> MicroBatch:
         """`shifts`: the noise shift of each piece. None: they are drawn at random."""
         shifts = shifts or [self._shift(draws(self.seed, key, 1)[0]) for key in batch.keys]
-        queries = plan_queries(batch.borders, shifts, self._window, self._query_spans(batch, span, share))
+        spans = self._query_spans(batch, span, share)
+        if spans == []:
+            # Without queries nothing reads the draft's own keys, so they would have no backward pass. Under ZeRO-3 all
+            # ranks must run the same ones.
+            return self._pass(batch, (0, 1), 1.0, positions, shifts).without_labels()
+        queries = plan_queries(batch.borders, shifts, self._window, spans)
         rows, labels = self._labels(batch, 1)
         shift_N = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(batch.borders).diff())
         shift_of_label, query_of_label = shift_N[rows], rows
