@@ -1,4 +1,4 @@
-"""One row on two ranks by Ulysses against the same row on one: real processes over gloo."""
+"""A row on two ranks, and another on two others, by Ulysses against the same rows on one: real processes over gloo."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from transformers import GptOssConfig, LlamaConfig, MistralConfig
 from longdraft.models.hf_config import decoder_config
 from longdraft.train.sequence_parallel import check_heads
 
-VOCAB, DEGREE = 89, 2
+VOCAB, DEGREE, N_RANKS = 89, 2, 4
 SIZES = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=16, tie_word_embeddings=False,
@@ -58,8 +58,8 @@ def results(tmp_path_factory, saved_model, start_ranks, finish_ranks) -> dict[st
         case | shared | {"folder": str(out / case["folder"]), "out": str(out / f"case-{name}")}
         for name, case in CASES.items()
     ]
-    finish_ranks(start_ranks(2, actions, "ranks_target.py"))
-    return {name: [torch.load(out / f"case-{name}-{rank}.pt") for rank in range(2)] for name in CASES}
+    finish_ranks(start_ranks(N_RANKS, actions, "ranks_target.py"))
+    return {name: [torch.load(out / f"case-{name}-{rank}.pt") for rank in range(N_RANKS)] for name in CASES}
 
 
 def assert_same(got, expected, name: str) -> None:
