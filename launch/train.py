@@ -61,12 +61,13 @@ def _run_rank(args: argparse.Namespace, reports_errors: bool) -> int:
         stages = load_stages(args.config, args.overrides, args.stage, args.from_draft)
         settle_device(stages[0].config.train.device)
         from longdraft.train.loop import train_stages
-        from longdraft.train.ranks import RankError, TrainingError, join_ranks, leave_ranks
+        from longdraft.train.ranks import RankError, TrainingError, failures_named, join_ranks, leave_ranks
 
         try:
             ranks = join_ranks()
-            train_stages(stages, ranks, stop)
-            leave_ranks(ranks)
+            with failures_named(ranks):
+                train_stages(stages, ranks, stop)
+                leave_ranks(ranks)
         except TrainingError as error:
             if reports_errors or isinstance(error, RankError):
                 note(f"launch/train.py: error: {error}")

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longdraft.models.files import file_digest, sync, write_tensors
-from longdraft.train.config import Config, config_from_dict, to_dict
+from longdraft.train.config import Config, config_from_dict, differences
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.ranks import Ranks, TrainingError
 
@@ -143,15 +143,8 @@ def saved_config(run_dir: str | Path, state: Mapping[str, Any]) -> Config:
 
 def changes(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     """The fields that decide a run's result and differ from the saved config: `section.field` to (now, before)."""
-    before, now = (
-        {f"{section}.{name}": value for section, fields in to_dict(one).items() for name, value in fields.items()}
-        for one in (saved, config)
-    )
-    return {
-        name: (value, before.get(name))
-        for name, value in now.items()
-        if value != before.get(name) and name not in FREE and name.split(".")[0] not in FREE
-    }
+    found = differences(config, saved)
+    return {name: values for name, values in found.items() if not {name, name.split(".")[0]} & set(FREE)}
 
 
 def check_continues(state: Mapping[str, Any], config: Config, rows: Mapping[str, Any]) -> None:

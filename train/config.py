@@ -336,6 +336,16 @@ def to_dict(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+def differences(config: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+    """The fields of `config` that have another value in `other`: `section.field` to both values, None where it lacks
+    the field."""
+    own, others = (
+        {f"{section}.{name}": value for section, fields in to_dict(one).items() for name, value in fields.items()}
+        for one in (config, other)
+    )
+    return {name: (value, others.get(name)) for name, value in own.items() if value != others.get(name)}
+
+
 def to_yaml(config: Config) -> str:
     """YAML that load_config reads back."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))

@@ -24,8 +24,8 @@ from longdraft.train.config import Config, to_dict, to_yaml
 from longdraft.train.config_file import Stage
 from longdraft.train.export import export
 from longdraft.train.model_card import draw_curves
-from longdraft.train.ranks import Ranks, failures_named
-from longdraft.train.setup import Run, check_stages, open_run, open_target
+from longdraft.train.ranks import Ranks
+from longdraft.train.setup import Run, check_same, check_shared, check_stages, open_run, open_target
 from longdraft.train.step import StepResult, begin_step_sum, finish_step_sum, measure, train_step
 from longdraft.train.tracking import Tracker, read_metrics
 from longdraft.train.validation import validate
@@ -44,6 +44,7 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
         ValueError: a config does not fit the ranks, the data, the target or the run already in its folder.
         TrainingError: training cannot continue.
     """
+    check_same(stages, ranks)
     if any(stage.config.train.deterministic for stage in stages):  # cuBLAS reads it once, at a process's first matmul
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     done = ranks.from_first(lambda: [stage.name is not None and _is_done(stage) for stage in stages])
@@ -62,8 +63,7 @@ def train_stages(stages: Sequence[Stage], ranks: Ranks, stop: Sequence[int] = ()
                 return
             left.remove(stage)
             if stage.name is not None:
-                with failures_named(ranks):
-                    ranks.from_first(partial(export, stage.config.train.run_dir, target=target))
+                ranks.from_first(partial(export, stage.config.train.run_dir, target=target))
 
 
 def _is_done(stage: Stage) -> bool:
@@ -109,12 +109,10 @@ def train(config: Config, ranks: Ranks, target: Target, stop: Sequence[int] = ()
     config = config.resolved(len(rows))
     run_dir, n_steps = config.train.run_dir, config.train.n_steps
     busy = f"another process trains in {run_dir}; stop it (an orphaned rank, perhaps) or give another folder"
-    with failures_named(ranks), ExitStack() as held:
-        lock = Path(run_dir) / "lock"
-        ranks.from_first(lambda: held.enter_context(locked(lock, "train.run_dir", busy)))
-        if not all(ranks.gather(lock.exists())):
-            raise ValueError(f"train.run_dir: not every machine sees the first one's {run_dir}; use shared storage")
+    with ExitStack() as held:
+        ranks.from_first(lambda: held.enter_context(locked(Path(run_dir) / "lock", "train.run_dir", busy)))
         folders = checkpoint.checkpoint_folder(run_dir), checkpoint.best_folder(run_dir)
+        check_shared(folders[0], ranks)
         ranks.from_first(lambda: [*map(checkpoint.remove_unfinished, folders)])
         found = ranks.from_first(partial(checkpoint.newest, run_dir))
         undecoded = ranks.from_first(lambda: found is not None and _lacks_decoding(config, found.state))

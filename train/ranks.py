@@ -124,7 +124,7 @@ def join_ranks() -> Ranks:
         env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     local_rank, world_size = int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])
-    local_size = int(env.get("LOCAL_SIZE", world_size))
+    local_size = int(env.get("LOCAL_SIZE") or env.get("LOCAL_WORLD_SIZE") or world_size)  # torchrun's is the second
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
     n_threads = env.get("OMP_NUM_THREADS", "").split(",")[0]  # the others of a list are for nested regions
     torch.set_num_threads(int(n_threads or max(1, cores // local_size)))
@@ -174,8 +174,8 @@ def log(line: str) -> None:
 
 @contextmanager
 def failures_named(ranks: Ranks) -> Iterator[None]:
-    """Inside, a file that cannot be read or written (a full disk), and a collective that fails because another rank
-    died, raise a RankError that says so."""
+    """Inside, a file that cannot be read or written (a full disk) raises a RankError that says so, and a collective
+    that fails because another rank died, a TrainingError."""
     try:
         yield
     except BrokenPipeError:  # of standard output
@@ -189,9 +189,9 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
         is_lost = type(error) is RuntimeError and any(word in reason for word in LOST)
         if not is_lost and not isinstance(error, dist.DistError):
             raise
-        raise RankError(
-            f"rank {ranks.rank}: another rank failed or was killed ({reason}); the same command resumes from "
-            "the newest checkpoint"
+        raise TrainingError(
+            f"rank {ranks.rank}: another rank failed or was killed ({reason.partition('. ')[0]}); the same command "
+            "resumes from the newest checkpoint"
         ) from error
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from longdraft.models.target import Target
 from longdraft.train import checkpoint
 from longdraft.train.batches import EpochRow
 from longdraft.train.checkpoint import Found, checkpoint_folder, finished_folders
-from longdraft.train.config import DTYPES, Config, DataSection, TargetSection
+from longdraft.train.config import DTYPES, Config, DataSection, TargetSection, differences
 from longdraft.train.config_file import Stage
 from longdraft.train.deepspeed_engine import DraftEngine
 from longdraft.train.estimate import memory
@@ -128,6 +129,26 @@ def open_target(config: Config, ranks: Ranks) -> Target:
         return load_sharded_target(section.path, dtype, ranks, section.max_positions)
     wrap = partial(share_out, ranks, dtype)
     return load_through_transformers(section.path, dtype, ranks.device, section.max_positions, wrap=wrap)
+
+
+def check_same(stages: Sequence[Stage], ranks: Ranks) -> None:
+    """Raises ValueError, on all ranks, if the machines were given different configs: the ranks would wait for each
+    other in vain, or train something that is neither machine's config."""
+    (own, *others), advice = ranks.gather(stages), "start all machines with the same config and overrides"
+    for rank, there in enumerate(others, start=1):
+        if [stage.name for stage in own] != [stage.name for stage in there]:
+            raise ValueError(f"stages: they are not the same on rank 0 and on rank {rank}; {advice}")
+        for one, other in zip(own, there, strict=True):
+            for name, (first, second) in differences(one.config, other.config).items():
+                raise ValueError(f"{name}: {first!r} on rank 0, but {second!r} on rank {rank}; {advice}")
+
+
+def check_shared(folder: Path, ranks: Ranks) -> None:
+    """Raises ValueError, on all ranks, if not every machine sees the first one's `folder`. Another machine may have a
+    folder of that name with an earlier run, so it is asked for a new name, which `remove_unfinished` removes."""
+    new = ranks.from_first(lambda: folder.mkdir(parents=True, exist_ok=True) or mkdtemp(prefix="tmp-", dir=folder))
+    if not all(ranks.gather(Path(new).exists())):
+        raise ValueError(f"train.run_dir: not every machine sees the first one's {folder.parent}; use shared storage")
 
 
 def check_stages(stages: Sequence[Stage], ranks: Ranks) -> Target | None:

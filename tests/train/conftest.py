@@ -172,8 +172,8 @@ def config_file(tmp_path_factory, target_folder, data_folder) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fork() -> "Callable[[list[str], dict[str, str]], Forked]":
-    """(script and its arguments, environment) -> a process that has the slow imports done already."""
+def fork() -> "Callable[..., Forked]":
+    """(script and its arguments, environment, working directory) -> a process that has done the slow imports."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     return Forked
 
@@ -182,30 +182,38 @@ def fork() -> "Callable[[list[str], dict[str, str]], Forked]":
 def start_ranks(config_file, fork) -> "Callable[..., list[subprocess.Popen] | list[Forked]]":
     """`start_ranks(2, [{"train": [override, ...]}, ...])` starts two ranks of ranks.py, or of another script.
 
-    They are forked from a process that has done the slow imports; with `fresh` they are started anew.
+    They are forked from a process that has done the slow imports; with `fresh` they are started anew. `machines`: the
+    folders in which equal shares of the ranks are, as torchrun starts them on machines without a shared file system.
     """
 
     def start(
-        n_ranks: int, actions: Sequence[dict], script: str = "ranks.py", fresh: bool = False
+        n_ranks: int,
+        actions: Sequence[dict],
+        script: str = "ranks.py",
+        fresh: bool = False,
+        machines: Sequence[Path] = (Path(),),
     ) -> "list[subprocess.Popen] | list[Forked]":
-        shared = {"WORLD_SIZE": str(n_ranks), "LOCAL_SIZE": str(n_ranks)}
+        of_one = n_ranks // len(machines)
+        shared = {"WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(of_one), "OMP_NUM_THREADS": "1"}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         command = [str(Path(__file__).with_name(script)), str(config_file), json.dumps(actions)]
-        environments = [
-            os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-            for rank in range(n_ranks)
+        started = [
+            (machine, os.environ | shared | {"RANK": str(i * of_one + local), "LOCAL_RANK": str(local)})
+            for i, machine in enumerate(machines)
+            for local in range(of_one)
         ]
         if not fresh:
-            return [fork(command, environment) for environment in environments]
+            return [fork(command, environment, machine) for machine, environment in started]
         return [
             subprocess.Popen(
                 [sys.executable, *command],
                 env=environment,
+                cwd=machine,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for environment in environments
+            for machine, environment in started
         ]
 
     return start
@@ -214,11 +222,12 @@ def start_ranks(config_file, fork) -> "Callable[..., list[subprocess.Popen] | li
 class Forked:
     """The part of a text-mode `Popen` that the tests use, for a process of multiprocessing's fork server."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]):
+    def __init__(self, command: list[str], environment: dict[str, str], folder: Path = Path()):
         context = multiprocessing.get_context("forkserver")
         reader, says = context.Pipe(duplex=False)
         self.stdout = os.fdopen(os.dup(reader.fileno()), "r")
         given = {"script": command[0], "arguments": command[1:], "environment": environment, "says": says}
+        given["folder"] = str(folder.resolve())
         started = str(Path(__file__).with_name("started.py"))
         self._process = context.Process(target=runpy.run_path, args=(started, {"given": given}))
         with _no_launcher():  # the fork server starts here, with one thread

@@ -6,8 +6,9 @@ in it from the n-th look on. With "overflow": step, rank 1's gradient of that st
 "kill": a moment of KILLS, the process kills itself then. {"limit": {rank: bytes}}: that rank can write no larger file;
 the others can. {"resave": [override, ...], "to": folder}: loads the run's newest checkpoint and saves it into another
 folder; with "negative_zeros" the first entry of each tensor is -0.0 by then. {"copy": [from, to]}: copies a run's
-folder, without the checkpoints in "without". {"main": [override, ...]}: the rest is the command's; as the first action,
-before the ranks have met.
+folder, without the checkpoints in "without". {"stages": [override, ...], "there": [override, ...]}: trains as the
+command does, with further overrides on the second machine (start_ranks). {"main": [override, ...]}: the rest is the
+command's; as the first action, before the ranks have met.
 """
 
 import gc
@@ -27,9 +28,9 @@ from longdraft.models.hf import load_target
 from longdraft.models.target import Target
 from longdraft.train import checkpoint
 from longdraft.train.config import DTYPES
-from longdraft.train.config_file import load_config
+from longdraft.train.config_file import load_config, load_stages
 from longdraft.train.deepspeed_engine import DraftEngine
-from longdraft.train.loop import train
+from longdraft.train.loop import train, train_stages
 from longdraft.train.ranks import TrainingError, join_ranks, leave_ranks
 from longdraft.train.setup import open_run, open_target
 
@@ -160,6 +161,9 @@ def copy(action):
 def perform(action):
     if "train" in action:
         return run(action)
+    if "stages" in action:
+        there = action["there"] if ranks.rank != ranks.local_rank else []
+        return train_stages(load_stages(sys.argv[1], [*action["stages"], *there]), ranks)
     if "resave" in action:
         return resave(action)
     if "limit" in action:

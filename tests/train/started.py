@@ -11,6 +11,7 @@ import sys
 given = globals()["given"]
 os.environ.clear()
 os.environ.update(given["environment"])
+os.chdir(given["folder"])
 for descriptor in (1, 2):
     os.dup2(given["says"].fileno(), descriptor)
 given["says"].close()
