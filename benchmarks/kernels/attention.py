@@ -1,4 +1,5 @@
-"""Tree attention of one layer over a long cache: our implementation beside its peers.
+"""Attention of one layer over a long cache: of a tree, ours beside its peers; of a chunk of a prompt, ours (the fastest
+installed kernel) beside each flash kernel.
 
 What all layers of a pass share (masks, bits, the host's copy of the lengths) is computed before the clock starts, for
 every candidate. Each peer is set up to be as fast as possible: grouped heads are folded into the query rows if that
@@ -7,7 +8,9 @@ Shapes: N query tokens of the pass, S committed rows, C capacity, H query heads,
 N, d head width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,17 +20,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from longdraft.benchmarks.kernels.race import OURS, PROFILES, Bench, Build, Profile, Run, Work, race
 from longdraft.kernels import backend
 from longdraft.kernels import tree_attention as ours
+from longdraft.kernels.chain_attention import by_flash, chain_attention
 from longdraft.kernels.tree import PassPlan, attended_rows
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
+from longdraft.models.passes import prompt_rows
 
 SPARE = 23  # rows of capacity after the pass
+CHECKED = 32  # only the last rows of a chunk's output are compared
 BY_TABLE = f"{OURS}, by the table"
 
 
 @dataclass
 class Case:
-    """One slot's queries, keys and values. `exact` is the output of the fp32 reference, `plain` that of PyTorch's
-    attention in the same precision. `tree_1NN`: bool; a single row is a tree, too."""
+    """One slot's queries, keys and values, and the tree of the pass's last rows, bool, where a single row is one, too.
+    `exact` is the output of the fp32 reference for these rows, `plain` that of PyTorch's attention in the same
+    precision."""
 
     q_1NHd: Tensor
     keys_1CKd: Tensor
@@ -70,24 +77,22 @@ def random_tree(n_nodes: int) -> Tensor:
     return mask
 
 
-def random_rows(bench: Bench, profile: Profile, context: int, n_rows: int, rest: float) -> tuple[Tensor, ...]:
-    """Queries of a pass, and keys and values, with the value `rest` in the capacity after them."""
-    generator, stop = torch.Generator(bench.device).manual_seed(context + n_rows), context + n_rows
-    sizes = (n_rows, profile.n_heads), *[(stop + SPARE, profile.n_kv_heads)] * 2
+def make_case(
+    bench: Bench, profile: str, context: int, n_rows: int, tree_NN: Tensor, rest: float = float("nan")
+) -> Case:
+    """Random rows, with the value `rest` in the capacity after them. tree_NN: of the last rows, after a chain of the
+    others."""
+    config, stop = PROFILES[profile], context + n_rows
+    sizes = (n_rows, config.n_heads), *[(stop + SPARE, config.n_kv_heads)] * 2
+    generator = torch.Generator(bench.device).manual_seed(stop)
     place = {"generator": generator, "device": bench.device, "dtype": bench.dtype}
-    q, keys, values = (torch.randn(1, *size, profile.head_dim, **place) for size in sizes)
+    q, keys, values = (torch.randn(1, *size, config.head_dim, **place) for size in sizes)
     keys[:, stop:] = values[:, stop:] = rest
-    return q, keys, values
-
-
-def make_case(bench: Bench, profile: str, context: int, nodes: int) -> Case:
-    """Random rows with NaN in the capacity after them."""
-    q, keys, values = random_rows(bench, PROFILES[profile], context, nodes, float("nan"))
-    tree, stop = random_tree(nodes).to(bench.device)[None], context + nodes
-    lengths = torch.tensor([context], device=bench.device)
-    exact = reference(q.float(), keys, values, lengths, tree)[0]
-    rows = heads_first(q, keys[:, :stop], values[:, :stop])
-    mask = attended_rows(lengths, nodes, stop, tree, None)
+    last, tree = q[:, -len(tree_NN) :], tree_NN.to(bench.device)[None]
+    before = torch.tensor([stop - len(tree_NN)], device=bench.device)
+    exact = reference(last.float(), keys, values, before, tree)[0]
+    rows = heads_first(last, keys[:, :stop], values[:, :stop])
+    mask = attended_rows(before, len(tree_NN), stop, tree, None)
     plain = scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)
     return Case(q, keys, values, context, tree, exact, plain.transpose(1, 2))
 
@@ -191,12 +196,44 @@ def measure(
     for n in nodes:
         sizes, capacity = (config.n_heads, config.n_kv_heads, config.head_dim), context + n + SPARE
         ours.tune(*sizes, [None], bench.dtype, bench.device, capacity, 1, nodes, print)
-        case, shape = make_case(bench, profile, context, n), {"profile": profile, "context": context, "nodes": n}
+        case = make_case(bench, profile, context, n, random_tree(n))
+        shape = {"profile": profile, "context": context, "nodes": n}
         work = attention_work(config, context, n, bench.dtype.itemsize, int(case.tree_1NN.sum()))
         rows = race(bench, {"benchmark": "attention", **shape}, builds, [case], work)
         launched = choices(case) if on_gpu else {}
         found += [row | {"choice": str(launched.get(row["implementation"], ""))} if on_gpu else row for row in rows]
     return found
+
+
+def _of_chunk(attention: Callable[..., Tensor]) -> Build:
+    """attention: of queries, keys, values and the plan of a chain."""
+
+    def build(case: Case) -> Run:
+        given = case.q_1NHd, case.keys_1CKd, case.values_1CKd, PassPlan(case.lengths_1, case.q_1NHd.shape[1])
+        return lambda: attention(*given)[:, -CHECKED:]
+
+    return build
+
+
+FLASH = {
+    "PyTorch's flash": backend.torch_varlen(),
+    "flash-attn 2": backend._flash_attn,
+    "FlashAttention-3": backend._flash_attn_3,
+    "FlashAttention-4": backend._flash_attn_4,
+}
+
+
+@torch.no_grad()
+def measure_chunk(bench: Bench, profile: str, context: int) -> list[dict]:
+    """Return one row for every implementation; on a CPU only for ours."""
+    n_rows = prompt_rows(bench.device.type)
+    work = attention_work(PROFILES[profile], context, n_rows, bench.dtype.itemsize, n_rows * (n_rows + 1) // 2)
+    shape = {"benchmark": "prompt", "profile": profile, "context": context, "nodes": n_rows}
+    builds = {OURS: _of_chunk(chain_attention)}
+    if bench.device.type == "cuda":
+        builds |= {name: _of_chunk(partial(by_flash, kernel, window=None)) for name, kernel in FLASH.items()}
+    chain_NN = torch.ones(CHECKED, CHECKED, dtype=torch.bool).tril()
+    return race(bench, shape, builds, [make_case(bench, profile, context, n_rows, chain_NN, rest=0.0)], work)
 
 
 def attention_work(profile: Profile, context: int, nodes: int, itemsize: int, tree_pairs: int) -> Work:

@@ -15,7 +15,7 @@ import torch
 
 from longdraft.benchmarks.drafters.metrics import lay_out
 from longdraft.benchmarks.drafters.provenance import hardware, provenance
-from longdraft.benchmarks.kernels import attention, loss, product, prompt
+from longdraft.benchmarks.kernels import attention, loss, product
 from longdraft.benchmarks.kernels.race import DTYPES, OURS, PROFILES, Bench
 from longdraft.kernels.linear import emulates_bf16
 from longdraft.models.device import on_device, option_device
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = provenance(bench.dtype, PACKAGES) | {"hardware": hardware(bench.device), "device": args.device}
     measures: dict[str, Callable[[str], Iterable[list[dict]]]] = {
         "attention": lambda profile: (attention.measure(bench, profile, one, args.nodes) for one in args.contexts),
-        "prompt": lambda profile: (prompt.measure(bench, profile, one) for one in args.contexts),
+        "prompt": lambda profile: (attention.measure_chunk(bench, profile, one) for one in args.contexts),
         "linear": lambda profile: [product.measure(bench, profile, args.nodes)],
         "loss": lambda profile: (loss.measure(bench, profile, args.rows, one) for one in loss.IMPLEMENTATIONS),
     }

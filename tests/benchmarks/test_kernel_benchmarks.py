@@ -163,7 +163,8 @@ def test_figures_follow_from_the_time(bench, monkeypatch):
     """8 MB and 16 MFLOP in 8 ms, on 2 GB/s of copy and 8 GFLOP/s."""
     monkeypatch.setattr(Bench, "in_turns", lambda self, runs: dict.fromkeys(runs, 0.008))
     work = race.Work(8_000_000, 16_000_000)
-    (row,) = race.race(bench, {}, {OURS: lambda case: lambda: None}, [make_case(bench, TINY, 5, 1)], work, Mock())
+    case = make_case(bench, TINY, 5, 1, random_tree(1))
+    (row,) = race.race(bench, {}, {OURS: lambda case: lambda: None}, [case], work, Mock())
     assert row["ms"] == 8 and row["over_longdraft"] == 1
     assert row["share_of_copy"] == pytest.approx(0.5) and row["share_of_products"] == pytest.approx(0.25)
 
