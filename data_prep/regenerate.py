@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,9 @@ CHARACTERS_A_TOKEN = 32  # characters of a text that are tokenised per token of 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the target wrote after prompt `index`. text: without an end token, other special tokens spelled out. ended:
-    whether the target ended it. refused: why a server refuses this prompt, although it answers others."""
+    """What the target wrote after the prompt of conversation `index`, counted in the input. text: without an end token,
+    other special tokens spelled out. ended: whether the target ended it. refused: why a server refuses this prompt,
+    although it answers others."""
 
     index: int
     text: str
@@ -73,7 +74,7 @@ class Completion:
 
 
 Given = Conversation | Document | TokenDocument | BadDocument
-# Waiting prompts by index: token ids with a seed (unsigned, 64 bits).
+# Waiting prompts by the index of their conversation: token ids with a seed (unsigned, 64 bits).
 Due = dict[int, tuple[list[int], int]]
 # Removes prompts from a Due until none is left, and yields their completions as they finish, in any order. After each
 # completion the caller may add prompts. Until a prompt is worked on, it should stay in the Due.
@@ -136,9 +137,9 @@ def regenerate(
             answering = _Answering(config, encoder, folder, progress)
             unfinished = _unfinished(documents, folder, progress)
             generate: Generate | None = None
-            for task, part in unfinished:
+            for number, part in unfinished:
                 generate = generate or start()
-                answering.begin(task, part)
+                answering.begin(number, part)
                 for completion in generate(answering.due):
                     answering.go_on(completion.index, completion)
                     # No prompt is waiting; add a task, so that the generator is not idle during the last long ones.
@@ -152,69 +153,60 @@ def regenerate(
     return counts
 
 
-def _unfinished(documents: Iterator[Given], folder: WorkFolder, progress: tqdm) -> Iterator[tuple[str, list[Given]]]:
-    """The tasks without a record, each with its conversations."""
+def _unfinished(documents: Iterator[Given], folder: WorkFolder, progress: tqdm) -> Iterator[tuple[int, list[Given]]]:
+    """The numbers of the tasks without a record, each with its conversations."""
     for number, part in enumerate(iter(lambda: list(islice(documents, PART_SIZE)), [])):
-        task = PART.format(number)
-        if folder.read(task) is None:
-            yield task, part
+        if folder.read(PART.format(number)) is None:
+            yield number, part
         else:
             progress.update(len(part))
 
 
-@dataclass
-class _Task:
-    """A task that has begun. ends: the results of its finished conversations, by index."""
-
-    name: str
-    documents: list[Given]
-    ends: dict[int, dict | Unusable]
-
-
 class _Answering:
-    """The open conversations of all tasks that have begun, and their waiting prompts. A task is written once all its
-    conversations are finished. Each conversation has a unique number.
+    """The open conversations of all tasks that have begun, by index, and their waiting prompts. A task is written once
+    all its conversations are finished.
     """
 
     def __init__(self, config: RegenerateConfig, encoder: ChatEncoder, folder: WorkFolder, progress: tqdm):
         self.due: Due = {}
-        self._answers: dict[int, tuple[_Task, int, Generator[tuple[list[int], int], Completion | None, dict]]] = {}
+        self._names: dict[int, dict[int, str]] = {}  # of each task's conversations
+        self._answers: dict[int, Generator[tuple[list[int], int], Completion | None, dict]] = {}
+        self._ends: dict[int, dict | Unusable] = {}
         self._config, self._encoder, self._folder, self._progress = config, encoder, folder, progress
-        self._numbers = count()
 
-    def begin(self, name: str, documents: list[Given]) -> None:
-        """Begin a task with these conversations."""
-        task = _Task(name, documents, {})
-        for i, document in enumerate(documents):
-            number = next(self._numbers)
-            self._answers[number] = task, i, answer(document, self._config, self._encoder)
-            self.go_on(number, None)
+    def begin(self, number: int, part: list[Given]) -> None:
+        """Begin task `number` with these conversations."""
+        of_task = dict(enumerate(part, start=number * PART_SIZE))
+        self._names[number] = {index: document.name for index, document in of_task.items()}
+        for index, document in of_task.items():
+            self._answers[index] = answer(document, self._config, self._encoder)
+            self.go_on(index, None)
 
-    def go_on(self, number: int, completion: Completion | None) -> None:
-        """Continue conversation `number` with its completion; None starts it."""
-        task, i, answers = self._answers[number]
+    def go_on(self, index: int, completion: Completion | None) -> None:
+        """Continue conversation `index` with its completion; None starts it."""
         try:
-            self.due[number] = answers.send(completion)
+            self.due[index] = self._answers[index].send(completion)
             return
         except StopIteration as end:
-            task.ends[i] = end.value
+            self._ends[index] = end.value
         except Unusable as error:
-            task.ends[i] = error
-        del self._answers[number]
+            self._ends[index] = error
+        del self._answers[index]
         self._progress.update()
-        if len(task.ends) == len(task.documents):
-            _finish(task, self._folder)
+        number = index // PART_SIZE
+        if self._ends.keys() >= self._names[number].keys():
+            ends = [(name, self._ends.pop(i)) for i, name in self._names.pop(number).items()]
+            _finish(PART.format(number), ends, self._folder)
 
 
-def _finish(task: _Task, folder: WorkFolder) -> None:
-    """Write a task's good conversations and its record."""
-    ends = [(document.name, task.ends[i]) for i, document in enumerate(task.documents)]
+def _finish(task: str, ends: Sequence[tuple[str, dict | Unusable]], folder: WorkFolder) -> None:
+    """Write a task's good conversations and its record. ends: the name and the result of each conversation."""
     good = [json.dumps(end, ensure_ascii=False) + "\n" for _, end in ends if isinstance(end, dict)]
     bad = [(name, end.why, end.detail) for name, end in ends if isinstance(end, Unusable)]
-    path, reasons = folder.path / f"{task.name}.jsonl", dict(Counter(why for _, why, _ in bad))
+    path, reasons = folder.path / f"{task}.jsonl", dict(Counter(why for _, why, _ in bad))
     named = [f"{name}: {why} {detail}".rstrip() for name, why, detail in bad[:SHOWN_BAD]]
     all_bad = len(ends) >= ENOUGH and list(reasons.values()) == [len(ends)]
-    if all_bad and task.name == FIRST and not folder.tasks():
+    if all_bad and task == FIRST and not folder.tasks():
         folder.clear()  # nothing was done, so a call with other settings may begin here
         raise ValueError(
             f"none of the first {len(ends)} conversations can be used ({', '.join(reasons)}), so the call ends; "
@@ -223,7 +215,7 @@ def _finish(task: _Task, folder: WorkFolder) -> None:
     if good:
         write_text(path, "".join(good))
     record = {"input": len(ends), "success": len(good), "bad": reasons, "bad_named": named}
-    folder.write(task.name, record, [path] if good else [])
+    folder.write(task, record, [path] if good else [])
 
 
 def answer(
