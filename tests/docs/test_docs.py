@@ -210,15 +210,12 @@ def config_fields() -> dict[str, set[str]]:
 
 @cache
 def known_options() -> frozenset[str]:
-    """Of all our commands, and the few of others' that pages speak of."""
-    found = {"--num_gpus", "--include", "--hostfile", "--master_port", "--no-deps"}
-    commands = [f"longdraft {name}" for name in cli.COMMANDS] + ["longdraft prepare regenerate"]
-    for command in [*commands, "python benchmarks/kernels/run.py"]:
-        shown = io.StringIO()
-        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-            call(shlex.split(f"{command} --help"))
-        found |= set(re.findall(r"(?<![\w-])--[a-z][\w-]*", shown.getvalue()))
-    return frozenset(found)
+    """Of all our commands (`longdraft`'s are held to a file), and the few of others' that pages speak of."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
+        call(["python", "benchmarks/kernels/run.py", "--help"])
+    text = (ROOT / "tests/launch/options.json").read_text(encoding="utf-8") + shown.getvalue()
+    ours = re.findall(r"(?<![\w-])--[a-z][\w-]*", f"{text} --help --version")
+    return frozenset({*ours, "--num_gpus", "--include", "--hostfile", "--master_port", "--no-deps"})
 
 
 @cache
@@ -345,12 +342,11 @@ def world(tmp_path_factory, shared) -> Iterator[Path]:
     shutil.copytree(ROOT / "configs", world / "configs")
     shutil.copytree(ROOT / "benchmarks/spec_bench", world / "benchmarks/spec_bench")
     make_small(world / "configs/quickstart.yaml")
-    before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "WANDB_MODE")}
-    os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
-    with contextlib.chdir(world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("WANDB_MODE", "disabled")
+        patch.chdir(world)
         yield world
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def make_small(config: Path) -> None:
