@@ -17,6 +17,14 @@ TINY = "tiny"
 SHORT = ["--profile", TINY, "--contexts", "40", "--nodes", "3", "--device", "cpu", "--quick"]
 
 
+@pytest.fixture
+def bench() -> Bench:
+    """A short run in bf16 on the CPU, on a machine of round numbers."""
+    made = Bench(torch.device("cpu"), torch.bfloat16, turns=2)
+    made.ceilings = {"copy": 2e9, "products": 8e9}
+    return made
+
+
 def by_name(rows: list[dict]) -> dict[str, dict]:
     return {row["implementation"]: row for row in rows}
 

@@ -94,12 +94,6 @@ def sentencepiece() -> Callable[..., PreTrainedTokenizerFast]:
 
 
 @pytest.fixture(scope="session")
-def blank_tokenizer() -> PreTrainedTokenizerFast:
-    """Encoding puts a blank before every text, decoding removes the first one, and bytes are tokens."""
-    return make_sentencepiece("always", ["▁the", "ate"])
-
-
-@pytest.fixture(scope="session")
 def smollm2():
     from longdraft.models.hf import load_tokenizer
 
@@ -108,11 +102,11 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def make_corpus() -> Callable[..., dict[str, bytes]]:
-    """make_corpus(folder, n, seed) writes n text files and a JSONL file of n lines; returns name -> text's bytes."""
+    """make_corpus(folder, n) writes n text files and a JSONL file of n lines; returns name -> text's bytes."""
 
-    def make(folder: Path, n: int, seed: int = 0, words: tuple[int, int] = (1, 400)) -> dict[str, bytes]:
-        rng = random.Random(seed)
-        texts = [f"document {i} " + " ".join(rng.choices(WORDS, k=rng.randint(*words))) for i in range(2 * n)]
+    def make(folder: Path, n: int) -> dict[str, bytes]:
+        rng = random.Random(0)
+        texts = [f"document {i} " + " ".join(rng.choices(WORDS, k=rng.randint(1, 400))) for i in range(2 * n)]
         (folder / "deep").mkdir(parents=True, exist_ok=True)
         written = {}
         for i, text in enumerate(texts[:n]):

@@ -198,9 +198,7 @@ def test_smollm2_mixed(tmp_path):
         (["--out", "x"], "--target"),
         (["--target", "x"], "without a recipe: --source"),
         (["--target", "x", "--source", "stdlib"], "without a recipe: --seq-len, --out"),
-        (["--target", "x", "--out", "x", "--source", "stdlib"], "without a recipe: --seq-len"),
         (["--target", "x", "--out", "x", "--source", "stdlib", "--seq-len", "1"], "seq_len: "),
-        *((["--out", "x", option, "1/2"], option) for option in ("--shard", "--split", "--config")),
     ],
 )
 def test_mistakes_are_named(argv, said, tmp_path, capsys, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 
@@ -68,7 +67,7 @@ def test_ids_are_held_against_their_tokenizer(tmp_path, tiny_tokenizer, read_bac
     assert sorted(found.values()) == [f"text {i} é".encode() for i in range(10)]
 
 
-def test_ids_of_the_target_become_rows_as_they_are(tmp_path, tiny_tokenizer):
+def test_ids_of_the_target_become_rows_as_they_are(tmp_path, tiny_tokenizer, joined):
     # Not the tokens of their text: a sampled answer may be spelled with others.
     spelled = [tiny_tokenizer.convert_tokens_to_ids(letter) for letter in "shipship"]
     assert spelled != tiny_tokenizer("shipship")["input_ids"]
@@ -93,22 +92,18 @@ def test_ids_of_the_target_become_rows_as_they_are(tmp_path, tiny_tokenizer):
     manifest = prepare(config, tiny_tokenizer, "hash")
     counts = [Counter(manifest["splits"][split]["bad"]) for split in ("train", "heldout")]
     assert counts[0] + counts[1] == {"missing_field": 1, "not_spans": 6, "not_token_ids": 1, "other_tokenizer": 1}
-    found = []
-    for split in ("train", "heldout"):
-        rows = ShardSet(config.out / split)
-        for i in range(len(rows)):
-            for start, stop in pairwise(rows[i]["borders"].tolist()):
-                tokens, loss = (rows[i][name][start:stop].tolist() for name in ("tokens", "loss"))
-                found.append((split, tokens, [int(one) for one in loss]))
-    want = [(one["ids"], [0] + [1] * 9 + [0, 1]) for one in good]
-    want += [(one["ids"], [0, 1, 1]) for one in other_answers]
-    assert sorted((tokens, loss) for _, tokens, loss in found) == sorted(want)
+    want = [[*zip(one["ids"], [0] + [1] * 9 + [0, 1], strict=True)] for one in good]
+    want += [[*zip(one["ids"], [0, 1, 1], strict=True)] for one in other_answers]
+    found = joined(config.out)
+    assert sorted(found.values()) == sorted(want)
     # Answers to one prompt are in one split.
-    split_of = {tokens[0]: split for split, tokens, _ in found}
-    assert all(split_of[tokens[0]] == split for split, tokens, _ in found) and len({*split_of.values()}) == 2
+    heldout = ShardSet(config.out / "heldout")
+    names = {name for i in range(len(heldout)) for name, _ in heldout.pieces(i)}
+    prompts = [{pairs[0] for name, pairs in found.items() if (name in names) == side} for side in (False, True)]
+    assert all(prompts) and not prompts[0] & prompts[1]
 
 
-def test_a_sequence_of_the_target_that_no_row_holds_is_cut_where_answers_end(tmp_path, tiny_tokenizer):
+def test_a_sequence_of_the_target_that_no_row_holds_is_cut_where_answers_end(tmp_path, tiny_tokenizer, joined):
     # A long prompt with a short answer; a session; an answer that is longer than a row.
     spans = [[[95, 99]], [[10, 14], [30, 41], [50, 55], [96, 97]], [[9, 60]]]
     records = [{"ids": [*range(50, 149)], "own": one} for one in spans]
@@ -116,19 +111,15 @@ def test_a_sequence_of_the_target_that_no_row_holds_is_cut_where_answers_end(tmp
     source = Source(path=str(tmp_path / "ids.jsonl"), target_tokens_field="ids", loss_field="own")
     config = PrepareConfig(sources={"ids": source}, out=tmp_path / "out", seq_len=32, heldout_share=0)
     prepare(config, tiny_tokenizer, "hash")
-    rows, found = ShardSet(config.out / "train"), {}
-    for i in range(len(rows)):
-        borders = rows[i]["borders"].tolist()
-        for (name, _), start, stop in zip(rows.pieces(i), borders, borders[1:], strict=False):
-            tokens, loss = rows[i]["tokens"][start:stop], rows[i]["loss"][start:stop]
-            document = int(name.partition("@")[0].partition(":")[2]) - 1
-            first = int(tokens[0]) - 50
-            counted = [first + k for k, counts in enumerate(loss) if counts]
-            found.setdefault(document, []).append((first, first + len(tokens), counted[0], counted[-1] + 1))
-    assert found.keys() == {0, 1, 2}
-    assert sorted(found[0]) == [(67, 99, 95, 99)]
-    assert sorted(found[1]) == [(0, 14, 10, 14), (23, 55, 30, 55), (65, 97, 96, 97)]
-    assert sorted(found[2]) == [(0, 28, 9, 28), (28, 60, 28, 60)]
+    found = []
+    for name, pairs in joined(config.out).items():
+        counted = [token - 50 for token, counts in pairs if counts]
+        found.append((name.partition("@")[0], pairs[0][0] - 50, pairs[-1][0] - 49, counted[0], counted[-1] + 1))
+    assert sorted(found) == [
+        ("ids.jsonl:1", 67, 99, 95, 99),
+        *(("ids.jsonl:2", *one) for one in ((0, 14, 10, 14), (23, 55, 30, 55), (65, 97, 96, 97))),
+        *(("ids.jsonl:3", *one) for one in ((0, 28, 9, 28), (28, 60, 28, 60))),
+    ]
 
 
 def test_mistakes_of_a_mix_are_named(books, tmp_path):

@@ -401,16 +401,18 @@ VICUNA = (
 
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("template", [PLAIN, VICUNA])
-def test_a_blank_between_prompt_and_answer_is_kept(config, blank_tokenizer, tmp_path, template, ended):
-    """The learned tokens are those that the target wrote, whether the blank is in the text or in the template."""
+def test_a_blank_between_prompt_and_answer_is_kept(config, sentencepiece, tmp_path, template, ended):
+    """The learned tokens are those that the target wrote, whether the blank is in the text or in the template. Encoding
+    puts a blank before every text, and decoding removes the first one."""
+    tokenizer = sentencepiece("always", ["▁the", "ate"])
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [user("hello wor")], "text": "hello wor x"}))
-    encoder, speaker = ChatEncoder(blank_tokenizer, template), Speaker(blank_tokenizer)
+    encoder, speaker = ChatEncoder(tokenizer, template), Speaker(tokenizer)
     speaker.text = lambda prompt, seed: (" the gate", ended)
     beginning = (9, 9) if template == PLAIN else None
     made = replace(config, keep_unfinished=not ended, beginning=beginning, field="text" if beginning else "messages")
     assert regenerate(made, encoder, "hash", speaker.start)["success"] == 1
     (encoded,) = encoder.encode_document(*ChatFormat("messages").documents("c", *records(config.out)))
-    wrote = blank_tokenizer.convert_tokens_to_ids(["▁the", "▁", "g", "ate"]) + [blank_tokenizer.eos_token_id] * ended
+    wrote = tokenizer.convert_tokens_to_ids(["▁the", "▁", "g", "ate"]) + [tokenizer.eos_token_id] * ended
     assert encoded.tokens[slice(*encoded.spans[0])].tolist() == wrote
 
 
