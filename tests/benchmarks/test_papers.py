@@ -22,9 +22,8 @@ def folder(tmp_path_factory, shared, authors):
     root = tmp_path_factory.mktemp("papers")
     text = " ".join(WORDS) + ". "
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
-    target = shared("tiny_checkpoint.py").save(root / "target", text * 40, 290, seed=3, chat_template=template)
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    how = {"chat_template": template, "positions": 4096}
+    target = shared("tiny_checkpoint.py").save(root / "target", text * 40, 290, seed=3, **how)
     authors.publish_longspec(root / "longspec", load_target(target, torch.float32), target)
     authors.publish_tokenswift(root / "tokenswift", target)
     convert(root / "longspec", root / "block", str(target))

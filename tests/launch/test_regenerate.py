@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import uvicorn
-from tokenizers import Tokenizer, decoders, models, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
+from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from longdraft.data_prep import regenerate as data_prep
 from longdraft.data_prep.regenerate import answer_seed
@@ -39,29 +38,11 @@ SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=NEW)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory, shared) -> Path:
     """A random model in Hugging Face's format, with pieces of plain English, that ends its answers now and then."""
-    folder = tmp_path_factory.mktemp("regenerate")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.decoder = decoders.Fuse()
-    letters = [chr(i) for i in range(32, 127)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=160, special_tokens=["<|end|>"], initial_alphabet=letters, show_progress=False
-    )
-    tokenizer.train_from_iterator([" ".join(WORDS)] * 9, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE)
-    fast.save_pretrained(folder)
-    torch.manual_seed(3)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    positions = {"max_position_embeddings": 400}
-    config = LlamaConfig(
-        vocab_size=len(fast), num_key_value_heads=2, eos_token_id=0, initializer_range=0.3, **shape, **positions
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight[0] *= 3  # its logit is far from the others', so it is the highest now and then
-    model.save_pretrained(folder)
-    return folder
+    folder, text = tmp_path_factory.mktemp("regenerate"), " ".join(WORDS * 9)
+    how = {"chat_template": TEMPLATE, "ends": 3.0, "positions": 400, "ascii": True}
+    return shared("tiny_checkpoint.py").save(folder, text, 160, seed=5, **how)
 
 
 @pytest.fixture(scope="module")
