@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from longdraft.benchmarks.drafters.questions import AIME, LONGBENCH, SUITES, Question, Reader
-from longdraft.launch import arguments
 from longdraft.models.hf import load_target
 
 
@@ -172,7 +171,3 @@ def test_a_turn_stands_after_the_answers_before_it(tiny):
     question = Question(1, "t", chat("one", "two"))
     text = target.tokenizer.decode(question.prompt(target, ["first"]))
     assert text == "user: one\nassistant: first\nuser: two\nassistant: "
-
-
-def test_the_command_knows_every_suite():
-    assert tuple(SUITES) == arguments.SUITES

@@ -16,8 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from longdraft.benchmarks.drafters.papers import PAPERS
+from longdraft.benchmarks.drafters.questions import SUITES
 from longdraft.infer.drafters.build import DRAFTERS
 from longdraft.launch import arguments, cli
+from longdraft.launch.runtime import DTYPES
+from longdraft.models.hf import LOADERS
 
 HERE = Path(__file__).parent
 STATUSES = json.loads((HERE / "statuses.json").read_text())
@@ -60,7 +64,9 @@ def options(command: str) -> dict[str, str]:
 def test_verbs_and_options(monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     assert {command: options(command) for command in COMMANDS} == json.loads((HERE / "options.json").read_text())
-    assert tuple(DRAFTERS) == arguments.DRAFTERS
+    names = [(DRAFTERS, arguments.DRAFTERS), (LOADERS, arguments.LOADERS), (DTYPES, arguments.DTYPES)]
+    for there, here in [*names, (SUITES, arguments.SUITES), (PAPERS, arguments.PAPERS)]:
+        assert tuple(there) == here
     verbs = re.findall(r"^  (\w+) ", run_here("longdraft")[1], re.M)
     assert verbs == [command for command in COMMANDS if " " not in command]
 
