@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -12,7 +12,6 @@ from longdraft.models.schema import Bool, Float, Int, Schema, Str
 
 STDLIB, STDLIB_CHAT = "stdlib", "stdlib-chat"  # the sources that every machine has
 WAYS_TO_READ = ("text_field", "chat_field", "prompt", "tokens_field", "target_tokens_field")
-T = TypeVar("T", bound=Schema)
 
 
 def fields_of(template: str) -> tuple[str, ...]:
@@ -121,11 +120,6 @@ def check_outside(out: Path, sources: Iterable[str]) -> None:
     for source in map(Path, sources):
         if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
             raise ValueError(f"out: {out} lies in the source {source} and would be read with it; choose another")
-
-
-def changed(settings: T, **fields: Any) -> T:
-    """The same settings with some fields changed, validated anew."""
-    return type(settings)(**{**dict(settings), **fields})
 
 
 def same_way(paths: Sequence[str], **fields: Any) -> dict[str, Source]:

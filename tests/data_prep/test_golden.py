@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from longdraft.data_prep import prepare as prepare_module
 from longdraft.data_prep.inspection import inspect
 from longdraft.data_prep.prepare import prepare
-from longdraft.data_prep.recipe import PrepareConfig, Source, changed
+from longdraft.data_prep.recipe import PrepareConfig, Source
 from longdraft.data_prep.shards import ShardSet
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -142,7 +142,7 @@ def made(name: str, root: Path, out: Path, **fields) -> list:
         patch.setattr(prepare_module, "SEGMENT_BYTES", 3000)
         patch.setattr(prepare_module, "SHARD_TEXT_BYTES", (6000, 6000))
         patch.setattr(sysconfig, "get_path", lambda _: str(root / "lib"))
-        config = changed(config_of(name, root, out), **fields)
+        config = config_of(name, root, out).model_copy(update=fields)
         prepare(config, tokenizer, "hash", {"theirs": tokenizer}, log=lambda _: None)
     return digests(out)
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from longdraft.data_prep.prepare import prepare
-from longdraft.data_prep.recipe import PrepareConfig, Source, changed, same_way
+from longdraft.data_prep.recipe import PrepareConfig, Source, same_way
 from longdraft.data_prep.shards import ShardSet
 
 
@@ -34,7 +34,7 @@ def test_weights_share_out_the_tokens(books, tmp_path, tiny_tokenizer, monkeypat
     monkeypatch.setattr("longdraft.data_prep.prepare.SEGMENT_BYTES", 2000)
     monkeypatch.setattr("longdraft.data_prep.prepare.SHARD_TEXT_BYTES", (15_000, 15_000))
     weights = {"alpha": 6, "beta": 3, "gamma": 1}
-    sources = {name: changed(source, weight=weights[name]) for name, source in books.items()}
+    sources = {name: source.model_copy(update={"weight": weights[name]}) for name, source in books.items()}
     config = PrepareConfig(sources=sources, out=tmp_path / "out", seq_len=64, heldout_share=0.2, max_tokens=10_000)
     manifest = prepare(config, tiny_tokenizer, "hash")
     for name, weight in weights.items():
@@ -133,7 +133,7 @@ def test_mistakes_of_a_mix_are_named(books, tmp_path):
 def test_what_stands_beside_records_is_not_taken_for_them(books, tmp_path, tiny_tokenizer):
     (tmp_path / "alpha" / "README.md").write_text("about")
     for field, n in (("text", 300), (None, 301)):
-        sources = {"alpha": changed(books["alpha"], text_field=field)}
+        sources = {"alpha": books["alpha"].model_copy(update={"text_field": field})}
         config = PrepareConfig(sources=sources, out=tmp_path / f"out{n}", seq_len=64)
         assert total(prepare(config, tiny_tokenizer, "hash"), "alpha", "documents") == n
 

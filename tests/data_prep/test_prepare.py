@@ -14,7 +14,7 @@ import pytest
 from longdraft.data_prep import prepare as prepare_module
 from longdraft.data_prep import shard_task
 from longdraft.data_prep.prepare import prepare
-from longdraft.data_prep.recipe import PrepareConfig, changed, same_way
+from longdraft.data_prep.recipe import PrepareConfig, same_way
 from longdraft.data_prep.shards import ShardSet
 from longdraft.models.schema import validate
 
@@ -76,7 +76,7 @@ def test_second_call_is_a_no_op_that_says_so(config, tiny_tokenizer, capsys, mon
     before = {path: path.stat().st_mtime_ns for path in config.out.rglob("*")}
     capsys.readouterr()
     monkeypatch.setattr(prepare_module, "make_shards_of", None)
-    assert prepare(changed(config, workers=2), tiny_tokenizer, "hash") == first
+    assert prepare(config.model_copy(update={"workers": 2}), tiny_tokenizer, "hash") == first
     assert capsys.readouterr().out.startswith("Already prepared: ")
     assert {path: path.stat().st_mtime_ns for path in config.out.rglob("*")} == before
 
@@ -84,7 +84,7 @@ def test_second_call_is_a_no_op_that_says_so(config, tiny_tokenizer, capsys, mon
 def test_other_settings_tokenizer_or_sources_are_named(config, corpus, tiny_tokenizer, bos_tokenizer):
     prepare(config, tiny_tokenizer, "hash")
     with pytest.raises(ValueError, match=r"seed is 0 .*seq_len is 64"):
-        prepare(changed(config, seq_len=32, seed=1), tiny_tokenizer, "hash")
+        prepare(config.model_copy(update={"seq_len": 32, "seed": 1}), tiny_tokenizer, "hash")
     with pytest.raises(ValueError, match="tokenizer_sha256 is hash there and other here"):
         prepare(config, bos_tokenizer, "other")
     (corpus[0] / "file000.txt").write_text("changed")
@@ -114,7 +114,7 @@ def test_copies_of_a_document_are_on_one_side(tmp_path, tiny_tokenizer):
 
 @pytest.mark.parametrize(("mode", "max_tokens"), [("pack", 20_000), ("first", 5_000)])
 def test_max_tokens_bounds_both_splits_together(config, corpus, tiny_tokenizer, joined, mode, max_tokens):
-    limited = changed(config, max_tokens=max_tokens, documents=mode)
+    limited = config.model_copy(update={"max_tokens": max_tokens, "documents": mode})
     manifest = prepare(limited, tiny_tokenizer, "hash")
     kept = sum(split["tokens"] for split in manifest["splits"].values())
     assert 0.7 * max_tokens < kept <= max_tokens
@@ -154,7 +154,9 @@ def test_a_missing_field_is_named_with_those_there(config, tmp_path, tiny_tokeni
     table = pa.Table.from_pylist([{"content": f"text {i}", "id": i} for i in range(30)])
     pq.write_table(table, tmp_path / "a.parquet")
     template = Path("plain") if field == "chat_field" else None
-    one = changed(config, sources=same_way([str(tmp_path / "a.parquet")], **{field: name}), chat_template=template)
+    one = config.model_copy(
+        update={"sources": same_way([str(tmp_path / "a.parquet")], **{field: name}), "chat_template": template}
+    )
     with pytest.raises(ValueError, match=rf"^a\.parquet:\d+ has no field '{name}' but .*'content', 'id'"):
         prepare(one, tiny_tokenizer, "hash")
     assert not one.out.exists()  # so that it can be prepared there with another field
@@ -177,13 +179,13 @@ def test_a_long_task_writes_several_shards(corpus, tmp_path, tiny_tokenizer, rea
 
 def test_empty_split_says_why(config, tmp_path, tiny_tokenizer):
     (tmp_path / "one.txt").write_text("a few words")
-    one = changed(config, sources=same_way([str(tmp_path / "one.txt")]), heldout_share=0.01)
+    one = config.model_copy(update={"sources": same_way([str(tmp_path / "one.txt")]), "heldout_share": 0.01})
     with pytest.raises(ValueError, match=r"no row for heldout; .*heldout_share"):
         prepare(one, tiny_tokenizer, "hash")
     with pytest.raises(ValueError, match=r"(?s)no row for train; .*1 shorter_than_seq_len"):
-        prepare(changed(one, documents="first", out=tmp_path / "first"), tiny_tokenizer, "hash")
+        prepare(one.model_copy(update={"documents": "first", "out": tmp_path / "first"}), tiny_tokenizer, "hash")
     # Other settings may use the folder.
-    assert prepare(changed(one, heldout_share=0), tiny_tokenizer, "hash")["splits"]["train"]["rows"] == 1
+    assert prepare(one.model_copy(update={"heldout_share": 0}), tiny_tokenizer, "hash")["splits"]["train"]["rows"] == 1
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_empty_split_says_why(config, tmp_path, tiny_tokenizer):
 )  # fmt: skip
 def test_wrong_settings_are_named(config, field, value):
     with pytest.raises(ValueError, match=f"^{field}: "):
-        changed(config, **{field: value})
+        validate(PrepareConfig, {**dict(config), field: value})
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from longdraft.data_prep.prepare import prepare
-from longdraft.data_prep.recipe import PrepareConfig, Source, changed, same_way
+from longdraft.data_prep.recipe import PrepareConfig, Source, same_way
 from longdraft.data_prep.shards import ShardSet
+from longdraft.models.schema import validate
 
 CHATML = Path(__file__).with_name("chatml.jinja").read_text()
 FORGETS = CHATML.replace("m.content +", "(m.content if loop.last or m.role == 'user' else '...') +")
@@ -116,7 +117,7 @@ def test_a_conversation_that_the_budget_cuts_in_its_question_is_skipped(
         for i in range(90)
     ]
     write(tmp_path / "chats.jsonl", asked)
-    prepare(changed(config, max_tokens=max_tokens, heldout_share=0.0), tiny_tokenizer, "hash")
+    prepare(config.model_copy(update={"max_tokens": max_tokens, "heldout_share": 0.0}), tiny_tokenizer, "hash")
     found = joined(config.out)
     assert found and all(any(counts for _, counts in sequence) for sequence in found.values())
 
@@ -126,7 +127,9 @@ def test_a_source_whose_answers_are_all_cut_off_has_no_tokens(config, tiny_token
     for name, question in (("short", "a boat"), ("long", "a boat " * 100)):
         write(tmp_path / f"{name}.jsonl", [[{"role": "user", "content": question}, answer]])
     sources = same_way([str(tmp_path / "short.jsonl"), str(tmp_path / "long.jsonl")], chat_field="messages")
-    manifest = prepare(changed(config, sources=sources, max_tokens=200, heldout_share=0.0), tiny_tokenizer, "hash")
+    manifest = prepare(
+        config.model_copy(update={"sources": sources, "max_tokens": 200, "heldout_share": 0.0}), tiny_tokenizer, "hash"
+    )
     assert "long.jsonl 0, short.jsonl " in capsys.readouterr().out
     assert manifest["splits"]["train"]["documents"] == 1
 
@@ -137,7 +140,7 @@ def test_another_template_or_field_is_named(config, tiny_tokenizer):
     with pytest.raises(ValueError, match="chat_template_sha256"):
         prepare(config, tiny_tokenizer, "hash")
     with pytest.raises(ValueError, match=r"chats\.jsonl"):
-        prepare(changed(config, sources=as_text(config), chat_template=None), tiny_tokenizer, "hash")
+        prepare(config.model_copy(update={"sources": as_text(config), "chat_template": None}), tiny_tokenizer, "hash")
 
 
 def test_what_does_not_go_with_conversations_is_refused(config, tiny_tokenizer, tmp_path):
@@ -150,5 +153,5 @@ def test_what_does_not_go_with_conversations_is_refused(config, tiny_tokenizer, 
     }
     for said, fields in cases.items():
         with pytest.raises(ValueError, match=said):
-            prepare(changed(config, **fields), tiny_tokenizer, "hash")
+            prepare(validate(PrepareConfig, {**dict(config), **fields}), tiny_tokenizer, "hash")
     assert not config.out.exists()

@@ -14,7 +14,7 @@ import pytest
 
 from longdraft.data_prep import prepare as prepare_module
 from longdraft.data_prep.prepare import prepare
-from longdraft.data_prep.recipe import PrepareConfig, changed, same_way
+from longdraft.data_prep.recipe import PrepareConfig, same_way
 from longdraft.data_prep.shards import ShardSet
 
 
@@ -31,8 +31,8 @@ def test_a_full_disk_is_an_error_that_loses_nothing(
 ):
     monkeypatch.setattr(prepare_module, "SHARD_TEXT_BYTES", (20_000, 20_000))
     make_corpus(tmp_path / "corpus", 100)
-    config = changed(config, workers=workers)
-    whole = changed(config, out=tmp_path / "whole", workers=1)
+    config = config.model_copy(update={"workers": workers})
+    whole = config.model_copy(update={"out": tmp_path / "whole", "workers": 1})
     prepare(whole, tiny_tokenizer, "hash")
     sizes = sorted(path.stat().st_size for path in whole.out.rglob("*.arrow"))
     with no_file_above(sizes[len(sizes) // 2]), pytest.raises(ValueError, match=rf"{config.out}.*File too large"):
@@ -40,7 +40,7 @@ def test_a_full_disk_is_an_error_that_loses_nothing(
     assert not (config.out / "manifest.json").exists() and not list(config.out.rglob("*.tmp"))
     with pytest.raises(ValueError, match=r"train/manifest\.json"):
         ShardSet(config.out / "train")
-    prepare(changed(config, workers=1), tiny_tokenizer, "hash")
+    prepare(config.model_copy(update={"workers": 1}), tiny_tokenizer, "hash")
     assert files_of(config.out) == files_of(whole.out)
 
 
@@ -55,7 +55,7 @@ def test_a_damaged_file_is_named_before_anything_is_made(config, tmp_path, tiny_
 def test_a_folder_that_cannot_be_made_is_named(config, tiny_tokenizer, tmp_path, out):
     (tmp_path / "corpus.txt").write_text("x")
     with pytest.raises(ValueError, match=out[:100]) as error:
-        prepare(changed(config, out=tmp_path / out), tiny_tokenizer, "hash")
+        prepare(config.model_copy(update={"out": tmp_path / out}), tiny_tokenizer, "hash")
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
     assert ("is not a folder; give another" in str(error.value)) == ("/" in out or ".txt" in out)
 
