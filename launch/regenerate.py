@@ -23,9 +23,12 @@ from longdraft.launch.console import flag, read_text, run_command, show
 if TYPE_CHECKING:
     from longdraft.infer.engine import Engine
 
-# Options for decoding on this machine, which servers would ignore, and options for servers.
-OF_ENGINE = ("loader", "dtype", "device", "prefill_chunk", "batch", "drafter", "option", "nodes")
-OF_SERVERS = ("model", "concurrency", "timeout")
+# For an option: those that are ignored without it, and with it.
+ONLY_WITH = {"endpoint": ("model", "concurrency", "timeout"), "prompt_tokens": ("text_field",)}
+NOT_WITH = {
+    "endpoint": ("loader", "dtype", "device", "prefill_chunk", "batch", "drafter", "option", "nodes"),
+    "prompt_tokens": ("chat_field", "chat_template"),
+}
 # Fields of SamplingParams that apply to every answer, with their help.
 OPTIONAL = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NUMBERS = {
@@ -102,9 +105,11 @@ def _regenerate(args: argparse.Namespace) -> None:
     served = _served(sampling, vocab_size, args.model)
     client = EndpointClient(args.endpoint, served, positions, args.concurrency, args.timeout)
     defaults = _parser().get_default
-    for name in OF_ENGINE if args.endpoint else OF_SERVERS:
-        if getattr(args, name) != defaults(name):
-            raise ValueError(f"{flag(name)}: {'not with' if args.endpoint else 'only with'} --endpoint; omit it")
+    for option in ONLY_WITH:
+        for name in (NOT_WITH if getattr(args, option) else ONLY_WITH)[option]:
+            if getattr(args, name) != defaults(name):
+                how = "not with" if getattr(args, option) else "only with"
+                raise ValueError(f"{flag(name)}: {how} {flag(option)}; omit it")
     made_by = {"made_by": "servers" if args.endpoint else f"{drafting.loader}, {args.dtype}"}
     made_by |= {"model": args.model} if args.model else {}
     config = RegenerateConfig(
