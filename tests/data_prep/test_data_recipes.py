@@ -195,6 +195,8 @@ def test_smollm2_mixed(tmp_path):
         ([*PG19, "--source", "stdlib"], "--source is given with the recipe"),
         ([*PG19, "sources.pg19.path=/none/such"], "source '/none/such' "),
         (["--inspect", "nowhere"], "nowhere"),
+        (["--inspect", "nowhere", "--target", "x", "--seq-len", "8"], "--inspect: it takes --target alone"),
+        ([*PG19, "--inspect", "nowhere"], "--inspect: it takes --target alone"),
         (["--out", "x"], "--target"),
         (["--target", "x"], "without a recipe: --source"),
         (["--target", "x", "--source", "stdlib"], "without a recipe: --seq-len, --out"),
