@@ -23,15 +23,7 @@ from longdraft.benchmarks.drafters.report import table, write_report
 from longdraft.infer.drafters.build import build_drafter
 from longdraft.launch.arguments import NEW_TOKENS, PROMPTS, SAMPLING, TEXT_TOKENS, given_sampling
 from longdraft.launch.console import note, read_text, show
-from longdraft.launch.runtime import (
-    DTYPES,
-    Drafting,
-    heldout_rows,
-    options_for,
-    read_options,
-    used_tokens,
-    without_draft,
-)
+from longdraft.launch.runtime import DTYPES, Drafting, heldout_rows, read_options, used_tokens
 from longdraft.models.device import on_device
 from longdraft.models.draft_folder import local_folder
 from longdraft.models.hf import load_tokenizer, load_transformers, read_limits
@@ -70,13 +62,13 @@ def run_bench(args: argparse.Namespace) -> dict:
     args.dtype, args.prompt_tokens = args.dtype or "bf16", args.prompt_tokens or TEXT_TOKENS
     drafting = Drafting(args, alone=[ORACLE])
     forcing = forced_rates(args).split("=")[0]
-    if forcing and set(drafting.names) == {"plain"}:
+    if forcing and set(drafting.drafters) == {"plain"}:
         raise ValueError(f"{forcing}: plain decoding drafts nothing; name a --drafter, such as {ORACLE}")
     if forcing and args.paper is not None:
         raise ValueError(f"{forcing}: a paper's figures have no forced acceptance; omit it or --paper")
     settings = settings_of(drafting, suite)
     asked = suite_questions(drafting, suite, settings) if suite else questions_of(texts_of(drafting))
-    ranks, builders = drafting.ranks, dict(builder_of(drafting, name) for name in drafting.names if name != "plain")
+    ranks, builders = drafting.ranks, dict(builder_of(drafting, name) for name in drafting.drafters if name != "plain")
     with recorded(args.out if ranks.rank == 0 else None, asked_for(drafting, settings, asked)) as record:
         record.entries, record.proof, record.machine = ranks.from_first((record.entries, record.proof, record.machine))
         target = drafting.open_target()
@@ -88,7 +80,7 @@ def run_bench(args: argparse.Namespace) -> dict:
             note(f"Written to {args.out}; as Spec-Bench's answers: {write_spec_bench(record, args.out)}")
         if args.paper is not None:
             paper = PAPERS[args.paper]
-            compared = [name for name in builders if paper.drafter in without_draft(name).split("+")]
+            compared = [name for name, one in drafting.drafters.items() if paper.drafter in one.drafter.split("+")]
             result["paper"] = beside(paper, record, compared, settings.temperatures)
     if args.report is not None and args.out is not None and ranks.rank == 0:
         write_report([args.out], args.report, "--report")
@@ -108,15 +100,15 @@ def forced_rates(args: argparse.Namespace) -> str:
 def forced_names(drafting: Drafting) -> dict[str, str]:
     """For each drafter whose acceptance is forced, the name of its figures."""
     every = bool(forced_rates(drafting.args))
-    return {name: f"forced-{name}" for name in drafting.names if name == ORACLE or (every and name != "plain")}
+    return {name: f"forced-{name}" for name in drafting.drafters if name == ORACLE or (every and name != "plain")}
 
 
 def builder_of(drafting: Drafting, name: str) -> tuple[str, Builder]:
     """The name of a drafter's figures, and the function that builds the drafter."""
-    args, of_drafter, named = drafting.args, drafting.of(name), forced_names(drafting)
-    build = partial(build_drafter, without_draft(name), **of_drafter)
+    args, asked, named = drafting.args, drafting.drafters[name], forced_names(drafting)
+    build = partial(build_drafter, asked.drafter, draft=asked.draft, options=asked.options)
     if name == ORACLE:
-        build = oracle(of_drafter["options"])
+        build = oracle(asked.options)
     if name not in named:
         return name, build
     rates = partial(at_rates, args.accept_rates or [1.0])
@@ -216,9 +208,8 @@ def texts_of(drafting: Drafting) -> list[list[int]]:
 
 def asked_for(drafting: Drafting, settings: BenchSettings, questions: object) -> dict[str, Any]:
     """Everything that the answers depend on. A record is resumed only if this is the same."""
-    args, source, options = drafting.args, drafting.source, drafting.options
-    of_drafters = {name: options_for(name, options) for name in drafting.names}
-    small = [str(value) for key, value in options.items() if key.split(".")[-1] == "small"]  # other targets
+    args, source = drafting.args, drafting.source
+    small = [str(value) for key, value in drafting.options.items() if key.split(".")[-1] == "small"]  # other targets
     named = dict.fromkeys(forced_names(drafting).values(), forced_rates(args) or "rates of 1")
     asked = vars(settings) | ({LABEL: named} if named else {})
     asked |= {"ranks": drafting.ranks.size} if drafting.ranks.size > 1 else {}
@@ -229,7 +220,9 @@ def asked_for(drafting: Drafting, settings: BenchSettings, questions: object) ->
         "loader": drafting.loader,
         "checkpoint": checkpoint_digest(source),
         "draft": ",".join(str(checkpoint_digest(local_folder(draft))) for draft in args.draft) or None,
-        "drafters": {name: {key: str(value) for key, value in of.items()} for name, of in of_drafters.items()},
+        "drafters": {
+            name: {key: str(value) for key, value in one.options.items()} for name, one in drafting.drafters.items()
+        },
         "small": [checkpoint_digest(one) for one in small],
         "dtype": args.dtype,
         "transformers": args.transformers,

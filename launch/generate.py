@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     # If the engine gets the prompt as text, the generated text continues it.
     prompt = given if isinstance(given, str) and not chat and args.prompt_tokens is None else tokens
     # All engines are opened first, so that an error in the last one is raised before any output.
-    engines, several = drafting.open_engines(target), len(drafting.names) > 1
+    engines, several = drafting.open_engines(target), len(drafting.drafters) > 1
     done: dict[str, Generation] = {}
     for name, engine in engines.items():
         if several and not args.json:

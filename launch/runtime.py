@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,11 +25,19 @@ from longdraft.models.tensor_parallel import join
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class Asked(NamedTuple):
+    """A drafter that was asked for, as `parse_drafters` takes it: name, draft folder and options."""
+
+    drafter: str
+    draft: str | None
+    options: dict[str, Any]
+
+
 class Drafting:
     """The drafters and the target that a command's arguments (launch/arguments.py) ask for.
 
     Attributes:
-        names: the drafters' names, with the draft as NAME@DRAFT where several drafts fit a drafter.
+        drafters: by name, or as NAME@DRAFT where several drafts fit a drafter.
         options: the drafters' options, as --option gives them.
         nodes: as `Engine` takes it.
         source: path or name of the target.
@@ -46,14 +54,15 @@ class Drafting:
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(self.device)
         start(self.device, "--device")  # fails before anything is loaded if CUDA does not start
-        self.names, self.options = drafter_names(args.drafter, args.draft), read_options(args.option)
-        for name in (name for name in self.names if name not in alone):
-            parse_drafters(without_draft(name), **self.of(name))
+        self.options = read_options(args.option)
+        self.drafters = asked_drafters(args.drafter, args.draft, self.options)
+        for one in (one for name, one in self.drafters.items() if name not in alone):
+            parse_drafters(*one)
         for key in self.options:
-            if not any(key in options_for(name, self.options) for name in self.names):
-                raise ValueError(f"--option: {key} applies to none of the drafters {', '.join(self.names)}; omit it")
-        if unused := set(args.draft) - {draft_for(name, args.draft) for name in self.names}:
-            raise ValueError(f"--draft: {unused.pop()} fits none of the drafters {', '.join(self.names)}; omit it")
+            if not any(key in one.options for one in self.drafters.values()):
+                raise ValueError(f"--option: {key} applies to none of the drafters {', '.join(self.drafters)}; omit it")
+        if unused := set(args.draft) - {one.draft for one in self.drafters.values()}:
+            raise ValueError(f"--draft: {unused.pop()} fits none of the drafters {', '.join(self.drafters)}; omit it")
         self.nodes = {None: "auto", "all": None}.get(args.nodes, args.nodes)
         # The section `target` of the run that trained the first draft.
         trained = (read_info(args.draft[0]).train_config.get("target") if args.draft else None) or {}
@@ -82,15 +91,12 @@ class Drafting:
             target.eos_token_ids = tuple({*target.eos_token_ids, end})
         return target
 
-    def of(self, name: str) -> dict[str, Any]:
-        """One drafter's draft folder and options, as `build_drafter` and `Engine` take them."""
-        return {"draft": draft_for(name, self.args.draft), "options": options_for(name, self.options)}
-
     def open_engines(self, target: Target, slots: int | None = None) -> dict[str, Engine]:
         """An engine for each drafter, by name."""
         settings = {name: getattr(self.args, name) for name in ("max_length", "prefill_chunk")}
         settings |= {"slots": slots, "nodes": self.nodes, "log": note}
-        return {name: Engine(target, without_draft(name), **self.of(name), **settings) for name in self.names}
+        asked = self.drafters.items()
+        return {name: Engine(target, one.drafter, one.draft, options=one.options, **settings) for name, one in asked}
 
     def open_engine(self, slots: int) -> Engine:
         """Load the target and open the engine of a command that takes one drafter."""
@@ -108,29 +114,20 @@ def _source(drafts: Sequence[str], trained: Mapping[str, Any]) -> str:
     return f"{path}/{trained['gguf_file']}" if trained.get("gguf_file") else path
 
 
-def drafter_names(given: Sequence[str] | None, drafts: Sequence[str]) -> list[str]:
-    """The drafters that were named, else those of the draft folders' methods, else plain. One that several folders fit
-    stands once for each, as NAME@DRAFT."""
+def asked_drafters(given: Sequence[str] | None, drafts: Sequence[str], options: Mapping[str, Any]) -> dict[str, Asked]:
+    """The drafters that were named, else those of the draft folders' methods, else plain. One that needs a draft gets
+    the only folder, or that of its method; if several have it, the drafter stands once for each, as NAME@DRAFT."""
     methods = {draft: draft_method(draft) for draft in drafts} if len(drafts) > 1 or given is None else {}
-    drafts_of = {method: [draft for draft, own in methods.items() if own == method] for method in methods.values()}
-    names = list[str]()
-    for name in dict.fromkeys(given or list(drafts_of) or ["plain"]):
-        fitting = next((drafts_of[part] for part in name.split("+") if part in drafts_of), [])
-        names += [f"{name}@{draft}" for draft in fitting] if len(fitting) > 1 else [name]
-    return names
-
-
-def without_draft(name: str) -> str:
-    """A drafter's name as `build_drafter` takes it, of NAME or NAME@DRAFT."""
-    return name.partition("@")[0]
-
-
-def draft_for(name: str, drafts: Sequence[str]) -> str | None:
-    """The draft folder for a drafter that needs one: that in its name, the only folder, or that of its method."""
-    drafter, _, draft = name.partition("@")
-    if draft or not (methods := TRAINED.intersection(drafter.split("+"))):
-        return draft or None
-    return next((draft for draft in drafts if len(drafts) == 1 or draft_method(draft) in methods), None)
+    found = dict[str, Asked]()
+    for name in dict.fromkeys(given or list(methods.values()) or ["plain"]):
+        parts = name.split("+")
+        method = next((part for part in parts if part in methods.values()), None)
+        fitting = [draft for draft, own in methods.items() if own == method]
+        if len(drafts) == 1 and TRAINED.intersection(parts):
+            fitting = list(drafts)
+        for draft in fitting or [None]:
+            found[f"{name}@{draft}" if len(fitting) > 1 else name] = Asked(name, draft, options_for(name, options))
+    return found
 
 
 def read_options(given: Sequence[str]) -> dict[str, Any]:
@@ -153,7 +150,7 @@ def options_for(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options for one drafter: those without a drafter's name, and those with its name or with one of its a+b."""
     if name == "plain":
         return {}
-    names = without_draft(name).split("+")
+    names = name.split("+")
     return {key: value for key, value in options.items() if "." not in key or key.split(".")[0] in names}
 
 
