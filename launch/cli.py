@@ -91,6 +91,7 @@ def run(command: str, argv: Sequence[str]) -> int:
         return run_on_ranks(command, argv, args, lambda: load().run(args))
 
     needs_output, by_force = command not in WORK_WITHOUT_OUTPUT, command in LEAVE_NOTHING_HALF_DONE
+    needs_output |= command == "train" and "--estimate" in argv  # its result is its output
     return run_command(f"longdraft {command}", work, needs_output=needs_output, by_force=by_force)
 
 
