@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longdraft.kernels import backend
-from longdraft.kernels.rotate import HeadNorms, rotate_append
+from longdraft.kernels.rotate import HeadNorms, rotate
 from longdraft.kernels.tree import keep_rows
 from longdraft.models.decoder_config import DeltaConfig
 from longdraft.models.delta_states import DeltaStates
@@ -83,7 +83,7 @@ class KVCache:
         if layer == 0 and backend.is_host(self.lengths.device):
             self.check_room(qkv_BTNd.shape[1])
         layer_cache = self.keys[layer], self.values[layer], self.lengths
-        return rotate_append(qkv_BTNd, cos_BT11F, sin_BT12F, *layer_cache, norms)
+        return rotate(qkv_BTNd, cos_BT11F, sin_BT12F, norms, layer_cache)
 
     def check_room(self, n_rows: int) -> None:
         """Assert that a pass of `n_rows` tokens fits after the committed rows. Reads the lengths on the host."""

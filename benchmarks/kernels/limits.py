@@ -80,7 +80,7 @@ def call(v: Variant, module: ModuleType) -> None:
         tables = empty(1, v.rows, 1, 1, v.width // 2), empty(1, v.rows, 1, 2, v.width // 2)
         norms = module.HeadNorms(empty(v.width), empty(v.width), HEADS, 1e-6)
         module.rotate(qkv[:, :, :-KV], *tables)
-        module.rotate_append(qkv, *tables, kv, kv, one, norms)
+        module.rotate(qkv, *tables, norms, (kv, kv, one))
     elif v.file in ("gated_delta", "delta_chunks"):
         heads = [empty(1, v.rows, HEADS, v.width, dtype=torch.float32) for _ in "qkv"]
         tokens = *heads, *(empty(1, v.rows, HEADS, dtype=torch.float32) for _ in range(2))

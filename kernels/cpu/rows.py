@@ -118,10 +118,8 @@ def rotate_rows(
     norms: tuple[Tensor, Tensor, int, float] | None = None,
     cache: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`rotate` of kernels/rotate.py, or `rotate_append` with a cache: keys and values [B, S, K, d], lengths [B].
-
-    All in bf16 or all in fp32. x is contiguous except for the stride of its rows; with norms d is a multiple of 8.
-    """
+    """See `longdraft.kernels.rotate.rotate`. All in bf16 or all in fp32. x is contiguous except for the stride of its
+    rows; with norms d is a multiple of 8."""
     batch, rows, heads, width = x_BTNd.shape
     # The stride of rows; if slots have one row each, the stride of slots (that of a dimension of size 1 is arbitrary).
     stride = x_BTNd.stride(1) if rows > 1 else x_BTNd.stride(0)

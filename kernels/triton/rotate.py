@@ -1,4 +1,4 @@
-"""kernels/rotate.py in Triton: one launch for each function.
+"""kernels/rotate.py in Triton: one launch.
 
 A program holds some heads of one row as two tiles, their first and their second halves. Heads of v are only copied.
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longdraft.kernels.rotate import HeadNorms
+from longdraft.kernels.rotate import HeadNorms, LayerCache
 
 TILE = 512  # numbers in a tile
 
@@ -72,9 +72,9 @@ def rotate(
     cos_BT11F: Tensor,
     sin_BT12F: Tensor,
     norms: HeadNorms | None = None,
-    cache: tuple[Tensor, Tensor, Tensor] | None = None,
+    cache: LayerCache | None = None,
 ) -> Tensor:
-    """See `longdraft.kernels.rotate.rotate`, and `rotate_append` with a cache: its keys, values and lengths."""
+    """See `longdraft.kernels.rotate.rotate`."""
     n_slots, n_rows, n_heads, width = x_BTNd.shape
     keys, values, lengths = cache or (x_BTNd, x_BTNd, x_BTNd)  # not used without a cache
     n_kv = 0 if cache is None else keys.shape[2]
@@ -99,16 +99,3 @@ def rotate(
         num_warps=4,
     )  # fmt: skip
     return out_BTnd
-
-
-def rotate_append(
-    qkv_BTNd: Tensor,
-    cos_BT11F: Tensor,
-    sin_BT12F: Tensor,
-    keys_BSKd: Tensor,
-    values_BSKd: Tensor,
-    lengths_B: Tensor,
-    norms: HeadNorms | None = None,
-) -> Tensor:
-    """See `longdraft.kernels.rotate.rotate_append`."""
-    return rotate(qkv_BTNd, cos_BT11F, sin_BT12F, norms, (keys_BSKd, values_BSKd, lengths_B))

@@ -5,7 +5,7 @@ import torch
 
 from longdraft.kernels.cpu import library, rows
 from longdraft.kernels.linear import linear
-from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append
+from longdraft.kernels.rotate import HeadNorms, rotate
 from longdraft.kernels.rotate import rotate_reference as reference_rotate
 
 pytestmark = pytest.mark.usefixtures("c_kernels")
@@ -81,7 +81,7 @@ def test_norms_of_heads_and_a_cache_in_the_rotations_call(slots, n_rows, dtype):
     keys, values = torch.full((2, slots, 20, 2, 64), torch.nan, dtype=dtype)
     lengths = torch.tensor([4, 0, 9][:slots])
     with library.decoding():
-        qk = rotate_append(qkv, cos, sin, keys, values, lengths, norms)
+        qk = rotate(qkv, cos, sin, norms, (keys, values, lengths))
         assert torch.equal(rotate(qkv[:, :, :7], cos, sin, norms), qk)
         assert torch.equal(rotate(qkv[-1:, -1:, :7], cos[-1:, -1:], sin[-1:, -1:], norms), qk[-1:, -1:])
     wanted = reference_rotate(qkv[:, :, :7], cos, sin, norms)

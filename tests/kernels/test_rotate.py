@@ -4,10 +4,11 @@ from importlib import import_module
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from longdraft.kernels import backend
 from longdraft.kernels import rotate as rotate_module
-from longdraft.kernels.rotate import HeadNorms, rotate, rotate_append, rotate_append_reference, rotate_reference
+from longdraft.kernels.rotate import HeadNorms, rotate, rotate_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter truncates to bf16, where a GPU rounds.
@@ -60,16 +61,11 @@ def caches(heads, lengths, n_rows, dtype):
     return keys, values.transpose(0, 1)[..., 1:-2]
 
 
-def exact(function, *tensors_and_norms):
-    """`function` of the reference. fp32 arguments become fp64, as PyTorch's error in a norm's sum differs by processor.
-    Half precision stays, since rounding is far coarser than that error."""
-
-    def widened(x):
-        if isinstance(x, HeadNorms):
-            return HeadNorms(widened(x.q_d), widened(x.k_d), x.n_queries, x.eps)
-        return x.double() if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
-
-    return function(*map(widened, tensors_and_norms))
+def exact(*given):
+    """The reference. fp32 arguments become fp64, as PyTorch's error in a norm's sum differs by processor. Half
+    precision stays, since rounding is far coarser than that error."""
+    widened = tree_map_only(torch.Tensor, lambda x: x.double() if x.dtype == torch.float32 else x, given)
+    return rotate_reference(*widened)
 
 
 def close(found, wanted):
@@ -86,10 +82,10 @@ def test_rotation_and_rows_are_the_references(triton, heads, lengths, n_rows, sh
     norms = norms if with_norms else None
     lengths_B = torch.tensor(lengths, device=DEVICE)
     found, wanted = (caches(heads, lengths, n_rows, dtype) for _ in range(2))
-    qk = rotate_append(qkv, cos, sin, *found, lengths_B, norms)
+    qk = rotate(qkv, cos, sin, norms, (*found, lengths_B))
     assert triton == ["rotate"] and lengths_B.tolist() == lengths
     wanted = [cache.double() if dtype == torch.float32 else cache for cache in wanted]
-    want = exact(rotate_append_reference, qkv, cos, sin, *wanted, lengths_B, norms)
+    want = exact(qkv, cos, sin, norms, (*wanted, lengths_B))
     close(qk, want)
     for ours, theirs in zip(found, wanted, strict=True):  # NaN where nothing was written
         close(ours, theirs)
@@ -102,7 +98,7 @@ def test_rotation_and_rows_are_the_references(triton, heads, lengths, n_rows, sh
 def test_reference_is_rope_written_out():
     qkv, cos, sin, norms = drawn((4, 2, 20), [2, 0], 3, torch.float32)
     keys, values = caches((4, 2, 20), [2, 0], 3, torch.float32)
-    qk = rotate_append_reference(qkv, cos, sin, keys, values, torch.tensor([2, 0], device=DEVICE), norms)
+    qk = rotate_reference(qkv, cos, sin, norms, (keys, values, torch.tensor([2, 0], device=DEVICE)))
     for slot, row, head in ((0, 0, 0), (1, 2, 3), (0, 1, 4), (1, 0, 5)):
         x, weight = qkv[slot, row, head].double(), norms.q_d if head < 4 else norms.k_d
         x = x / (x.square().mean() + norms.eps).sqrt() * weight
@@ -136,7 +132,7 @@ def one_table(n_slots, width=64):
 @pytest.mark.parametrize("n_slots", [1, 2])
 def test_one_table_for_all_rows_of_a_slot(triton, n_slots):
     x, cos, sin = one_table(n_slots)
-    close(rotate(x, cos, sin), exact(rotate_reference, x, cos, sin))
+    close(rotate(x, cos, sin), exact(x, cos, sin))
     assert triton == ["rotate"]
 
 
@@ -148,6 +144,6 @@ def test_rows_beyond_the_capacity_are_dropped(triton):
     wide, narrow = torch.full((2, 2, 2, 16, 2, 20), NAN, device=DEVICE)
     cut = narrow.flatten(1, 2)[:, :22].unflatten(1, (2, 11))  # 11 rows per slot, one slot after the other
     for keys, values in (wide, cut):
-        rotate_append(qkv, cos, sin, keys, values, lengths, norms)
+        rotate(qkv, cos, sin, norms, (keys, values, lengths))
     torch.testing.assert_close(cut, wide[:, :, :11], rtol=0, atol=0, equal_nan=True)
     assert not wide[:, 0, 11:13].isnan().any() and narrow.flatten(1, 2)[:, 22:].isnan().all()

@@ -24,7 +24,7 @@ LINEAR = {
 TEXT = LINEAR | {"triton: chain": 3, "copy_": 1, "new_zeros": 2}
 del TEXT["triton: tree_steps"]
 LAYER = {
-    "mm": 4, "triton: add_rms_norm": 2, "triton: gate": 1, "triton: rotate_append": 1, "triton: tree_attention": 2,
+    "mm": 4, "triton: add_rms_norm": 2, "triton: gate": 1, "triton: rotate": 1, "triton: tree_attention": 2,
 }  # fmt: skip
 
 
