@@ -92,21 +92,16 @@ def linear_rows(
     norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
-    scales_N: Tensor | None = None,
 ) -> Tensor:
-    """See `longdraft.kernels.linear.linear`. All in bf16 or all in fp32; I is a multiple of 8, N of 16 if gated.
-
-    scales_N: fp32 scales of an int8 weight (see `in_bytes`); None for a weight in x's dtype.
-    """
-    assert weight_NI.is_contiguous() and weight_NI.dtype == (x.dtype if scales_N is None else torch.int8)
-    assert fits(scales_N, torch.float32, len(weight_NI))
+    """See `longdraft.kernels.linear.linear`. All in bf16 or all in fp32; I is a multiple of 8, N of 16 if gated."""
+    assert weight_NI.is_contiguous() and weight_NI.dtype == x.dtype
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     n, k = weight_NI.shape
     y = x.new_empty(*x.shape[:-1], n // 2 if gated else n)
     weight_I, eps = norm or (None, 0.0)
     assert all(tensor is None or tensor.dtype == x.dtype for tensor in (bias_N, weight_I, residual))
     m = x.numel() // k
-    arguments = Linear(*pointers(x, weight_I, weight_NI, bias_N, residual, scales_N, y), m, n, k, gated, eps)
+    arguments = Linear(*pointers(x, weight_I, weight_NI, bias_N, residual, None, y), m, n, k, gated, eps)
     make_call("linear", x.dtype, arguments, f"{m} rows of {k} numbers in fp32")
     return y
 

@@ -182,15 +182,21 @@ def test_missing_rows_get_the_keys_and_values_of_the_network(kind, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_in_bytes_are_the_weights_that_the_bytes_stand_for(kind, dtype):
+    """Bit for bit. A number is off by at most half a step of its output, and an output of zeros stays zero."""
     draft, head_ED = block_of(kind, dtype)
+    head_ED[3] = 0
     config, generator, lengths_B = draft.config, torch.Generator().manual_seed(5), torch.tensor([9])
     shape = 2, 1, CAPACITY, config.n_kv_heads, config.head_dim
     own, seen = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     embeddings_VD = embeddings_of(config, dtype, generator)
-    tokens_1T, history_1S = some_tokens(1, 3, generator=generator), some_tokens(1, CAPACITY, generator=generator)
-    in_bytes = block_weights(draft, head_ED).in_bytes()
+    tokens_1T, history_1S = some_tokens(1, 17, generator=generator), some_tokens(1, CAPACITY, generator=generator)
+    given = block_weights(draft, head_ED)
+    in_bytes = given.in_bytes()
+    for matrix, (numbers_NI, _) in zip(in_bytes.matrices, given.matrices, strict=True):
+        assert ((wide(*matrix) - numbers_NI.float()).abs() <= 0.5001 * matrix.scales_N[:, None]).all()
+    assert (wide(*in_bytes.head)[3] == 0).all()
     plain = [rows.Weight(wide(*matrix).to(dtype)) for matrix in in_bytes.matrices]
-    mask_1TT, results = torch.eye(3, dtype=torch.bool)[None], []
+    mask_1TT, results = torch.eye(17, dtype=torch.bool)[None], []
     for weights in (in_bytes, in_bytes._make([*plain, *in_bytes.vectors])):
         kept = own.clone()
         block = block_for(draft, weights, embeddings_VD, kept, seen)
