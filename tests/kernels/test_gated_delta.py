@@ -136,12 +136,12 @@ def test_a_nodes_bits_depend_on_its_path_alone(steps):
     mask = trees(40)
     read = tree(tokens, memory, plan_of(mask))
     for slot in range(BATCH):
+        after = {-1: memory[slot : slot + 1]}
         for node in range(40):
-            state = memory[slot : slot + 1]
-            for ancestor in mask[slot, node].nonzero()[:, 0].tolist():
-                one = tokens.at((slice(slot, slot + 1), slice(ancestor, ancestor + 1)))
-                alone = tree(one, state, plan_of(n_rows=1, batch=1))
-                state = advance(one, state, torch.tensor([1]))
+            parent = [-1, *mask[slot, node].nonzero()[:, 0].tolist()][-2]
+            one = tokens.at((slice(slot, slot + 1), slice(node, node + 1)))
+            alone = tree(one, after[parent], plan_of(n_rows=1, batch=1))
+            after[node] = advance(one, after[parent], torch.tensor([1]))
             assert torch.equal(alone[0, 0], read[slot, node]), (slot, node)
 
 
