@@ -156,20 +156,9 @@ def test_weights_that_do_not_fit_are_named(folder):
     assert "lm_head.weight has shape [49, 16], the configuration says [50, 16]" in message
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"model_type": "gpt2"}, "gpt2.*supported: llama, mistral, qwen2, qwen3"),
-        ({"model_type": "made-up"}, r"config\.json.*made-up"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope_type: 'proportional'"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rot"),
-    ],
-)
-def test_unsupported_is_refused_by_name(folder, values, message):
-    change_config(folder, **values)
-    with pytest.raises(ValueError, match=message):
+def test_an_unknown_family_is_refused_by_name(folder):
+    change_config(folder, model_type="made-up")
+    with pytest.raises(ValueError, match=r"config\.json.*made-up"):
         load_target(folder)
 
 
