@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from longdraft.models import hub
 from longdraft.models.fingerprint import json_hash, tokenizer_hash, weights_hash
-from longdraft.models.hf import _locate, lasting_name, load_target, read_target_config
+from longdraft.models.hf import lasting_name, load_target, read_target_config
 from longdraft.models.hf_weights import places
 from longdraft.models.passes import Pass
 
@@ -47,33 +45,6 @@ def test_smollm2_on_real_text(smollm2, tmp_path, error):
         assert error(of_layer.transpose(1, 2), (stored.keys, stored.values)[index]) < 1e-5
     loss = torch.nn.functional.cross_entropy(out.logits[0, :-1], ids[0, 1:])
     assert loss < 3.5, f"{loss:.2f} nats a token: the weights are not in their places"
-
-
-@pytest.mark.parametrize("twin", ["original/model--00001-of-00007.safetensors", "consolidated.safetensors"])
-def test_a_hub_target_comes_once(tmp_path, monkeypatch, twin):
-    needed = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"]
-    fetched = []
-
-    def snapshot(name, revision=None, allow_patterns=None, ignore_patterns=None):
-        found = filter_repo_objects(
-            [*needed, twin, "metal/model.bin"], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
-        )
-        for file in found:
-            (tmp_path / file).parent.mkdir(exist_ok=True)
-            (tmp_path / file).touch()
-            fetched.append(file)
-        return str(tmp_path)
-
-    monkeypatch.setattr(hub, "snapshot_download", snapshot)
-    assert _locate("some/target") == ("some/target", tmp_path)
-    assert fetched == needed
-
-
-def test_a_gguf_file_in_a_repository_is_named_by_its_path(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, **given: asked.append((name, given)) or str(tmp_path))
-    assert _locate("some/target/sub/a.gguf") == ("some/target/sub/a.gguf", tmp_path / "sub" / "a.gguf")
-    assert [(name, given["allow_patterns"]) for name, given in asked] == [("some/target", ["sub/a.gguf"])]
 
 
 @pytest.fixture
