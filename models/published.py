@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from longdraft.models.decoder_config import DecoderConfig
-from longdraft.models.draft_folder import CONFIG, Draft, DraftInfo, TargetEntry, check_out, read_config, save_draft
+from longdraft.models.draft_folder import CONFIG, Draft, DraftInfo, check_out, read_config, save_draft, target_entry
 from longdraft.models.drafts.heads import TokenSwift, TokenSwiftConfig
 from longdraft.models.drafts.longspec import LongSpec, LongSpecConfig
 from longdraft.models.files import damage_named
-from longdraft.models.fingerprint import fingerprint
-from longdraft.models.hf import METADATA, lasting_name, load_tokenizer, read_target_config
+from longdraft.models.hf import METADATA, lasting_name, read_target
 from longdraft.models.hf_weights import TOKENSWIFT_HEADS, file_tensors, folder_tensors
 from longdraft.models.hub import hub_folder
 
@@ -76,8 +75,9 @@ def convert(source: str | Path, out: str | Path, target: str | None = None) -> t
     path = target or (None if n_heads is None else name or str(place))
     if path is None:
         raise ValueError(f"target: {place} does not say which model it is for; give that model")
-    shape = read_target_config(path)
-    hashes = fingerprint(shape, load_tokenizer(path))
+    known = read_target(path)
+    assert known is not None  # as only transformers' families are
+    shape = known.model.config
     if n_heads is None:
         config = LongSpecConfig.for_target(shape, noise=LONGSPEC_NOISE)
         draft: Draft = published_block(published_tensors(place), config, str(place))
@@ -87,12 +87,7 @@ def convert(source: str | Path, out: str | Path, target: str | None = None) -> t
         tree, length, noise = [TOKENSWIFT_RANKS] * n_heads, TOKENSWIFT_LENGTH, None
     versions = {package: version(package) for package in ("longdraft", "torch")}
     train_config = {"converted_from": name or place.name, "target": {"path": lasting_name(path)}}
-    known = TargetEntry(
-        name=Path(path).name if Path(path).exists() else path,
-        config_sha256=hashes["config"],
-        tokenizer_sha256=hashes["tokenizer"],
-    )
-    info = DraftInfo(known, length, {"levels": tree}, versions, train_config, noise)
+    info = DraftInfo(target_entry(known), length, {"levels": tree}, versions, train_config, noise)
     save_draft(out, draft, info)
     return draft, info
 
