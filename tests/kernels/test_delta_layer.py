@@ -35,15 +35,6 @@ def drawn(dtype: torch.dtype, n_rows: int) -> tuple[torch.Tensor, torch.Tensor, 
     return projected, draw(BATCH, TAPS - 1, CHANNELS), weights
 
 
-def paths(n_rows: int) -> torch.Tensor:
-    """Two trees: a chain, and each node below one drawn before it."""
-    mask, generator = torch.eye(n_rows, dtype=torch.bool).repeat(BATCH, 1, 1), torch.Generator().manual_seed(1)
-    for node in range(1, n_rows):
-        for slot, parent in enumerate((node - 1, int(torch.randint(node, (1,), generator=generator)))):
-            mask[slot, node] |= mask[slot, parent]
-    return mask
-
-
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
     largest = float(wanted.abs().max())
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance * largest)
@@ -52,9 +43,9 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) ->
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("some", [ALL, slice(1, 3), slice(4, 7)], ids=["all", "from the second on", "later"])
 @pytest.mark.parametrize(("n_rows", "tree"), [(7, False), (9, True)])
-def test_tokens_are_those_of_the_definition(triton, dtype, n_rows, tree, some):
+def test_tokens_are_those_of_the_definition(triton, trees, dtype, n_rows, tree, some):
     projected, before, weights = drawn(dtype, n_rows)
-    plan = PassPlan(torch.zeros(BATCH, dtype=torch.int64), n_rows, paths(n_rows) if tree else None)
+    plan = PassPlan(torch.zeros(BATCH, dtype=torch.int64), n_rows, trees.chain_and_tree(n_rows) if tree else None)
     recent = plan.recent_rows(TAPS)
     found = triton.delta_tokens(projected, before, recent, weights, some)
     every = delta_tokens_reference(projected, before, recent, weights, ALL)
@@ -79,10 +70,10 @@ def test_a_pieces_tokens_are_those_of_it_alone(triton):
             assert all(torch.equal(x[:, piece], y) for x, y in zip(packed, alone, strict=True))
 
 
-def test_a_nodes_tokens_depend_on_its_path_alone(triton):
+def test_a_nodes_tokens_depend_on_its_path_alone(triton, trees):
     n_rows = 9
     projected, before, weights = drawn(torch.float32, n_rows)
-    mask = paths(n_rows)
+    mask = trees.chain_and_tree(n_rows)
     recent = PassPlan(torch.zeros(BATCH, dtype=torch.int64), n_rows, mask).recent_rows(TAPS)
     found = triton.delta_tokens(projected, before, recent, weights, ALL)
     for node in range(n_rows):

@@ -50,18 +50,6 @@ def plan_of(mask=None, n_rows: int = 1, batch: int = BATCH) -> PassPlan:
     return PassPlan(torch.zeros(batch, dtype=torch.int64), n_rows if mask is None else mask.shape[1], mask)
 
 
-def trees(n_nodes: int) -> torch.Tensor:
-    """A random tree a slot, as a mask of each node's ancestors and itself; the first slot's is a chain."""
-    generator, mask = torch.Generator().manual_seed(n_nodes), torch.zeros(BATCH, n_nodes, n_nodes, dtype=torch.bool)
-    for slot in range(BATCH):
-        for node in range(n_nodes):
-            parent = node - 1 if slot == 0 else int(torch.randint(max(node, 1), (1,), generator=generator))
-            if node:
-                mask[slot, node] = mask[slot, parent]
-            mask[slot, node, node] = True
-    return mask
-
-
 def in_triton(name: str, device_type: str) -> ModuleType:
     return import_module(f"longdraft.kernels.triton.{name}")
 
@@ -120,9 +108,9 @@ def test_pieces_do_not_read_each_other(chunks, sizes):
 
 
 @pytest.mark.parametrize("n_nodes", [1, 2, 13, 64, 100])
-def test_a_node_reads_what_its_path_reads(steps, n_nodes):
+def test_a_node_reads_what_its_path_reads(steps, trees, n_nodes):
     tokens, memory = drawn(n_nodes)
-    mask = trees(n_nodes)
+    mask = trees.chain_and_tree(n_nodes)
     read = tree(tokens, memory, plan_of(mask))
     for slot, node in ((0, n_nodes - 1), (1, n_nodes - 1), (1, n_nodes // 2)):
         path = mask[slot, node].nonzero()[:, 0]
@@ -130,10 +118,10 @@ def test_a_node_reads_what_its_path_reads(steps, n_nodes):
         assert close(read[slot, node], want[0, -1])
 
 
-def test_a_nodes_bits_depend_on_its_path_alone(steps):
+def test_a_nodes_bits_depend_on_its_path_alone(steps, trees):
     """A node in a tree reads, in every bit, what its path reads token by token. So decoding is exact on a CPU."""
     tokens, memory = drawn(40)
-    mask = trees(40)
+    mask = trees.chain_and_tree(40)
     read = tree(tokens, memory, plan_of(mask))
     for slot in range(BATCH):
         after = {-1: memory[slot : slot + 1]}

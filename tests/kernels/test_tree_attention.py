@@ -27,6 +27,11 @@ def random_tree(n_rows: int, seed: int) -> Tensor:
     return mask
 
 
+def chain_and_tree(n_rows: int) -> Tensor:
+    """The masks of two slots without padding: a chain and a random tree."""
+    return torch.stack((torch.ones(n_rows, n_rows).tril().bool(), random_tree(n_rows + 1, 1)[:n_rows, :n_rows]))
+
+
 def poisoned(lengths: list[int], n_rows: int, capacity: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
     """Keys and values of different strides, with NaN wherever nothing was written."""
     keys = torch.full((len(lengths), capacity, heads, width), float("nan"))
