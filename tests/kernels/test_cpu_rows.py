@@ -93,13 +93,6 @@ def test_norms_of_heads_and_a_cache_in_the_rotations_call(slots, n_rows, dtype):
         assert keys[slot, others].isnan().all() and values[slot, others].isnan().all(), "nothing else is written"
 
 
-def test_a_row_that_sees_nothing_gives_zeros():
-    q, k = torch.randn(1, 2, 2, 8), torch.randn(1, 4, 2, 8)
-    mask = torch.tensor([[[True, False], [False, False]]])
-    out = rows.attention_rows(q, k, k, torch.tensor([0]), mask)
-    assert torch.equal(out[0, 0], k[0, 0]) and (out[0, 1] == 0).all()
-
-
 def test_linear_carries_nan_and_infinity():
     x, weight = torch.ones(2, 8).bfloat16(), torch.ones(3, 8).bfloat16()
     x[0, 3], weight[1, 2], weight[2, 2] = torch.nan, torch.inf, 3e38

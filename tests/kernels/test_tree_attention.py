@@ -8,6 +8,7 @@ from torch import Tensor
 
 from longdraft.kernels import tree_attention as module
 from longdraft.kernels.chain_attention import causal_attention
+from longdraft.kernels.tree import attended_rows
 from longdraft.kernels.tree_attention import cross_attention, cross_attention_reference, tree_attention
 from longdraft.kernels.tree_attention import tree_attention_reference as reference
 
@@ -110,18 +111,19 @@ def test_against_each_row_alone(request, heads, lengths, n_rows, tree, compiled,
     assert all(bool(out.isfinite().all()) for out in outputs)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_bf16_error_is_that_of_plain_bf16(request, plain, compiled):
+@pytest.mark.parametrize("compiled", BOTH)
+@pytest.mark.parametrize(("n_rows", "tree", "window"), [(9, True, None), (140, False, None), (140, False, 100)])
+def test_bf16_error_is_that_of_plain_bf16(request, plain, n_rows, tree, window, compiled):
     """At most twice the error of plain.py's attention in bf16, both measured against fp32."""
     request.getfixturevalue("c_kernels" if compiled else "pytorch_only")
-    keys, values = poisoned([300], 9, 309, 2, 32)
-    q, mask, lengths = draw(1, 9, 6, 32, seed=3), random_tree(9, 1)[None], torch.tensor([300])
-    mask[:, -1, -1] = True
-    exact = reference(q, keys, values, lengths, mask)[0]
+    keys, values = poisoned([300], n_rows, 300 + n_rows, 2, 32)
+    q, lengths = draw(1, n_rows, 6, 32, seed=3), torch.tensor([300])
+    mask = random_tree(n_rows + 1, 1)[None, :n_rows, :n_rows] if tree else None
+    exact = reference(q, keys, values, lengths, mask, window)[0]
     low = [x.bfloat16() for x in (q, keys, values)]
-    full = torch.cat((torch.ones(1, 9, 300, dtype=torch.bool), mask), 2)
-    allowed = 2 * (plain.attention(*low, full).float() - exact).abs().max()
-    assert (tree_attention(*low, lengths, mask).float() - exact).abs().max() <= allowed
+    seen = attended_rows(lengths, n_rows, 300 + n_rows, mask, window)
+    allowed = 2 * (plain.attention(*low, seen).float() - exact).abs().max()
+    assert (tree_attention(*low, lengths, mask, window).float() - exact).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 600, 5000])

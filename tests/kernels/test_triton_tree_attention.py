@@ -162,16 +162,6 @@ def test_large_blocks(trees, merged, choice, n_rows, length, is_tree, window, n_
     check(*(x.to(DTYPE) for x in tensors), lengths_B, masks, window, n_splits, choice, allowed=ALLOWED)
 
 
-def test_a_row_that_may_read_nothing_is_zero(trees):
-    keys, values = trees.poisoned([0, 0], 4, 9, 2, 16)
-    q, mask = trees.draw(2, 4, 4, 16, seed=1), torch.eye(4, dtype=torch.bool).repeat(2, 1, 1)
-    mask[0, 2] = mask[1, :] = False
-    out, lse = run(q, keys, values, torch.tensor([0, 0]), mask, None, 2)
-    empty = ~mask.any(-1)
-    assert not out[empty].any() and out[~empty].abs().sum(-1).all()
-    assert (lse == float("-inf")).all(-1).equal(empty)
-
-
 # Triton's interpreter cannot multiply bf16; tests/gpu tests it on a GPU.
 @pytest.mark.parametrize("length", [63, 65, 300])
 @pytest.mark.parametrize("dtype", [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16])
