@@ -91,15 +91,6 @@ def test_gradients_reach_every_head_and_not_the_lm_head(kind):
     assert lm_head_VD.grad is None and out.top_k_counts.shape == (3, 0)
 
 
-@pytest.mark.parametrize(
-    ("config", "field", "values"),
-    [
-        (TokenSwiftConfig, "out_norm_init", {"kind": "silu_chain", "out_norm_init": "target"}),
-        (TokenSwiftConfig, "n_heads", {"n_heads": 0}),
-        (MedusaConfig, "hidden_size", {"hidden_size": 0}),
-    ],
-)
-def test_errors_name_the_field(config, field, values):
-    sizes = {"hidden_size": D} | ({"rms_norm_eps": 1e-5} if config is TokenSwiftConfig else {})
-    with pytest.raises(ValueError, match=rf"^{field}: "):
-        config(**(sizes | values))
+def test_heads_without_norms_cannot_start_from_the_targets():
+    with pytest.raises(ValueError, match=r"^out_norm_init: "):
+        TokenSwiftConfig(D, 1e-5, kind="silu_chain", out_norm_init="target")
