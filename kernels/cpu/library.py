@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -51,14 +51,14 @@ def _build() -> Path:
     flags = [*FLAGS, "-mno-avx512f"] if os.environ.get("LONGDRAFT_CPU_KERNELS") == "avx2" else FLAGS
     processor = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else platform.processor()
     features = sorted({line for line in processor.splitlines() if line.startswith(("flags", "Features", "model name"))})
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    run = partial(subprocess.run, check=True, capture_output=True, text=True)
+    version = run([compiler, "--version"]).stdout
     identity = [*(source.read_text() for source in SOURCES), *flags, version, *features, platform.machine()]
     path = cache_path(f"rows-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.so")
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / "rows.so"
-            command = [compiler, *flags, "-shared", SOURCES[0], "-o", built, "-lm"]
-            subprocess.run(command, check=True, capture_output=True)
+            run([compiler, *flags, "-shared", SOURCES[0], "-o", built, "-lm"])
             built.replace(path)
     return path
 
@@ -94,7 +94,7 @@ def library() -> ctypes.CDLL | None:
         except OSError as error:
             advice = f"set XDG_CACHE_HOME to a folder that can be written ({error})"
         except subprocess.CalledProcessError as error:
-            advice = f"set CC to a working C compiler. The compiler said: {error.stderr.decode()}"
+            advice = f"set CC to a working C compiler. The compiler said: {error.stderr}"
         why = f"the CPU kernels could not be built, decoding is slower; LONGDRAFT_CPU_KERNELS=0 silences this; {advice}"
     if os.environ.get("LONGDRAFT_CPU_KERNELS") != "0":
         print(f"longdraft: {why}", file=sys.stderr)

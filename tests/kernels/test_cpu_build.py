@@ -36,17 +36,22 @@ def turned_off(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGDRAFT_CPU_KERNELS", "0")
 
 
-def with_a_broken_compiler(monkeypatch, tmp_path):
+def with_a_broken_compiler(monkeypatch, tmp_path, works_for="--version"):
     without_a_compiler(monkeypatch, tmp_path)
-    (tmp_path / "cc").write_text("#!/bin/sh\necho no such target >&2\n[ $1 = --version ]\n")
+    (tmp_path / "cc").write_text(f"#!/bin/sh\necho no such target >&2\n[ $1 = {works_for} ]\n")
     (tmp_path / "cc").chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def with_a_compiler_that_does_not_start(monkeypatch, tmp_path):
+    with_a_broken_compiler(monkeypatch, tmp_path, works_for="nothing")
 
 
 SAID = {
     without_a_compiler: "no C compiler found, decoding on the CPU is slower; install gcc or set CC",
     without_avx2: "the CPU kernels need AVX2, which this processor lacks; decoding is slower",
     with_a_broken_compiler: "the CPU kernels could not be built, .* The compiler said: no such target",
+    with_a_compiler_that_does_not_start: "the CPU kernels could not be built, .* The compiler said: no such target",
     turned_off: None,
 }
 
