@@ -211,15 +211,21 @@ def refresh(target: Target, model: Any) -> None:
 
 def read_target_config(path: str | Path, max_positions: int | None = None) -> DecoderConfig:
     """The shape of a target, given as for `load_target`. Downloads no weights, except a .gguf file as a whole."""
-    return decoder_config(_open(_locate(path, weights=False)[1])[0], max_positions)
+    return decoder_config(_read_config(path, "longdraft")[2], max_positions)
+
+
+def _read_config(path: str | Path, loader: str) -> tuple[str, Path, PretrainedConfig]:
+    """A target's name and place, and the configuration that its loader reads. Downloads as `read_target_config`."""
+    name, location = _locate(path, weights=False)
+    opened = _open(location) if loader == "longdraft" else _open_network(location, torch.float32)
+    return name, location, opened[0]
 
 
 def read_target(path: str | Path, max_positions: int | None = None, loader: str = "longdraft") -> Target | None:
     """A target as from LOADERS, but our decoder on the meta device, without weights; None for a family that only
     transformers supports. Downloads as `read_target_config`."""
-    name, location = _locate(path, weights=False)
-    hf_config, _ = _open(location) if loader == "longdraft" else _open_network(location, torch.float32)
-    if loader != "longdraft" and hf_config.model_type not in SUPPORTED:
+    name, location, hf_config = _read_config(path, loader)
+    if hf_config.model_type not in SUPPORTED and loader != "longdraft":
         return None
     with torch.device("meta"):
         model = Decoder(decoder_config(hf_config, max_positions))
@@ -229,9 +235,9 @@ def read_target(path: str | Path, max_positions: int | None = None, loader: str 
 def read_limits(path: str | Path, max_positions: int | None = None, loader: str = "longdraft") -> tuple[int, int, str]:
     """A target's positions, the size of its vocabulary and a hash of its shape, without reading weights. Also works for
     families that only transformers supports."""
-    hf_config = _open(_locate(path, weights=False)[1])[0]
+    _, _, hf_config = _read_config(path, loader)
     text = hf_config.get_text_config()
-    if loader == "longdraft" or hf_config.model_type in SUPPORTED:
+    if hf_config.model_type in SUPPORTED or loader == "longdraft":
         shape = decoder_config(hf_config, max_positions)
         return shape.max_positions, shape.vocab_size, shape_hash(shape)
     shape = {name: value for name, value in text.to_dict().items() if name != "transformers_version"}

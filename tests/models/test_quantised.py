@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from longdraft.models.hf import load_target, read_target_config
+from longdraft.models.hf import load_target, read_limits, read_target_config
 from longdraft.models.passes import Pass
 
 SIZES = dict(
@@ -293,3 +293,4 @@ def test_other_forms_are_refused_before_anything_is_read(tmp_path, field, quanti
     for read in (load_target, read_target_config):
         with pytest.raises(ValueError, match=f"quantization_config: {field} "):
             read(tmp_path)
+    assert read_limits(tmp_path, loader="transformers")[:2] == (128, 97), "transformers may support them"
