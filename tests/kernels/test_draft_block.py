@@ -32,8 +32,23 @@ def block_of(kind, dtype):
     return draft.to(dtype).requires_grad_(False), head_ED.to(dtype)
 
 
-def embeddings_of(config, dtype, generator):
-    return torch.randn(VOCAB, config.hidden_size, generator=generator).to(dtype)
+class Case:
+    """A block, and random embeddings, tokens and caches of slots of these lengths; both caches are of one length."""
+
+    def __init__(self, kind, dtype, lengths, n_tokens=1):
+        self.draft, self.head_ED = block_of(kind, dtype)
+        self.config, generator = self.draft.config, torch.Generator().manual_seed(len(lengths) + n_tokens)
+        self.lengths_B, self.generator = torch.tensor(lengths), generator
+        shape = 2, len(lengths), CAPACITY, self.config.n_kv_heads, self.config.head_dim
+        self.own, self.seen = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        self.embeddings_VD = torch.randn(VOCAB, self.config.hidden_size, generator=generator).to(dtype)
+        self.tokens_BT = torch.randint(VOCAB, (len(lengths), n_tokens), generator=generator)
+        self.history_BS = torch.randint(VOCAB, (len(lengths), 2 * CAPACITY), generator=generator)[:, :CAPACITY]
+
+    def block(self, weights=None, own=None):
+        """The block over the caches, or over another cache of its own."""
+        weights = block_weights(self.draft, self.head_ED) if weights is None else weights
+        return block_for(self.draft, weights, self.embeddings_VD, self.own if own is None else own, self.seen)
 
 
 def block_for(draft, weights, embeddings_VD, own, target, scale=1.0):
@@ -45,10 +60,6 @@ def block_for(draft, weights, embeddings_VD, own, target, scale=1.0):
 def wide(bytes_NI, scales_N):
     """The weight that these int8 numbers stand for."""
     return bytes_NI.float() * scales_N[:, None]
-
-
-def some_tokens(*shape, generator):
-    return torch.randint(VOCAB, shape, generator=generator)
 
 
 def random_mask(batch, n_tokens, before, generator):
@@ -94,8 +105,8 @@ def test_it_is_the_networks_operations(kind, scale, batch, n_tokens, before):
         return rows[0, :, :, : config.n_kv_heads], rows[1, :, :, : config.n_kv_heads]
 
     own, target = (*cache(lengths_B + before), lengths_B), (*cache(seen_B), seen_B)
-    embeddings_VD = embeddings_of(config, torch.float32, generator)
-    tokens_BT = some_tokens(batch, n_tokens, generator=generator)
+    embeddings_VD = torch.randn(VOCAB, config.hidden_size, generator=generator)
+    tokens_BT = torch.randint(VOCAB, (batch, n_tokens), generator=generator)
     tables = draft.tables((lengths_B + before)[:, None].expand(-1, n_tokens))
     mask_BTN = random_mask(batch, n_tokens, before, generator)
     copied = own[0].clone(), own[1].clone(), lengths_B
@@ -111,38 +122,29 @@ def test_it_is_the_networks_operations(kind, scale, batch, n_tokens, before):
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_bf16_it_errs_as_little_as_the_operations(kind):
     """Against fp32 with the same numbers: at most twice the error of the network's operations in bf16."""
-    draft, head_ED = block_of(kind, torch.bfloat16)
-    config, generator = draft.config, torch.Generator().manual_seed(1)
-    lengths_B, batch, n_tokens, before = torch.tensor([30, 3]), 2, 5, 4
-    shape = 2, batch, CAPACITY, config.n_kv_heads, config.head_dim
-    own, seen = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
-    embeddings_VD = embeddings_of(config, torch.bfloat16, generator)
-    tokens_BT = some_tokens(batch, n_tokens, generator=generator)
-    tables = draft.tables((lengths_B + before)[:, None].expand(-1, n_tokens))
-    mask_BTN, x_BTD = random_mask(batch, n_tokens, before, generator), embeddings_VD[tokens_BT]
+    case, before = Case(kind, torch.bfloat16, [30, 3], n_tokens=5), 4
+    draft, lengths_B, x_BTD = case.draft, case.lengths_B, case.embeddings_VD[case.tokens_BT]
+    tables = draft.tables((lengths_B + before)[:, None].expand(-1, 5))
+    mask_BTN = random_mask(2, 5, before, case.generator)
 
     def given(dtype):
-        return (*own.to(dtype).clone(), lengths_B), mask_BTN, (*seen.to(dtype), lengths_B)
+        return (*case.own.to(dtype).clone(), lengths_B), mask_BTN, (*case.seen.to(dtype), lengths_B)
 
-    block = block_for(draft, block_weights(draft, head_ED), embeddings_VD, own.clone(), seen)
-    found = block.run(tokens_BT, lengths_B, before, mask_BTN, lengths_B).float()
-    operations = by_operations(draft, head_ED, x_BTD, tables, *given(torch.bfloat16)).float()
+    found = case.block(own=case.own.clone()).run(case.tokens_BT, lengths_B, before, mask_BTN, lengths_B).float()
+    operations = by_operations(draft, case.head_ED, x_BTD, tables, *given(torch.bfloat16)).float()
     wide = [table.float() for table in tables]
-    exact = by_operations(draft.float(), head_ED.float(), x_BTD.float(), wide, *given(torch.float32))
+    exact = by_operations(draft.float(), case.head_ED.float(), x_BTD.float(), wide, *given(torch.float32))
     assert (found - exact).norm() <= 2 * (operations - exact).norm()
 
 
 def test_a_row_alone_has_the_bits_of_a_row_among_others():
-    draft, head_ED = block_of("gqa", torch.bfloat16)
-    config, generator = draft.config, torch.Generator().manual_seed(2)
-    lengths_B = torch.tensor([17])
-    own, seen = (torch.randn(2, 1, CAPACITY, 2, 8, generator=generator).bfloat16() for _ in range(2))
-    embeddings_VD, tokens_1T = embeddings_of(config, torch.bfloat16, generator), some_tokens(1, 6, generator=generator)
-    block = block_for(draft, block_weights(draft, head_ED), embeddings_VD, own, seen)
+    case = Case("gqa", torch.bfloat16, [17], n_tokens=6)
+    block = case.block()
 
     def run(rows):
-        mask_1TT = torch.eye(len(tokens_1T[0, rows]), dtype=torch.bool)[None]
-        return block.run(tokens_1T[:, rows], lengths_B, 0, mask_1TT, lengths_B)
+        tokens_1T = case.tokens_BT[:, rows]
+        mask_1TT = torch.eye(tokens_1T.shape[1], dtype=torch.bool)[None]
+        return block.run(tokens_1T, case.lengths_B, 0, mask_1TT, case.lengths_B)
 
     whole = run(slice(0, 6))
     for row in range(6):
@@ -153,62 +155,48 @@ def test_a_row_alone_has_the_bits_of_a_row_among_others():
 @pytest.mark.parametrize("kind", KINDS)
 def test_missing_rows_get_the_keys_and_values_of_the_network(kind, dtype):
     """Those of the last committed tokens, of which a slot may have fewer. No other row changes but the pass's own."""
-    draft, head_ED = block_of(kind, dtype)
-    config, generator, n_missing = draft.config, torch.Generator().manual_seed(4), 5
-    lengths_B, positions_5 = torch.tensor([30, 3, 0]), torch.arange(-n_missing, 0)
-    shape = 3, CAPACITY, config.n_kv_heads, config.head_dim
-    keys, values, seen = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
-    embeddings_VD = embeddings_of(config, dtype, generator)
-    tokens_B1 = some_tokens(3, 1, generator=generator)
-    history_BS = some_tokens(3, 2 * CAPACITY, generator=generator)[:, :CAPACITY]  # rows apart
-    positions_B5 = (lengths_B[:, None] + positions_5).clamp(min=0)
-    missing_BTD = embeddings_VD[history_BS.gather(1, positions_B5)]
-    expected, own_kv = (keys.clone(), values.clone()), draft.self_kv(missing_BTD, draft.tables(positions_B5))
+    case, n_missing = Case(kind, dtype, [30, 3, 0]), 5
+    draft, lengths_B = case.draft, case.lengths_B
+    positions_B5 = (lengths_B[:, None] + torch.arange(-n_missing, 0)).clamp(min=0)
+    missing_BTD = case.embeddings_VD[case.history_BS.gather(1, positions_B5)]
+    expected, own_kv = case.own.clone(), draft.self_kv(missing_BTD, draft.tables(positions_B5))
     for slot, length in enumerate(lengths_B.tolist()):
         for kept, fresh_BTKd in zip(expected, own_kv, strict=True):
             count = min(n_missing, length)
             kept[slot, length - count : length] = fresh_BTKd[slot, n_missing - count :]
-    block = block_for(draft, block_weights(draft, head_ED), embeddings_VD, (keys, values), (seen, seen))
-    mask_B11 = torch.ones(3, 1, 1, dtype=torch.bool)
-    found = block.run(tokens_B1, lengths_B, 0, mask_B11, lengths_B, history_BS, n_missing)
-    for kept, wanted in zip((keys, values), expected, strict=True):
-        for slot, length in enumerate(lengths_B.tolist()):
-            torch.testing.assert_close(kept[slot, :length], wanted[slot, :length])
-            assert torch.equal(kept[slot, length + 1 :], wanted[slot, length + 1 :])
+    block, mask_B11 = case.block(), torch.ones(3, 1, 1, dtype=torch.bool)
+    found = block.run(case.tokens_BT, lengths_B, 0, mask_B11, lengths_B, case.history_BS, n_missing)
+    for slot, length in enumerate(lengths_B.tolist()):
+        torch.testing.assert_close(case.own[:, slot, :length], expected[:, slot, :length])
+        assert torch.equal(case.own[:, slot, length + 1 :], expected[:, slot, length + 1 :])
     # The pass reads them.
-    assert torch.equal(found, block.run(tokens_B1, lengths_B, 0, mask_B11, lengths_B))
+    assert torch.equal(found, block.run(case.tokens_BT, lengths_B, 0, mask_B11, lengths_B))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_in_bytes_are_the_weights_that_the_bytes_stand_for(kind, dtype):
     """Bit for bit. A number is off by at most half a step of its output, and an output of zeros stays zero."""
-    draft, head_ED = block_of(kind, dtype)
-    head_ED[3] = 0
-    config, generator, lengths_B = draft.config, torch.Generator().manual_seed(5), torch.tensor([9])
-    shape = 2, 1, CAPACITY, config.n_kv_heads, config.head_dim
-    own, seen = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    embeddings_VD = embeddings_of(config, dtype, generator)
-    tokens_1T, history_1S = some_tokens(1, 17, generator=generator), some_tokens(1, CAPACITY, generator=generator)
-    given = block_weights(draft, head_ED)
+    case, mask_1TT, results = Case(kind, dtype, [9], n_tokens=17), torch.eye(17, dtype=torch.bool)[None], []
+    case.head_ED[3] = 0
+    given = block_weights(case.draft, case.head_ED)
     in_bytes = given.in_bytes()
     for matrix, (numbers_NI, _) in zip(in_bytes.matrices, given.matrices, strict=True):
         assert ((wide(*matrix) - numbers_NI.float()).abs() <= 0.5001 * matrix.scales_N[:, None]).all()
     assert (wide(*in_bytes.head)[3] == 0).all()
     plain = [rows.Weight(wide(*matrix).to(dtype)) for matrix in in_bytes.matrices]
-    mask_1TT, results = torch.eye(17, dtype=torch.bool)[None], []
     for weights in (in_bytes, in_bytes._make([*plain, *in_bytes.vectors])):
-        kept = own.clone()
-        block = block_for(draft, weights, embeddings_VD, kept, seen)
-        results.append((block.run(tokens_1T, lengths_B, 0, mask_1TT, lengths_B, history_1S, 2), kept))
+        kept = case.own.clone()
+        found = case.block(weights, kept).run(
+            case.tokens_BT, case.lengths_B, 0, mask_1TT, case.lengths_B, case.history_BS, 2
+        )
+        results.append((found, kept))
     for found, wanted in zip(*results, strict=True):
         assert torch.equal(found, wanted)
 
 
 def test_a_position_without_a_row_is_refused():
-    draft, head_ED = block_of("gqa", torch.float32)
-    own, seen = (torch.zeros(2, 1, CAPACITY, 2, 8) for _ in range(2))
-    block = block_for(draft, block_weights(draft, head_ED), torch.zeros(VOCAB, 32), own, seen)
+    block = Case("gqa", torch.float32, [0]).block()
     one, mask = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, 1, dtype=torch.bool)
     block.run(one, torch.tensor([CAPACITY - 1]), 0, mask, torch.tensor([3]))
     for length, offset in ((CAPACITY, 0), (CAPACITY - 1, 1)):
