@@ -127,6 +127,7 @@ class SelectedCache(KVCache):
         (n_layers, batch, _, n_kv_heads, head_dim), keys = full.keys.shape, full.keys
         capacity = self.budget + tail + 1
         super().__init__(n_layers, batch, capacity, n_kv_heads, head_dim, keys.dtype, keys.device)
+        self._slots_B1 = torch.arange(batch, device=keys.device)[:, None]
         self.delta = copy.deepcopy(full.delta)
         slides = {layer: window for layer, window in enumerate(windows) if window is not None}
         self._sliding_L11 = torch.tensor([*slides], dtype=torch.int64, device=keys.device)[:, None, None]

@@ -45,7 +45,6 @@ class KVCache:
             self.values.zero_()  # flash kernels multiply values beyond a slot's last by 0, which keeps NaN
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.prompt_lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._slots_B1 = torch.arange(batch, device=device)[:, None]
         self.delta = None if delta is None else DeltaStates(delta, batch, dtype, device)
 
     def slot(self, index: int, count: int = 1) -> "KVCache":
@@ -53,7 +52,6 @@ class KVCache:
         view, slots = KVCache.__new__(KVCache), slice(index, index + count)
         view.keys, view.values = self.keys[:, slots], self.values[:, slots]
         view.lengths, view.prompt_lengths = self.lengths[slots], self.prompt_lengths[slots]
-        view._slots_B1 = self._slots_B1[:count]
         view.delta = None if self.delta is None else self.delta.slot(slots)
         return view
 
