@@ -57,9 +57,9 @@ class Moment:
         return self._event.elapsed_time(later._event) / 1e3
 
 
-def from_host(x: Tensor, device: torch.device | str | None) -> Tensor:
+def from_host(x: Tensor, device: torch.device) -> Tensor:
     """`x.to(device)`, but a copy from the host to CUDA is only queued, where `to` would wait for all work before it."""
-    if x.is_cuda or device is None or torch.device(device).type != "cuda":
+    if x.is_cuda or device.type != "cuda":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
 
