@@ -58,6 +58,7 @@ class SmallModelDrafter(DeviceDrafter):
         self._kept: KVCache | None = None  # without rows: linear attention's states before the last root, and lengths
         # Upper bounds over all slots: cache rows for the tokens before the root; missing rows, the root's included.
         self._span = self._missing = 0
+        self._most_missing = self.window
         self._trial: list[bool] | None = None  # within `trying`: whether each proposal so far refilled the caches
         self._usual = FEW  # a recorded pass reads this many tokens before the root, or half a window
 
@@ -157,7 +158,7 @@ class SmallModelDrafter(DeviceDrafter):
 
     def on_step(self, state: SlotState, tree: TokenTree, accepted: AcceptResult, output: TargetOutput) -> None:
         most = accepted.nodes.shape[1]
-        self._span, self._missing = self._span + most, min(self._missing + most, self.window)
+        self._span, self._missing = self._span + most, min(self._missing + most, self._most_missing)
         self._usual = max(self._usual, 2 * most)
 
     @contextmanager
@@ -165,10 +166,9 @@ class SmallModelDrafter(DeviceDrafter):
         """In this context it drafts after roots that are then rejected, until each slot has `most` tokens more. The
         next root follows the present one."""
         span, refills = self._span, list[bool]()
-        self._trial = refills
-        self._usual = max(self._usual, most * (1 + self.gamma))  # a step commits one token at least
+        self._trial, self._most_missing = refills, 1 + most + self.gamma
         yield
-        self._trial, self._missing = None, int(self._linear)
+        self._trial, self._most_missing, self._missing = None, self.window, int(self._linear)
         # States that were kept after a refill may have read what is now rejected, so the next proposal refills again.
         self._span = self.window if self._linear and any(refills[1:]) else min(span, self._span)
 
