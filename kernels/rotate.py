@@ -51,6 +51,7 @@ def rotate(
         cos_BT11F: cosines. B may be 1, for all slots, and T may be 1, for all rows.
         sin_BT12F: sines, negated for the first half; B and T likewise.
         norms: RMSNorms of the heads before they are rotated.
+        cache: one layer's; only those rows change.
     """
     if (triton := triton_for(x_BTnd, cos_BT11F)) is not None:
         return triton.rotate(x_BTnd, cos_BT11F, sin_BT12F, norms, cache)

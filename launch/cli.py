@@ -91,7 +91,8 @@ def run(command: str, argv: Sequence[str]) -> int:
         return run_on_ranks(command, argv, args, lambda: load().run(args))
 
     needs_output, by_force = command not in WORK_WITHOUT_OUTPUT, command in LEAVE_NOTHING_HALF_DONE
-    needs_output |= command == "train" and "--estimate" in argv  # its result is its output
+    # The estimate is printed; argparse takes beginnings of the option, too.
+    needs_output |= command == "train" and any("--estimate".startswith(word) for word in argv if word > "--")
     return run_command(f"longdraft {command}", work, needs_output=needs_output, by_force=by_force)
 
 

@@ -34,8 +34,10 @@ def main(argv: Sequence[str]) -> int | None:
     if "inspect" not in given and missing:
         without = "" if "recipe" in given else " without a recipe"
         parser.error(f"the following arguments are required{without}: {', '.join(missing)}")
-    if "inspect" in given and (others := [name for name in given if name not in ("inspect", "target") and given[name]]):
-        parser.error(f"--inspect: it takes --target alone; omit {', '.join(others)}")
+    others = [name for name in given if name not in ("inspect", "target") and given[name] != []]
+    if "inspect" in given and others:
+        named = [name if name in ("recipe", "overrides") else flag(name) for name in others]
+        parser.error(f"--inspect: it takes --target alone; omit {', '.join(named)}")
     work = partial(_inspect if "inspect" in given else _prepare, given)
     on_ctrl_c = "interrupted; finished shards are kept, and the same command continues"
     if status := run_command(parser.prog, work, on_ctrl_c, needs_output="inspect" in given):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ONLY_WITH = {"endpoint": ("model", "concurrency", "timeout"), "prompt_tokens": ("text_field",)}
 NOT_WITH = {
     "endpoint": ("loader", "dtype", "device", "prefill_chunk", "batch", "drafter", "option", "nodes"),
-    "prompt_tokens": ("chat_field", "chat_template"),
+    "prompt_tokens": ("chat_field",),
 }
 # Fields of SamplingParams that apply to every answer, with their help.
 OPTIONAL = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

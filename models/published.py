@@ -76,7 +76,7 @@ def convert(source: str | Path, out: str | Path, target: str | None = None) -> t
     if path is None:
         raise ValueError(f"target: {place} does not say which model it is for; give that model")
     known = read_target(path)
-    assert known is not None  # as only transformers' families are
+    assert known is not None  # only transformers' loader reads families that our decoder does not know
     shape = known.model.config
     if n_heads is None:
         config = LongSpecConfig.for_target(shape, noise=LONGSPEC_NOISE)

@@ -174,8 +174,8 @@ def log(line: str) -> None:
 
 @contextmanager
 def failures_named(ranks: Ranks) -> Iterator[None]:
-    """Inside, a file that cannot be read or written (a full disk) raises a RankError that says so, and a collective
-    that fails because another rank died, a TrainingError."""
+    """Inside, a file that cannot be read or written (a full disk), and a collective that fails because another rank
+    died, raise a RankError that says so."""
     try:
         yield
     except BrokenPipeError:  # of standard output
@@ -189,9 +189,9 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
         is_lost = type(error) is RuntimeError and any(word in reason for word in LOST)
         if not is_lost and not isinstance(error, dist.DistError):
             raise
-        raise TrainingError(
-            f"rank {ranks.rank}: another rank failed or was killed ({reason.partition('. ')[0]}); the same command "
-            "resumes from the newest checkpoint"
+        raise RankError(
+            f"rank {ranks.rank}: another rank failed or was killed ({reason}); the same command resumes from "
+            "the newest checkpoint"
         ) from error
 
 

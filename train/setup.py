@@ -134,11 +134,11 @@ def open_target(config: Config, ranks: Ranks) -> Target:
 def check_same(stages: Sequence[Stage], ranks: Ranks) -> None:
     """Raises ValueError, on all ranks, if the machines were given different configs: the ranks would wait for each
     other in vain, or train something that is neither machine's config."""
-    (own, *others), advice = ranks.gather(stages), "start all machines with the same config and overrides"
+    (first_ones, *others), advice = ranks.gather(stages), "start all machines with the same config and overrides"
     for rank, there in enumerate(others, start=1):
-        if [stage.name for stage in own] != [stage.name for stage in there]:
+        if [stage.name for stage in first_ones] != [stage.name for stage in there]:
             raise ValueError(f"stages: they are not the same on rank 0 and on rank {rank}; {advice}")
-        for one, other in zip(own, there, strict=True):
+        for one, other in zip(first_ones, there, strict=True):
             for name, (first, second) in differences(one.config, other.config).items():
                 raise ValueError(f"{name}: {first!r} on rank 0, but {second!r} on rank {rank}; {advice}")
 
@@ -146,9 +146,14 @@ def check_same(stages: Sequence[Stage], ranks: Ranks) -> None:
 def check_shared(folder: Path, ranks: Ranks) -> None:
     """Raises ValueError, on all ranks, if not every machine sees the first one's `folder`. Another machine may have a
     folder of that name with an earlier run, so it is asked for a new name, which `remove_unfinished` removes."""
-    new = ranks.from_first(lambda: folder.mkdir(parents=True, exist_ok=True) or mkdtemp(prefix="tmp-", dir=folder))
-    if not all(ranks.gather(Path(new).exists())):
+    new = ranks.from_first(partial(_new_folder, folder))
+    if not all(ranks.gather((folder / new).exists())):
         raise ValueError(f"train.run_dir: not every machine sees the first one's {folder.parent}; use shared storage")
+
+
+def _new_folder(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(mkdtemp(prefix="tmp-", dir=folder)).name  # from Python 3.12 on, the path itself is absolute
 
 
 def check_stages(stages: Sequence[Stage], ranks: Ranks) -> Target | None:

@@ -66,8 +66,9 @@ class HostDrafter(Drafter):
         self._tables[slot] = NgramIndex(self.longest_ngram)
 
     def on_prefill(self, slot: int, prompt: Sequence[int], start: int, end: int, output: TargetOutput) -> None:
-        if (table := self._tables[slot]) is not None:  # while a GPU runs the pass
-            table.extend(prompt[start:end])
+        table = self._tables[slot]
+        assert table is not None
+        table.extend(prompt[start:end])  # while a GPU runs the pass
 
     def device_rows(self, state: SlotState) -> Tensor:
         """int64 [B, 3 + R], the rows that `tries` needs: active, root, position, and the last R tokens up to the root;

@@ -173,11 +173,13 @@ def test_missing_rows_get_the_keys_and_values_of_the_network(kind, dtype):
     assert torch.equal(found, block.run(case.tokens_BT, lengths_B, 0, mask_B11, lengths_B))
 
 
+@pytest.mark.parametrize("n_tokens", [1, 3, 8, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_in_bytes_are_the_weights_that_the_bytes_stand_for(kind, dtype):
+def test_weights_in_bytes_are_the_weights_that_the_bytes_stand_for(kind, dtype, n_tokens):
     """Bit for bit. A number is off by at most half a step of its output, and an output of zeros stays zero."""
-    case, mask_1TT, results = Case(kind, dtype, [9], n_tokens=17), torch.eye(17, dtype=torch.bool)[None], []
+    case, results = Case(kind, dtype, [9], n_tokens=n_tokens), []
+    mask_1TT = torch.eye(n_tokens, dtype=torch.bool)[None]
     case.head_ED[3] = 0
     given = block_weights(case.draft, case.head_ED)
     in_bytes = given.in_bytes()

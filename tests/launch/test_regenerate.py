@@ -176,7 +176,6 @@ def test_servers_of_the_target_give_the_same_answers(arguments, answered, target
         ("--model m", "--model"),
         ("--text-field body", "--text-field"),
         ("--prompt-tokens 8 --chat-field m", "--chat-field"),
-        ("--prompt-tokens 8 --chat-template /dev/null", "--chat-template"),
     ],
 )
 def test_errors(arguments, tmp_path, capsys, given, named):

@@ -204,7 +204,7 @@ def test_a_full_disk_ends_the_save_on_all_ranks(story, full):
 def test_a_run_that_cannot_write_at_all_ends_on_all_ranks(story):
     assert 0 not in story.status["last"], story.said["last"]
     assert "File too large" in story.said["last"] and "Traceback" not in story.said["last"]
-    assert "another rank" not in story.said["last-1"]  # a machine's first rank reports, here its own failure
+    assert "rank 1: another rank failed or was killed" in story.said["last-1"]
 
 
 @pytest.mark.parametrize("name", OVERFLOWS)
