@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> None:
         option = "--prompt" if args.prompt_file is None else "--prompt-file"
         raise ValueError(f"{option}: it is empty, and this target's tokenizer adds no token to it; give some text")
     target = drafting.open_target()
+    if target.tokenizer is None:
+        raise ValueError(f"{target.name} has no tokenizer files, so no text can be shown; add them")
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     asked = [*system, {"role": "user", "content": given}] if chat else given
     tokens = prompt_tokens(target, asked, "--chat" if chat else "--prompt")[: args.prompt_tokens]

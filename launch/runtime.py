@@ -85,8 +85,6 @@ class Drafting:
         note(f"Loading {self.source}{by} in {dtype} on {device}{positions}")
         loading: dict[str, Any] = {"ranks": self.ranks} if self.loader == "longdraft" else {}
         target = LOADERS[self.loader](self.source, DTYPES[dtype], self.device, most, **loading)
-        if target.tokenizer is None:
-            raise ValueError(f"{target.name} has no tokenizer files, which prompts and answers need; add them")
         if self.template is not None and (end := chat_end(target.tokenizer, self.template)) is not None:
             target.eos_token_ids = tuple({*target.eos_token_ids, end})
         return target

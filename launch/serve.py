@@ -37,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(1) as loading:
         engine = loading.submit(drafting.open_engine, args.slots).result()
         target = engine.target
+        if target.tokenizer is None:
+            raise ValueError(f"{target.name} has no tokenizer files, so no text can be served; add them")
         loading.submit(engine.reserve).result()
     if address is None:
         return _follow(engine)
