@@ -5,17 +5,15 @@ A subcommand whose work is one call is a function here; each other one has a fil
 
 import argparse
 import importlib
-import os
 import shlex
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 
 from longdraft.launch.arguments import PARSERS
-from longdraft.launch.console import note, run_command, show
+from longdraft.launch.console import end_process, note, run_command, show
 
 COMMANDS = {
     "prepare": "pack text into shards of tokens (prepare regenerate: have the target answer it first)",
@@ -99,12 +97,4 @@ def run(command: str, argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    if status and "RANK" in os.environ:
-        # Not by `sys.exit`: the threads of a process group that a rank has not left may abort it then, which would hide
-        # why it failed.
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
-                stream.flush()
-        os._exit(status)
-    sys.exit(status)
+    end_process(main())

@@ -7,12 +7,11 @@ SIGTERM to them, so that they save and exit with 0.
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from functools import partial
 
 from longdraft.launch import arguments
-from longdraft.launch.console import flag, note, run_command, show
+from longdraft.launch.console import end_process, flag, note, run_command, show
 from longdraft.models.files import STOP_SIGNALS, signals_noted
 
 
@@ -79,4 +78,4 @@ if __name__ == "__main__":
     status = main()
     for number in STOP_SIGNALS:  # a second signal, such as a forwarded one, must not disturb the exit
         signal.signal(number, signal.SIG_IGN)
-    sys.exit(status)
+    end_process(status)
